@@ -23,7 +23,7 @@ from checkpoint.stream.upkeep import missing_objects
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.cli.target import open_store
-from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.quotas import zero_quota
 from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer

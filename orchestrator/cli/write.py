@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 import orchestrator
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, print_json
-from orchestrator.clouds.local.gpus import gpus_here
+from orchestrator.clouds.local import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.model_size import find_size
 from orchestrator.config.rules.checks import name_problem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import LocalCloud
+from orchestrator.clouds.local import LocalCloud
 from orchestrator.clouds.protocol import Cloud
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
 from orchestrator.clouds.sky.sdk.prices import price_list

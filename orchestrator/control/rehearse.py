@@ -25,8 +25,7 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds import open_local
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local import LocalCloud, marked_processes
 from orchestrator.control.lease import is_alive
 from orchestrator.home import run_dir
 from policies.model import node_contract

@@ -18,8 +18,7 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import marked_processes, on_record
+from orchestrator.clouds.local import LocalCloud, marked_processes, on_record
 from orchestrator.clouds.protocol import Cloud, CloudRefused
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud

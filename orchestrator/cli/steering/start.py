@@ -34,7 +34,7 @@ from orchestrator.cli.steering.rollback import CHANGEABLE, more_steps, refuse_mi
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
 from orchestrator.cli.write import count_gpus, print_notices
 from orchestrator.clouds import open_cloud
-from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import ConfigError, load, load_storage

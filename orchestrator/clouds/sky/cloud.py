@@ -16,7 +16,7 @@ import structlog
 
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import lines_of
+from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in

@@ -5,29 +5,36 @@ vanish, notices, refusals for lack of capacity.
 
 A machine's folder holds `lock` and `machine.json` (see `tasks.machine.local_machine`), `log`, `work/` as its disk,
 `work/notice` once it will be taken back, `gone` with the reason once it is lost, and its `gpus`, if it was given
-some. Log and disk of a terminated one stay.
+some. Log and disk of a terminated machine stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clouds.local.gpus import GPUS, share_for
-from orchestrator.clouds.local.processes import MARK, carries_mark, kill_all, on_record
-from orchestrator.clouds.protocol import CloudRefused, Offer, Order
+import psutil
+
+from checkpoint.store.codec import from_json
+from checkpoint.store.errors import Corrupt
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from policies.control.fleet.fill import wanted_slots
 from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
+from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, gpus_of, visible_names
+from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.pools import PoolOffer
 from policies.model.spec import Prices, RunSpec
@@ -249,3 +256,168 @@ def lines_of(path: Path, follow: bool) -> Iterator[str]:
                 time.sleep(0.2)  # files have no event that is portable; this is how tail -f does it, too
             else:
                 return
+
+
+# This machine's GPUs, divided over the local machines. A machine's folder names its GPUs in `gpus`, written before its
+# first process starts. They are taken while a process of it runs, and between two attempts of its work. So any daemon
+# knows which machine holds which, in this run and in the others of this user.
+
+GPUS = "gpus"  # in the machine's folder: names as VISIBLE takes them
+COUNT = (TOOL, "--query-gpu=index", "--format=csv,noheader")
+COUNT_S = 60.0  # the first call wakes the driver
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Names of GPUs, and what a process needs in its environment for them to mean the same there."""
+
+    names: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
+    """The GPUs that processes started from here may use; none where the driver's tool is missing or finds none.
+
+    Raises DriverFailed, and CloudUnavailable when it does not answer.
+    """
+    if VISIBLE in environment:
+        return Gpus(visible_names(environment[VISIBLE]), {})
+    if shutil.which(TOOL) is None:
+        return Gpus((), {})
+    try:
+        done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
+    except OSError as error:  # it is no program of this machine's
+        raise DriverFailed(f"{TOOL} cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise CloudUnavailable(f"{COUNT[0]} has not answered for {COUNT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise driver_failed(done.returncode, (done.stderr + b" " + done.stdout).decode(errors="replace"))
+    lines = done.stdout.decode(errors="replace").split("\n")
+    names = (line.strip() for line in lines if line.strip().isdecimal())  # it may say other things
+    # The tool counts along the bus; CUDA by itself puts the fastest first.
+    return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+
+
+@contextlib.contextmanager
+def share_for(folder: Path, spec: RunSpec) -> Iterator[dict[str, str]]:
+    """The environment by which the machine in `folder` has its own GPUs. Within, no other is given any.
+
+    The machine must be on record at the end, or have ended.
+
+    Raises CloudRefused where too few are free, CloudUnavailable.
+    """
+    role = role_of(folder.name)
+    wanted = gpus_of(role, spec)
+    try:
+        here = gpus_here()
+    except DriverFailed as error:
+        if asks_for_gpus(role, spec):
+            raise CloudRefused(Refusal.UNKNOWN, str(error)) from error
+        here = Gpus((), {})
+    if not here.names or wanted == 0:
+        yield {}
+        return
+    runs = folder.parents[2]
+    with (runs / "gpus.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names = _given(folder) if _holds(folder) else _free(folder, spec, here.names, wanted)
+        (folder / GPUS).write_text(",".join(names))
+        yield {**here.environment, VISIBLE: ",".join(names)}
+
+
+def _free(folder: Path, spec: RunSpec, here: Sequence[str], wanted: int) -> list[str]:
+    machines = [path.parent for path in folder.parents[2].glob(f"*/{folder.parent.name}/*/{GPUS}")]
+    holders = {machine: _given(machine) for machine in machines if _holds(machine)}
+    taken = {name for names in holders.values() for name in names}
+    free = [name for name in here if name not in taken]
+    kept = 0 if role_of(folder.name) is Role.TRAINER else _for_trainer(folder.parent, holders, spec)
+    if len(free) - kept < wanted:
+        held = (f"{','.join(names)} by {one.parents[1].name}/{one.name}" for one, names in holders.items())
+        also = f" ({kept} for the trainer)" if kept else ""
+        counts = f"takes {wanted} of {len(here)} GPUs and {len(free)} are free{also}"
+        message = f"{folder.name} {counts}; held: {', '.join(held) or 'none'}"
+        raise CloudRefused(Refusal.NO_CAPACITY, message)
+    return free[:wanted]
+
+
+def _for_trainer(machines: Path, holders: Mapping[Path, Sequence[str]], spec: RunSpec) -> int:
+    """What rollout nodes may not take, for without a trainer they are of no use."""
+    has_its_own = any(one.parent == machines and role_of(one.name) is Role.TRAINER for one in holders)
+    return 0 if has_its_own else gpus_of(Role.TRAINER, spec)
+
+
+def _given(machine: Path) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):  # it is being terminated
+        return (machine / GPUS).read_text().split(",")
+    return []
+
+
+def _holds(machine: Path) -> bool:
+    """Whether a machine that was given GPUs still has them."""
+    if not _given(machine):
+        return False
+    if marked_processes(machine):
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        # Its work has ended and it is up: its next attempt takes them.
+        return on_record(machine).exit_code is not None and not (machine / "gone").exists()
+    return False
+
+
+# A machine's processes: each carries the machine's mark in its environment.
+
+MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+
+
+def kill_all(folder: Path) -> None:
+    """SIGKILL every process that carries the machine's mark, until none is left."""
+    while pids := marked_processes(folder):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def marked_processes(folder: Path) -> list[int]:
+    """The pids of a machine."""
+    return [pid for pid in psutil.pids() if carries_mark(pid, folder)]
+
+
+def carries_mark(pid: int, folder: Path) -> bool:
+    """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
+    mark = os.fsencode(f"{MARK}={folder}")
+    with contextlib.suppress(OSError):
+        for _ in range(BETWEEN_PROGRAMS_LOOKS):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if environment or not is_between_programs(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")):
+                return mark in environment.split(b"\0")
+            time.sleep(BETWEEN_PROGRAMS_S)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class OnRecord:
+    """A machine's newest attempt. `exit_code` is None until it has ended, `pid` is the machine's own process and
+    `reason` the last line of the work that ended."""
+
+    attempt: int
+    pid: int
+    exit_code: int | None = None
+    reason: str = ""
+
+
+_DIED = OnRecord(0, 0)  # no process has the pid 0
+
+
+def on_record(folder: Path) -> OnRecord:
+    """Read the machine's record. Raises FileNotFoundError.
+
+    A damaged record counts as that of a machine whose process died: a power cut, which ends the processes too, may
+    leave it empty. The daemon reads it in every tick, and launches of other runs read it.
+    """
+    data = (folder / MACHINE).read_bytes()
+    try:
+        return from_json(data, OnRecord, str(folder / MACHINE))
+    except Corrupt:
+        return _DIED
