@@ -1,8 +1,8 @@
 """What this machine keeps of runs and never goes to the store: secrets, logs, digests of each run.json.
 
-The files come first, then the secrets that the code on a run's machines needs, then whether the run.json in the store
-is the one that this machine knows. Secrets are read from the environment of the user who starts or resumes the run and
-are written nowhere; only the names that run.yaml lists are stored.
+The files come first, then the secrets that the code on a run's machines needs, then whether the run.json in the
+store is the one that this machine knows. Secrets are read from the environment of the user who starts or resumes
+the run and are written nowhere; only the names that run.yaml lists are stored.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ def _is_of_hub(name: str, spec: RunSpec) -> bool:
     return not name.startswith(("/", "./", "../", "~")) and not Path(spec.workdir, name).exists()
 
 
-# Trust in a run.json. A machine that has started or steered a run keeps a digest of its run.json, where the store
-# cannot reach it. A machine that sees a run for the first time checks it with the run's secret, if it has that; else
-# `resume` trusts the store once.
+# Trust in a run.json. A machine that has started or steered a run keeps a digest of its run.json, where the
+# store cannot reach it. A machine that sees a run for the first time checks it with the run's secret, if it has
+# that; else `resume` trusts the store once.
 
 DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # set for a controller machine by whoever launches it
 

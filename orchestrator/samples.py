@@ -1,7 +1,7 @@
-"""The samples that a store keeps of a step: which steps have some, which completions a reader wants, and their JSON.
+"""The samples in a store: which steps have some, which completions a reader wants, and their JSON.
 
-For the command and the page alike. Nothing here writes, and texts are as they were stored. A step here is the one in
-which a completion was trained on first: one after that of the policy which generated it.
+For the command and the page alike. Nothing here writes, and texts are as they were stored. A step here is the one
+in which a completion was trained on first: one after that of the policy which generated it.
 """
 
 from __future__ import annotations

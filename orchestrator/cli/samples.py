@@ -14,7 +14,6 @@ from rich.text import Text
 
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
-from orchestrator import samples
 from orchestrator.cli.console import Stop, console
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
@@ -26,9 +25,12 @@ from orchestrator.samples import (
     Summary,
     Wanted,
     choose,
+    completion_plain,
     find_step,
     groups_of,
+    messages_plain,
     stored_steps,
+    summary_plain,
     why_none,
 )
 from orchestrator.views.words.numbers import NOT_KNOWN, short
@@ -59,10 +61,8 @@ def samples(
     found = _step(store, step)
     chosen, told = choose(found, groups_of(store, found), Wanted(search=search), order, count)
     if output is Output.JSON:
-        listed = [
-            {**samples.completion_plain(one), "prompt": samples.messages_plain(one.group.prompt)} for one in chosen
-        ]
-        print_json({**samples.summary_plain(found, told), "completions": listed})
+        listed = [{**completion_plain(one), "prompt": messages_plain(one.group.prompt)} for one in chosen]
+        print_json({**summary_plain(found, told), "completions": listed})
         return
     _print(_headline(found, told), "bold")
     before = None
@@ -99,7 +99,7 @@ def _headline(step: Step, told: Summary) -> str:
 def _print_one(one: Found, *, with_prompt: bool) -> None:
     sample = one.sample
     _print(f"{one.link}  reward {short(sample.reward)}  advantage {short(sample.advantage)}", "bold")
-    for line in _facts(samples.completion_plain(one)):
+    for line in _facts(completion_plain(one)):
         _print(line, "dim")
     if with_prompt:
         _print("prompt", "cyan")

@@ -258,9 +258,9 @@ def lines_of(path: Path, follow: bool) -> Iterator[str]:
                 return
 
 
-# This machine's GPUs, divided over the local machines. A machine's folder names its GPUs in `gpus`, written before its
-# first process starts. They are taken while a process of it runs, and between two attempts of its work. So any daemon
-# knows which machine holds which, in this run and in the others of this user.
+# This machine's GPUs, divided over the local machines. A machine's folder names its GPUs in `gpus`, written
+# before its first process starts. They are taken while a process of it runs, and between two attempts of its
+# work. So any daemon knows which machine holds which, in this run and in the others of this user.
 
 GPUS = "gpus"  # in the machine's folder: names as VISIBLE takes them
 COUNT = (TOOL, "--query-gpu=index", "--format=csv,noheader")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from orchestrator import samples
 from orchestrator.samples import (
     Found,
     Link,
@@ -16,9 +15,12 @@ from orchestrator.samples import (
     Order,
     Wanted,
     choose,
+    completion_plain,
     find_step,
     groups_of,
+    messages_plain,
     stored_steps,
+    summary_plain,
     why_none,
 )
 from orchestrator.web.page import Asked, Page, Refused
@@ -54,7 +56,7 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
     chosen, told = choose(step, groups_of(look.store, step), wanted, order, ON_A_PAGE, first)
     place = steps.index(step)
     return {
-        **samples.summary_plain(step, told),
+        **summary_plain(step, told),
         "why_none": "",
         "before": str(steps[place - 1]) if place else None,
         "after": str(steps[place + 1]) if place + 1 < len(steps) else None,
@@ -65,8 +67,8 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
         "groups": [
             {
                 "group": number,
-                "prompt": samples.messages_plain(rows[0].group.prompt),
-                "completions": [samples.completion_plain(one) for one in rows],
+                "prompt": messages_plain(rows[0].group.prompt),
+                "completions": [completion_plain(one) for one in rows],
             }
             for number, found in groupby(chosen, key=lambda one: one.link.group)
             for rows in [list(found)]
@@ -95,8 +97,8 @@ def _sample(look: Look, asked: Asked) -> dict[str, Any]:
             one = Found(link, head, group, group.samples[link.index])
             return {
                 "step": str(step),
-                "prompt": samples.messages_plain(group.prompt),
-                "completion": samples.completion_plain(one),
+                "prompt": messages_plain(group.prompt),
+                "completion": completion_plain(one),
                 "beside": len(group.samples),
             }
     raise Refused(404, f"step {step} has no completion {link.group}/{link.index}")
