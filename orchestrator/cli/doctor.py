@@ -26,7 +26,7 @@ from orchestrator.cli.target import open_store
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.quotas import zero_quota
-from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
+from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
 from orchestrator.config.rules.storage import Storage
 from policies.control.fleet.markets import market_of

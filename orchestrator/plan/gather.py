@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clouds.sky.sdk.types import ListPrice
+from orchestrator.clouds.sky.records import ListPrice
 from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
 from orchestrator.plan.machines import Kinds, fits, kinds_with, needed_gpus, plan_machine
 from orchestrator.plan.measured import Measured

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import kinds_in
 from orchestrator.plan.model import CloudPrice

@@ -22,7 +22,7 @@ from orchestrator.clouds.local import LocalCloud, marked_processes, on_record
 from orchestrator.clouds.protocol import Cloud, CloudRefused
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.sdk.types import Cluster
+from orchestrator.clouds.sky.records import Cluster
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal, slot_and_incarnation
 from tests.stand_ins.sky_table import PREFIX, Table

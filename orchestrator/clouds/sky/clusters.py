@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
+from orchestrator.clouds.sky.records import Cluster, ClusterState
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.clouds.sky.sdk.types import Cluster, SkyOffer
+from orchestrator.clouds.sky.records import Cluster, SkyOffer
 from orchestrator.clouds.sky.work import alternatives, in_place, region_of
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.types import SkyOffer
+from orchestrator.clouds.sky.records import SkyOffer
 from orchestrator.clouds.sky.work import region_of
 from policies.model.vocabulary import Market, Role
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from orchestrator.clouds.sky.clusters import Clusters, Entry, preempted_or_gone
+from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.clouds.sky.sdk.calls import timed
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky.records import Cluster, Instance
 from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S
-from orchestrator.clouds.sky.sdk.types import Cluster, Instance
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot

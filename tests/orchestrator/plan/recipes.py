@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.cli.write import RECIPES
-from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.config.load import load
 from orchestrator.config.model_size import NotKnown
 from orchestrator.plan.gather import make_plan

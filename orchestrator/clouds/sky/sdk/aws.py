@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky.records import LABEL, ClusterState, Instance
 from orchestrator.clouds.sky.sdk.calls import find_out
 from orchestrator.clouds.sky.sdk.errors import one_line
-from orchestrator.clouds.sky.sdk.records import LABEL
-from orchestrator.clouds.sky.sdk.types import ClusterState, Instance
 
 Client = Callable[[str], Any]
 GONE_EVERY_S = 1.0

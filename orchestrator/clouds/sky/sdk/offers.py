@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.clouds.sky.sdk.each import say_once, why_not
+from orchestrator.clouds.sky.records import SkyOffer, offer_of, say_once, why_not
 from orchestrator.clouds.sky.sdk.errors import OTHER_MACHINE
-from orchestrator.clouds.sky.sdk.records import offer_of
-from orchestrator.clouds.sky.sdk.types import SkyOffer
 from policies.model.vocabulary import Refusal
 
 

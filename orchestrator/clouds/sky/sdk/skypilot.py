@@ -29,22 +29,30 @@ from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
-from orchestrator.clouds.sky.sdk.calls import ask_cloud, find_out
-from orchestrator.clouds.sky.sdk.each import decode_each, read_each, say_once, was_answered
-from orchestrator.clouds.sky.sdk.errors import one_line
-from orchestrator.clouds.sky.sdk.log import lines_from
-from orchestrator.clouds.sky.sdk.offers import cheapest_first
-from orchestrator.clouds.sky.sdk.prices import day_fetched
-from orchestrator.clouds.sky.sdk.records import (
+from orchestrator.clouds.sky.records import (
+    ApiServer,
+    CloudCheck,
+    Cluster,
+    ClusterState,
+    Instance,
+    SkyOffer,
     clouds_with_machines,
     cluster_at,
     cluster_of,
     cluster_on_aws,
+    decode_each,
     labelled,
+    read_each,
+    say_once,
+    was_answered,
 )
+from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
+from orchestrator.clouds.sky.sdk.calls import ask_cloud, find_out
+from orchestrator.clouds.sky.sdk.errors import one_line
+from orchestrator.clouds.sky.sdk.log import lines_from
+from orchestrator.clouds.sky.sdk.offers import cheapest_first
+from orchestrator.clouds.sky.sdk.prices import day_fetched
 from orchestrator.clouds.sky.sdk.requests import Requests
-from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
 

@@ -20,7 +20,7 @@ from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky import suspicion, watch
 from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
+from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.home import run_dir
 from policies.control.snapshot import Machine
 from policies.model import exit_codes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.clouds.sky.clusters import Clusters
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
+from orchestrator.clouds.sky.records import Cluster, ClusterState
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
 UP = Cluster(

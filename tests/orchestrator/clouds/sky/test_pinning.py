@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.clouds.sky.pinning import offers_of, resources_in
-from orchestrator.clouds.sky.sdk.types import SkyOffer
+from orchestrator.clouds.sky.records import SkyOffer
 from policies.model.pools import Pool
 from policies.model.vocabulary import Market, Role
 

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky import suspicion
 from orchestrator.clouds.sky.clusters import Clusters
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
+from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.clouds.sky.suspicion import DEAD, Suspicions, accepts_connections
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"

@@ -148,7 +148,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
     found = run(
         tmp_path,
         """
-        from orchestrator.clouds.sky.sdk.types import Instance
+        from orchestrator.clouds.sky.records import Instance
         from sky import core, global_user_state, models
         from sky.backends import CloudVmRayResourceHandle
 
@@ -334,7 +334,7 @@ def test_a_quota_is_zero_only_where_the_cloud_says_so(tmp_path: Path) -> None:
         from botocore.awsrequest import AWSResponse
         from botocore.exceptions import NoCredentialsError
         from botocore.session import Session
-        from orchestrator.clouds.sky.sdk.types import SkyOffer
+        from orchestrator.clouds.sky.records import SkyOffer
 
         quotas = {"L-1": 0.0, "L-2": 96.0}
         skypilot.CHECK_TIMEOUT_S = 1e4  # a busy machine is no answer
