@@ -24,8 +24,8 @@ from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
-from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home import DIGEST_ENV, all_secrets, handed_on, kept_run_digest, known_run, run_dir

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from orchestrator.clouds.sky.calls import timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry, preempted_or_gone
 from orchestrator.clouds.sky.records import Cluster, ClusterState
-from orchestrator.clouds.sky.sdk.calls import timed
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky.calls import find_out
 from orchestrator.clouds.sky.records import LABEL, ClusterState, Instance
-from orchestrator.clouds.sky.sdk.calls import find_out
 from orchestrator.clouds.sky.sdk.errors import one_line
 
 Client = Callable[[str], Any]

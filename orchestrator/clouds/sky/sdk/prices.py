@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from orchestrator.clouds.sky.calls import Call
 from orchestrator.clouds.sky.records import ListPrice, PriceList
-from orchestrator.clouds.sky.sdk.calls import Call
 
 FETCH_TIMEOUT_S = 60.0  # some ten MB a cloud
 

@@ -29,6 +29,7 @@ from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky.calls import Requests, ask_cloud, find_out, lines_from
 from orchestrator.clouds.sky.records import (
     ApiServer,
     CloudCheck,
@@ -47,12 +48,9 @@ from orchestrator.clouds.sky.records import (
     was_answered,
 )
 from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
-from orchestrator.clouds.sky.sdk.calls import ask_cloud, find_out
 from orchestrator.clouds.sky.sdk.errors import one_line
-from orchestrator.clouds.sky.sdk.log import lines_from
 from orchestrator.clouds.sky.sdk.offers import cheapest_first
 from orchestrator.clouds.sky.sdk.prices import day_fetched
-from orchestrator.clouds.sky.sdk.requests import Requests
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
 
