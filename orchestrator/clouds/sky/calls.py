@@ -24,7 +24,7 @@ import psutil
 import structlog
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.errors import COLOUR, HAS_LOG, Failure, one_line, understand
+from orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, one_line, understand
 
 log = structlog.get_logger()
 Result = TypeVar("Result")

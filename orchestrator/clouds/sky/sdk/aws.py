@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.calls import find_out
+from orchestrator.clouds.sky.errors import one_line
 from orchestrator.clouds.sky.records import LABEL, ClusterState, Instance
-from orchestrator.clouds.sky.sdk.errors import one_line
 
 Client = Callable[[str], Any]
 GONE_EVERY_S = 1.0

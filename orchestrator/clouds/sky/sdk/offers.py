@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudRefused
+from orchestrator.clouds.sky.errors import OTHER_MACHINE
 from orchestrator.clouds.sky.records import SkyOffer, offer_of, say_once, why_not
-from orchestrator.clouds.sky.sdk.errors import OTHER_MACHINE
 from policies.model.vocabulary import Refusal
 
 

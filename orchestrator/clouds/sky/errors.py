@@ -1,7 +1,7 @@
-"""What SkyPilot's failures mean to a run: pure, over what was said; imports no SkyPilot.
+"""What SkyPilot's failures mean to a run: pure functions of the messages; imports no SkyPilot.
 
 An exception's type tells little: every cloud's refusal comes as "resources unavailable", and the cloud's own
-words, which tell a lack of capacity from a quota, are in the request's log alone.
+message, which tells a lack of capacity from a quota, is in the request's log alone.
 """
 
 from __future__ import annotations
