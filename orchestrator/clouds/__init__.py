@@ -13,8 +13,7 @@ from orchestrator.clouds.protocol import Cloud
 from orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
 from orchestrator.clouds.sky.sdk.prices import price_list
-from orchestrator.clouds.sky.unused import unused_clouds
-from orchestrator.clouds.sky.work import places
+from orchestrator.clouds.sky.work import places, unused_clouds
 from orchestrator.home import run_dir
 
 if TYPE_CHECKING:

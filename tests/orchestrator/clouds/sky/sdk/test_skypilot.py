@@ -110,7 +110,7 @@ def test_credentials_of_clouds_that_a_run_does_not_use_stay_home(tmp_path: Path)
         import contextlib, io
         from pathlib import Path
         from moto import mock_aws
-        from orchestrator.clouds.sky.unused import unused_clouds
+        from orchestrator.clouds.sky.work import unused_clouds
         from sky import clouds
         from sky.backends import backend_utils
         from sky.utils import yaml_utils
