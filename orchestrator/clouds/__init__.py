@@ -10,9 +10,9 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local import LocalCloud
 from orchestrator.clouds.protocol import Cloud
+from orchestrator.clouds.sky.offers import price_list
 from orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
-from orchestrator.clouds.sky.sdk.prices import price_list
 from orchestrator.clouds.sky.work import places, unused_clouds
 from orchestrator.home import run_dir
 

@@ -31,6 +31,7 @@ from sky.utils import registry, resources_utils
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.calls import Requests, ask_cloud, find_out, lines_from
 from orchestrator.clouds.sky.errors import one_line
+from orchestrator.clouds.sky.offers import cheapest_first, day_fetched
 from orchestrator.clouds.sky.records import (
     ApiServer,
     CloudCheck,
@@ -49,8 +50,6 @@ from orchestrator.clouds.sky.records import (
     was_answered,
 )
 from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
-from orchestrator.clouds.sky.sdk.offers import cheapest_first
-from orchestrator.clouds.sky.sdk.prices import day_fetched
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
 
