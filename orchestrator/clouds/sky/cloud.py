@@ -18,12 +18,12 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from orchestrator.clouds.sky.aws import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.offers import offers_of, pool_of, quota_lines, resources_in
 from orchestrator.clouds.sky.records import ClusterState, nodes_name
 from orchestrator.clouds.sky.suspicion import Suspicions
-from orchestrator.clouds.sky.unrecorded import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.watch import Watch
 from orchestrator.clouds.sky.work import (
     Work,

@@ -21,8 +21,8 @@ from orchestrator.clouds.sky.clusters import Clusters, Entry, preempted_or_gone
 from orchestrator.clouds.sky.records import Cluster, ClusterState
 
 if TYPE_CHECKING:
+    from orchestrator.clouds.sky.aws import UnrecordedClusters
     from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
-    from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 
 EVERY_S = 5.0  # between two questions about one machine
 TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s about a machine that does not answer

@@ -17,8 +17,8 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Entry, Store
 from checkpoint.store.unreadable import Unreadable
 from orchestrator.clouds.protocol import CloudUnavailable
+from orchestrator.clouds.sky.aws import UnrecordedClusters
 from orchestrator.clouds.sky.clusters import Clusters
-from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
 from policies.fleet.store_costs import are_reports_listed
 
 # What a run's machines last said of themselves, looked at again and again: of many, only what has changed.

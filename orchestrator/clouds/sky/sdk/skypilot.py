@@ -29,6 +29,7 @@ from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.sky.aws import GONE_EVERY_S, Account
 from orchestrator.clouds.sky.calls import Requests, ask_cloud, find_out, lines_from
 from orchestrator.clouds.sky.errors import one_line
 from orchestrator.clouds.sky.offers import cheapest_first, day_fetched
@@ -49,7 +50,6 @@ from orchestrator.clouds.sky.records import (
     say_once,
     was_answered,
 )
-from orchestrator.clouds.sky.sdk.aws import GONE_EVERY_S, Account
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
 
