@@ -20,11 +20,10 @@ from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from orchestrator.clouds.sky.aws import ELSEWHERE, UnrecordedClusters
 from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
-from orchestrator.clouds.sky.clusters import Clusters, Entry
 from orchestrator.clouds.sky.offers import offers_of, pool_of, quota_lines, resources_in
 from orchestrator.clouds.sky.records import ClusterState, nodes_name
-from orchestrator.clouds.sky.suspicion import Suspicions
-from orchestrator.clouds.sky.watch import Watch
+from orchestrator.clouds.sky.watch import Clusters, Suspicions, Watch
+from orchestrator.clouds.sky.watch import KnownCluster as Entry
 from orchestrator.clouds.sky.work import (
     Work,
     names_markets,

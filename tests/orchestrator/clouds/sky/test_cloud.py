@@ -18,7 +18,8 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import suspicion, watch
+from orchestrator.clouds.sky import watch
+from orchestrator.clouds.sky import watch as suspicion
 from orchestrator.clouds.sky.cloud import SkyCloud
 from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.home import run_dir
