@@ -55,7 +55,7 @@ INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, 
 
 
 class SkyPilotLike(Protocol):
-    """What is asked of SkyPilot; see `orchestrator.clouds.sky.sdk.skypilot`."""
+    """What is asked of SkyPilot; see `orchestrator.clouds.sky.skypilot`."""
 
     def server(self) -> ApiServer: ...
     def clouds(self) -> list[CloudCheck]: ...
@@ -129,7 +129,7 @@ def skypilot_version() -> str | None:
 
 
 def _open_skypilot() -> SkyPilotLike:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot  # seconds, and only where it is installed
+    from orchestrator.clouds.sky.skypilot import SkyPilot  # seconds, and only where it is installed
 
     return SkyPilot()
 

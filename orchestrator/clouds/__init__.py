@@ -17,7 +17,7 @@ from orchestrator.clouds.sky.work import places, unused_clouds
 from orchestrator.home import run_dir
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 class CloudMissing(Exception):
@@ -46,7 +46,7 @@ def list_prices(clouds: Sequence[str]) -> PriceList:
     Raises CloudMissing.
     """
     _see_skypilot()
-    from orchestrator.clouds.sky.sdk.skypilot import list_of
+    from orchestrator.clouds.sky.skypilot import list_of
 
     return price_list(list_of, clouds)
 
@@ -58,7 +58,7 @@ def open_local(record: RunRecord) -> LocalCloud:
 
 def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
     _see_skypilot()
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
     return SkyPilot(group, withheld)
 

@@ -1,4 +1,4 @@
-"""SkyPilot played by a table: what `orchestrator.clouds.sky.sdk.skypilot` promises, without a cloud."""
+"""SkyPilot played by a table: what `orchestrator.clouds.sky.skypilot` promises, without a cloud."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from orchestrator.clouds.sky.errors import one_line
 from orchestrator.clouds.sky.records import LABEL, Cluster, ClusterState, Instance
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 Client = Callable[[str], Any]

@@ -43,7 +43,7 @@ from policies.model.pools import PoolOffer
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 def cheapest_first(

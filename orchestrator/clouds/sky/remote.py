@@ -33,7 +33,7 @@ from policies.model.node_contract import RUN_ENV
 from policies.model.vocabulary import Market, Role
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone holds 1 GB
 SKY_SETTINGS = "~/.sky/config.yaml"

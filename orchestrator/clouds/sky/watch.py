@@ -33,7 +33,7 @@ from policies.fleet.store_costs import are_reports_listed
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.aws import UnrecordedClusters
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 @dataclass(slots=True)

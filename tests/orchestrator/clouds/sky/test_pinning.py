@@ -32,7 +32,7 @@ home._make_catalog(Path(os.environ["HOME"]) / ".sky/catalogs/v8")
 import sky
 from sky.utils import resources_utils
 from orchestrator.clouds.sky.offers import offers_of, resources_in
-from orchestrator.clouds.sky.sdk.skypilot import _offers
+from orchestrator.clouds.sky.skypilot import _offers
 from policies.model.vocabulary import Role
 wanted = {WANTED!r}
 for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(asked, spot, ["aws"])):

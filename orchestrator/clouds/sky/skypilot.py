@@ -1,8 +1,23 @@
 """The one module that imports `sky`: SkyPilot's SDK with deadlines, in our types and with our errors.
 
 Importing it takes seconds: only `cloud: sky` and `grpo-orch doctor` do. The SDK talks to an API server, that of
-SKYPILOT_API_SERVER_ENDPOINT or `sky api login`, else to one on this machine, which is started when there is none.
-The server may be killed at any moment: nothing but names is kept here, and every call may be made again.
+SKYPILOT_API_SERVER_ENDPOINT or `sky api login`, else to one on this machine, which is started when there is
+none. The server may be killed at any moment: nothing but names is kept here, and every call may be made again.
+
+Parts of SkyPilot that are not its public API, all as read in 0.14.1:
+
+- `sky.client.sdk.click`, replaced because it prints to stdout; the handlers of its logger.
+- `sky.server.common`: `get_api_server_status` and its cached response, `is_api_server_local`, `get_server_url`,
+  `redact_url_password`, `ApiServerStatus`.
+- `sky.server.requests.serializers.decoders`: `register_decoders`, `decode_status`.
+- `sky.skypilot_config`: `to_dict`, `replace_skypilot_config_in_process`, `get_nested`, `set_nested`.
+- `sky.global_user_state`: `get_glob_cluster_names`, `get_cluster_yaml_dict`.
+- `sky.provision.query_instances`; `sky.adaptors.aws.client`; `sky.catalog.common.get_catalog_path`.
+- `sky.utils.registry.CLOUD_REGISTRY`; `sky.utils.resources_utils.make_launchables_for_valid_region_zones`.
+- of a cloud: `get_feasible_launchable_resources`, `check_quota_available`, `check_credentials`, `is_same_cloud`.
+- of a handle: `launched_resources`, `cached_external_ips`, `cached_external_ssh_ports`, `cluster_yaml`,
+  `cluster_name_on_cloud`; of a catalog's row, `sky.catalog.common.InstanceTypeInfo`.
+- `sky.skylet.constants.API_SERVER_LOGS`, `sky.skylet.runtime_utils.expanduser`, `sky.sky_logging.silent`.
 """
 
 from __future__ import annotations
