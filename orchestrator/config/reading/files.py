@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 from orchestrator.config.reading.lines import Document, parse
-from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem
 
 EXTENDS = "extends"
 

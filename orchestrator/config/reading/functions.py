@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from orchestrator.config.reading.problems import did_you_mean
+from orchestrator.config.problems import did_you_mean
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 Misfit = Callable[[ast.stmt, str], str]  # what is wrong with a function of that definition and name

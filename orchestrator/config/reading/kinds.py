@@ -10,7 +10,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from orchestrator.config.reading.problems import LISTED_MAX, did_you_mean
+from orchestrator.config.problems import LISTED_MAX, did_you_mean
 
 _WORDS = {
     "int": "a whole number",

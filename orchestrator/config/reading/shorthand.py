@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.paths import absolute
-from orchestrator.config.reading.problems import Findings, KeyPath
 from policies.model.datasets import FILE_KINDS
 
 WORDS = re.compile(r"[^\s\"'`=;:|&()<>]+")  # of a shell script

@@ -8,8 +8,8 @@ import dataclasses
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from orchestrator.config.problems import Findings, KeyPath, unknown_key
 from orchestrator.config.reading.kinds import Kind, kind_of, mismatch, shown
-from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 
 # Set by the loader; no key of the file.
 NOT_IN_FILE = frozenset({"workdir"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from orchestrator.config.reading.problems import Findings
+from orchestrator.config.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 
 SAVE_STEPS = 50

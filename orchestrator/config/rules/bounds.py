@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from orchestrator.config.reading.problems import Findings, KeyPath
+from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 
 # The least that a number may be; strictly more where the flag is set.

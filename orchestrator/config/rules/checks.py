@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.reading.datasets import each_dataset
-from orchestrator.config.reading.problems import Findings, KeyPath
 from orchestrator.config.rules import batches, gpus
 from orchestrator.config.rules.bounds import check_bounds
 from orchestrator.config.rules.effective import Doubtful, EffectiveRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from orchestrator.config.reading.problems import Findings
+from orchestrator.config.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.control.fleet.fill import wanted_slots
 from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.config.problems import Findings
 from orchestrator.config.reading.json_files import config_in
-from orchestrator.config.reading.problems import Findings
 from orchestrator.config.rules.deadline import note_deadline
 from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle

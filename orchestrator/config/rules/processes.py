@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.reading.problems import Findings
+from orchestrator.config.problems import Findings
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.gpus import named_gpus
 from policies.model.processes import gpu_counts

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
 from orchestrator.config.reading.kinds import Kind, mismatch, shown
-from orchestrator.config.reading.problems import Findings, KeyPath, did_you_mean, unknown_key
 
 KEYS = ("faults", "prices")
 TARGETS = {

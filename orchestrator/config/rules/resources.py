@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.config.problems import Findings, KeyPath, unknown_key
 from orchestrator.config.reading.kinds import Kind, mismatch, shown
-from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 from policies.model.processes import ALTERNATIVES
 from policies.weights import disk_size
 

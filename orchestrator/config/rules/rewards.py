@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.problems import did_you_mean
 from orchestrator.config.reading.functions import FUNCTION, function_problem
-from orchestrator.config.reading.problems import did_you_mean
 from orchestrator.config.rules.foreign_keys import shipped_reward_functions
 from orchestrator.config.rules.rows import Columns
 

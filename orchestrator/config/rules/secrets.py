@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from orchestrator.config.reading.problems import Findings, KeyPath
+from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.spec import RunSpec
 

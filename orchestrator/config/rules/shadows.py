@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from orchestrator.config.reading.problems import Findings
+from orchestrator.config.problems import Findings
 
 OURS = frozenset({"checkpoint", "orchestrator", "policies", "tasks"})
 LIBRARIES = frozenset(

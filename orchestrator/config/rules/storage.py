@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.config.problems import Findings, KeyPath, unknown_key
 from orchestrator.config.reading.lines import OPTIONS, Document
 from orchestrator.config.reading.paths import absolute
-from orchestrator.config.reading.problems import Findings, KeyPath, unknown_key
 
 KEYS = ("url", "options")
 EXPECTED = "expected a folder or a URL, as in s3://bucket/my-run"

@@ -19,7 +19,7 @@ from sky.utils import schemas
 from orchestrator.config import model_size as sizes
 from orchestrator.config.load import Loaded, load
 from orchestrator.config.model_size import NotKnown, find_size
-from orchestrator.config.reading.problems import ConfigError
+from orchestrator.config.problems import ConfigError
 from policies.weights.disk_size import gb_of
 from policies.weights.disks import ModelSize
 from tests.budget import HANG_S

@@ -1,7 +1,7 @@
 """What is wrong with a run.yaml, one line each, and where to look.
 
-Every check reports to one `Findings` and goes on, so that a user sees all problems of a file at once. Only `load`
-and its like raise, and only ConfigError.
+Every check reports to one `Findings` and goes on, so that a user sees all problems of a file at once. Only
+`load` and its like raise, and only ConfigError.
 """
 
 from __future__ import annotations
