@@ -18,10 +18,8 @@ from orchestrator.config.model_size import NotKnown
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
 from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.files import read_document
-from orchestrator.config.reading.kinds import shown
 from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.shorthand import write_out
-from orchestrator.config.reading.structure import check_structure
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
 from orchestrator.config.rules.deadline import write_out_deadline
 from orchestrator.config.rules.foreign_keys import (
@@ -43,6 +41,7 @@ from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
+from orchestrator.config.structure import check_structure, shown
 from policies.model.processes import ALTERNATIVES
 from policies.model.spec import Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role

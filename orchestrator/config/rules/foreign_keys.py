@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from orchestrator.config.problems import Findings, KeyPath, unknown_key
-from orchestrator.config.reading.kinds import Kind, mismatch, shown
+from orchestrator.config.structure import Kind, mismatch, shown
 
 _GATEWAY = "completions come through the gateway"
 _NODE = "it belongs to the rollout nodes; set rollout.vllm.{}"

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
-from orchestrator.config.reading.kinds import Kind, mismatch, shown
+from orchestrator.config.structure import Kind, mismatch, shown
 
 KEYS = ("faults", "prices")
 TARGETS = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.problems import Findings, KeyPath, unknown_key
-from orchestrator.config.reading.kinds import Kind, mismatch, shown
+from orchestrator.config.structure import Kind, mismatch, shown
 from policies.model.processes import ALTERNATIVES
 from policies.weights import disk_size
 

@@ -12,8 +12,8 @@ import yaml
 
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.config import load
-from orchestrator.config.reading.structure import NOT_IN_FILE
 from orchestrator.config.rules import batches, checks, foreign_keys, rehearsal, storage
+from orchestrator.config.structure import NOT_IN_FILE
 from orchestrator.home import SINKS
 from policies.model import spec
 from policies.model.spec import generates_itself
