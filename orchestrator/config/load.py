@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.document import Document, read_document
 from orchestrator.config.model_size import NotKnown
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
 from orchestrator.config.reading.datasets import check_datasets
-from orchestrator.config.reading.files import read_document
-from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
 from orchestrator.config.rules.deadline import write_out_deadline

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.document import Document
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.reading.lines import Document
 from orchestrator.config.reading.paths import absolute
 from policies.model.datasets import FILE_KINDS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.config.document import OPTIONS, Document
 from orchestrator.config.problems import Findings, KeyPath, unknown_key
-from orchestrator.config.reading.lines import OPTIONS, Document
 from orchestrator.config.reading.paths import absolute
 
 KEYS = ("url", "options")
