@@ -15,26 +15,26 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.document import Document, read_document
+from orchestrator.config.foreign_keys import (
+    accelerate_table,
+    as_vllm_spells,
+    check_keys,
+    check_resources,
+    grpo_table,
+    lora_table,
+    vllm_table,
+    without_idle_switches,
+)
 from orchestrator.config.model_size import NotKnown
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
 from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
 from orchestrator.config.rules.deadline import write_out_deadline
-from orchestrator.config.rules.foreign_keys import (
-    accelerate_table,
-    as_vllm_spells,
-    check_keys,
-    grpo_table,
-    lora_table,
-    vllm_table,
-    without_idle_switches,
-)
 from orchestrator.config.rules.gpus import check_local_gpus
 from orchestrator.config.rules.lengths import check_lengths
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
-from orchestrator.config.rules.resources import check_resources
 from orchestrator.config.rules.rewards import argument_problem, call_of, reward_problem
 from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.shadows import check_shadows

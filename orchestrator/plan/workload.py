@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.config.rules.foreign_keys import grpo_table
+from orchestrator.config.foreign_keys import grpo_table
 from policies.model.spec import RunSpec, generates_itself, processes_of
 from policies.sizing.engine import whole_number
 from policies.sizing.speed import Passes, StepWork

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
-from orchestrator.config.rules.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.tables import make
 
 FILES = [*(source[0] for source in make.SOURCES), make.VLLM_FILE]
@@ -30,7 +30,7 @@ def test_the_shipped_table_is_what_the_installed_package_says(
 
 
 def test_every_key_that_we_refuse_exists() -> None:
-    from orchestrator.config.rules import foreign_keys as keys
+    from orchestrator.config import foreign_keys as keys
 
     for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
         assert set(table.refused) <= set(table.keys)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.structure import shown
 from policies.control.fleet.markets import market_of, may_stand_in
 from policies.model.spec import RunSpec, generates_itself

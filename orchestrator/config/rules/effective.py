@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.problems import Findings
-from orchestrator.config.rules.foreign_keys import grpo_table
 from policies.model.processes import processes_in
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
 from orchestrator.config.problems import Findings
 from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.rules.deadline import note_deadline
-from orchestrator.config.rules.foreign_keys import grpo_table
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
-from orchestrator.config.rules.resources import named_clouds, named_regions
 from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS

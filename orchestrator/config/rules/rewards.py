@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.foreign_keys import shipped_reward_functions
 from orchestrator.config.problems import did_you_mean
 from orchestrator.config.reading.functions import FUNCTION, function_problem
-from orchestrator.config.rules.foreign_keys import shipped_reward_functions
 from orchestrator.config.rules.rows import Columns
 
 # What TRL 1.16 hands to every reward function, besides the dataset's columns.

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.config import load
-from orchestrator.config.rules import batches, checks, foreign_keys, rehearsal, storage
+from orchestrator.config import foreign_keys, load
+from orchestrator.config.rules import batches, checks, rehearsal, storage
 from orchestrator.config.structure import NOT_IN_FILE
 from orchestrator.home import SINKS
 from policies.model import spec
