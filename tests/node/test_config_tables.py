@@ -105,8 +105,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
     """Steps at which TRL generates anew, by its own rule, are the multiples of our window."""
     from trl import GRPOConfig
 
+    from orchestrator.config.effective import EffectiveRun
     from orchestrator.config.problems import Findings
-    from orchestrator.config.rules.effective import EffectiveRun
 
     for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
         grpo = {

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator.config import effective
+from orchestrator.config.effective import Doubtful, EffectiveRun, check_bounds
 from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.reading.datasets import each_dataset
-from orchestrator.config.rules import batches, gpus
-from orchestrator.config.rules.bounds import check_bounds
-from orchestrator.config.rules.effective import Doubtful, EffectiveRun
+from orchestrator.config.rules import gpus
 from orchestrator.config.rules.processes import check_processes, one_generates
 from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
@@ -79,7 +79,7 @@ def _limit_needs_beta(run: EffectiveRun, findings: Findings) -> None:
 
 def _max_behind_steps(run: EffectiveRun, findings: Findings) -> None:
     behind = run.at("checkpoints", "max_behind_steps")
-    save_steps = batches.save_steps_of(run)
+    save_steps = effective.save_steps_of(run)
     if behind is not None and behind < save_steps:
         message = f"less than grpo.save_steps, {save_steps}: training would wait for what is not due yet"
         findings.add(("checkpoints", "max_behind_steps"), f"{message}; expected at least that, got {behind}")
@@ -178,18 +178,18 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _variables,
     _replicas,
     one_generates,
-    batches.one_batch_key,
-    batches.batch_holds_groups,
+    effective.one_batch_key,
+    effective.batch_holds_groups,
     _length_of_training,
     _limit_needs_beta,
-    batches.save_steps,
+    effective.save_steps,
     _max_behind_steps,
     _spool,
     _paths_are_shipped,
     _streaming,
     _logging_steps,
     _evaluation,
-    batches.eval_batch_holds_groups,
+    effective.eval_batch_holds_groups,
     _reward_weights,
     _no_speculative_decoding,
     _no_common_seed,
@@ -218,7 +218,7 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
     """GRPOConfig keys that a run sets where the file does not. To be asked for once nothing is wrong."""
     run = EffectiveRun(data, findings)
     defaults: dict[str, Any] = {
-        "save_steps": batches.save_steps_of(run),
+        "save_steps": effective.save_steps_of(run),
         "logging_steps": LOGGING_STEPS,
     }
     if run.at("trainer", "eval_dataset") is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.config.effective import EffectiveRun
 from orchestrator.config.problems import Findings
-from orchestrator.config.rules.effective import EffectiveRun
 from policies.control.fleet.fill import wanted_slots
 from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
 from policies.model.spec import RunSpec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from orchestrator.config.effective import EffectiveRun
 from orchestrator.config.problems import Findings
-from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.gpus import named_gpus
 from policies.model.processes import gpu_counts
 from policies.model.spec import RunSpec, processes_of

@@ -15,9 +15,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.effective import Doubtful, EffectiveRun
 from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.reading.datasets import each_dataset
-from orchestrator.config.rules.effective import Doubtful, EffectiveRun
 from policies.model.datasets import bad_line, counts_of, file_kind, is_import_path, read_template
 
 PREPARED = ("streaming", "name", "revision")  # rows that are not simply those of the file

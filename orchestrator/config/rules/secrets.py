@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from orchestrator.config.effective import EffectiveRun
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.rules.effective import EffectiveRun
 from policies.model.spec import RunSpec
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

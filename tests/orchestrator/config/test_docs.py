@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from checkpoint.store.run_store import OPTIONS_ENV
+from orchestrator.config import effective as batches
 from orchestrator.config import foreign_keys, load
-from orchestrator.config.rules import batches, checks, rehearsal, storage
+from orchestrator.config.rules import checks, rehearsal, storage
 from orchestrator.config.structure import NOT_IN_FILE
 from orchestrator.home import SINKS
 from policies.model import spec
