@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.reading.json_files import json_in
+from orchestrator.config.model_size import json_in
 from policies.model.spec import RunSpec
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.effective import Doubtful, EffectiveRun
+from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
-from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.rules.trl_features import takes_turns
 from policies.sizing.context import MAX_MODEL_LEN, context_problem
 from policies.sizing.engine import whole_number

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
+from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
-from orchestrator.config.reading.json_files import config_in
 from orchestrator.config.rules.deadline import note_deadline
 from orchestrator.config.rules.gpus import note_idle
 from orchestrator.config.rules.processes import note_processes
