@@ -35,12 +35,11 @@ from orchestrator.config.rules.gpus import check_local_gpus
 from orchestrator.config.rules.lengths import check_lengths
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
-from orchestrator.config.rules.rewards import argument_problem, call_of, reward_problem
 from orchestrator.config.rules.rows import Columns, check_rows
-from orchestrator.config.rules.shadows import check_shadows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from orchestrator.config.structure import check_structure, shown
+from orchestrator.config.user_code import argument_problem, call_of, check_shadows, reward_problem
 from policies.model.processes import ALTERNATIVES
 from policies.model.spec import Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role

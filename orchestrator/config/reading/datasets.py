@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.reading.functions import function_problem
 from orchestrator.config.structure import shown
+from orchestrator.config.user_code import function_problem
 from policies.model.datasets import is_import_path, read_template
 
 _EXPECTED = "expected a text with columns in braces, as in {question}, or module.function"

@@ -17,9 +17,9 @@ from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.reading.datasets import each_dataset
 from orchestrator.config.rules import gpus
 from orchestrator.config.rules.processes import check_processes, one_generates
-from orchestrator.config.rules.rewards import is_model
 from orchestrator.config.rules.secrets import check_secrets
 from orchestrator.config.rules.trl_features import check_reference_model, check_vespo
+from orchestrator.config.user_code import is_model
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # it becomes part of machine names
 LOGGING_STEPS = 1

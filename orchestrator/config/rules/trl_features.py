@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.config.effective import EffectiveRun
 from orchestrator.config.model_size import json_in
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.reading.functions import function_problem
+from orchestrator.config.user_code import function_problem
 from policies.model.spec import RunSpec, generates_itself
 from policies.weights.adapters import QUANTISED, QUANTISED_WORDS
 
