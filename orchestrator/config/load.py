@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.datasets import Columns, check_datasets, check_rows
 from orchestrator.config.document import Document, read_document
 from orchestrator.config.foreign_keys import (
     accelerate_table,
@@ -27,7 +28,6 @@ from orchestrator.config.foreign_keys import (
 )
 from orchestrator.config.model_size import NotKnown
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
-from orchestrator.config.reading.datasets import check_datasets
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.rules.checks import cross_check, grpo_defaults
 from orchestrator.config.rules.deadline import write_out_deadline
@@ -35,7 +35,6 @@ from orchestrator.config.rules.gpus import check_local_gpus
 from orchestrator.config.rules.lengths import check_lengths
 from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
-from orchestrator.config.rules.rows import Columns, check_rows
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.rules.trl_features import check_quantised, check_turns
 from orchestrator.config.structure import check_structure, shown

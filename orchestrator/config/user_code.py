@@ -16,9 +16,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.datasets import Columns
 from orchestrator.config.foreign_keys import shipped_reward_functions
 from orchestrator.config.problems import Findings, did_you_mean
-from orchestrator.config.rules.rows import Columns
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 Misfit = Callable[[ast.stmt, str], str]  # what is wrong with a function of that definition and name

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.config import effective
+from orchestrator.config.datasets import each_dataset
 from orchestrator.config.effective import Doubtful, EffectiveRun, check_bounds
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.reading.datasets import each_dataset
 from orchestrator.config.rules import gpus
 from orchestrator.config.rules.processes import check_processes, one_generates
 from orchestrator.config.rules.secrets import check_secrets
