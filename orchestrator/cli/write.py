@@ -19,7 +19,7 @@ from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.clouds.local import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.model_size import find_size
-from orchestrator.config.rules.checks import name_problem
+from orchestrator.config.rules import name_problem
 from policies.model import exit_codes
 
 

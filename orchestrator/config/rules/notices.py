@@ -7,10 +7,8 @@ from pathlib import Path
 from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
 from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
+from orchestrator.config.rules import note_idle, note_processes, note_secrets
 from orchestrator.config.rules.deadline import note_deadline
-from orchestrator.config.rules.gpus import note_idle
-from orchestrator.config.rules.processes import note_processes
-from orchestrator.config.rules.secrets import note_secrets
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of

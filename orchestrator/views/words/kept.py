@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checkpoint.stream.catalog import Checkpoint
-from orchestrator.config.rules.checks import LOGGING_STEPS
+from orchestrator.config.rules import LOGGING_STEPS
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, rules_keeping

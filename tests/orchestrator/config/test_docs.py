@@ -13,7 +13,8 @@ import yaml
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.config import effective as batches
 from orchestrator.config import foreign_keys, load
-from orchestrator.config.rules import checks, rehearsal, storage
+from orchestrator.config import rules as checks
+from orchestrator.config.rules import rehearsal, storage
 from orchestrator.config.structure import NOT_IN_FILE
 from orchestrator.home import SINKS
 from policies.model import spec
