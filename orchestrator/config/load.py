@@ -27,6 +27,7 @@ from orchestrator.config.foreign_keys import (
     without_idle_switches,
 )
 from orchestrator.config.model_size import NotKnown
+from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
 from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.rules import (
@@ -38,7 +39,6 @@ from orchestrator.config.rules import (
     grpo_defaults,
 )
 from orchestrator.config.rules.deadline import write_out_deadline
-from orchestrator.config.rules.notices import find_notices
 from orchestrator.config.rules.rehearsal import write_out_rehearsal
 from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
 from orchestrator.config.structure import check_structure, shown

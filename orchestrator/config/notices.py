@@ -1,4 +1,4 @@
-"""What can be run, and perhaps not as it was meant: `validate` and `up` say so, and refuse nothing."""
+"""Notices: what can be run, and perhaps not as it was meant. `validate` and `up` print them, and refuse nothing."""
 
 from __future__ import annotations
 
