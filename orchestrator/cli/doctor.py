@@ -28,7 +28,7 @@ from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.offers import zero_quota
 from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
-from orchestrator.config.rules.storage import Storage
+from orchestrator.config.shorthand import Storage
 from policies.control.fleet.markets import market_of
 from policies.model import exit_codes
 from policies.model.spec import RunSpec

@@ -29,7 +29,6 @@ from orchestrator.config.foreign_keys import (
 from orchestrator.config.model_size import NotKnown
 from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
-from orchestrator.config.reading.shorthand import write_out
 from orchestrator.config.rules import (
     check_lengths,
     check_local_gpus,
@@ -38,9 +37,14 @@ from orchestrator.config.rules import (
     cross_check,
     grpo_defaults,
 )
-from orchestrator.config.rules.deadline import write_out_deadline
-from orchestrator.config.rules.rehearsal import write_out_rehearsal
-from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
+from orchestrator.config.shorthand import EXPECTED_STORE as EXPECTED
+from orchestrator.config.shorthand import (
+    Storage,
+    write_out,
+    write_out_deadline,
+    write_out_rehearsal,
+    write_out_storage,
+)
 from orchestrator.config.structure import check_structure, shown
 from orchestrator.config.user_code import argument_problem, call_of, check_shadows, reward_problem
 from policies.model.processes import ALTERNATIVES

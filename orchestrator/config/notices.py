@@ -8,7 +8,7 @@ from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_reg
 from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
 from orchestrator.config.rules import note_idle, note_processes, note_secrets
-from orchestrator.config.rules.deadline import note_deadline
+from orchestrator.config.shorthand import note_deadline
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of

@@ -14,7 +14,8 @@ from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.config import effective as batches
 from orchestrator.config import foreign_keys, load
 from orchestrator.config import rules as checks
-from orchestrator.config.rules import rehearsal, storage
+from orchestrator.config import shorthand as rehearsal
+from orchestrator.config import shorthand as storage
 from orchestrator.config.structure import NOT_IN_FILE
 from orchestrator.home import SINKS
 from policies.model import spec
@@ -124,7 +125,7 @@ def test_the_usual_secrets() -> None:
 
 
 def test_storage() -> None:
-    assert [row[0].strip("`") for row in tables("storage")[0]] == list(storage.KEYS)
+    assert [row[0].strip("`") for row in tables("storage")[0]] == list(storage.STORAGE_KEYS)
     assert OPTIONS_ENV in DOCS.read_text()
 
 
