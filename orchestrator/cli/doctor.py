@@ -25,7 +25,7 @@ from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.cli.target import open_store
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.offers import zero_quota
+from orchestrator.clouds.sky.cloud import zero_quota
 from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
 from orchestrator.config.shorthand import Storage

@@ -1,4 +1,4 @@
-"""The run as it takes effect, the file's values or else the defaults; TRL's arithmetic on it; bounds of numbers."""
+"""The run as it takes effect, the file's values or else defaults; TRL's arithmetic on it; bounds of numbers."""
 
 from __future__ import annotations
 

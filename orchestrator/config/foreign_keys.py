@@ -1,8 +1,8 @@
 """Keys of TRL, PEFT, Accelerate, vLLM and SkyPilot: which exist, what they take, and which are not a user's to
 set.
 
-The tables in `tables` are made from the packages themselves (`make config-tables`); nothing is renamed. What a
-run sets itself is refused here with the reason, so that a value is never silently overridden.
+The tables in `tables` are made from the packages themselves by `tests/generators/config_tables.py`; nothing is
+renamed. What a run sets itself is refused here with the reason, so that a value is never silently overridden.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _table(
 @cache
 def _read(file: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(
-        resources.files("orchestrator.config.tables").joinpath(file).read_text("utf-8")
+        (resources.files("orchestrator.config") / "tables" / file).read_text("utf-8")
     )
     return document
 

@@ -1,4 +1,4 @@
-"""Notices: what can be run, and perhaps not as it was meant. `validate` and `up` print them, and refuse nothing."""
+"""Notices: what can be run, and perhaps not as it was meant. `validate` and `up` print them and refuse nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_reg
 from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
 from orchestrator.config.rules import note_idle, note_processes, note_secrets
-from orchestrator.config.shorthand import note_deadline
+from orchestrator.config.shorthand import DEADLINE
+from policies.control.fleet.markets import market_of, may_stand_in
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
+from policies.model.vocabulary import Market, Role
 from policies.sizing.generation import why_not_itself
 from policies.weights.adapters import why_whole
 
@@ -32,7 +34,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     note_secrets(spec, findings)
     _several_regions(spec, findings)
     _azure_networks(spec, findings)
-    note_deadline(spec, findings)
+    _deadline(spec, findings)
 
 
 def _no_kl_is_logged(spec: RunSpec, findings: Findings) -> None:
@@ -114,6 +116,20 @@ def _azure_networks(spec: RunSpec, findings: Findings) -> None:
     why = "SkyPilot makes a network for each machine, and nodes do not reach the trainer in another"
     message = f"azure: {why}; name one for all in ~/.sky/config.yaml: azure.vpc_name"
     findings.notice(("rollout", "resources"), message)
+
+
+def _deadline(spec: RunSpec, findings: Findings) -> None:
+    """Note what stands in the way of keeping it."""
+    if spec.policies.fleet.deadline is None:
+        return
+    if _grpo(spec, "max_steps") <= 0:
+        why = "without grpo.max_steps nobody knows how many steps there are before the trainer has read its data"
+        findings.notice(DEADLINE, f"cannot be judged before the run trains, nor be sure to be kept: {why}")
+    if generates_itself(spec):
+        findings.notice(DEADLINE, "cannot be kept by buying more: with replicas: 0 there are no rollout nodes")
+    elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_stand_in(spec):
+        why = "rollout.resources names spot (`use_spot`), so no machine on demand is bought"
+        findings.notice(DEADLINE, f"is kept only while spot can be had: {why}")
 
 
 def _grpo(spec: RunSpec, key: str) -> float:

@@ -13,12 +13,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import effective
 from orchestrator.config.datasets import each_dataset
-from orchestrator.config.effective import Doubtful, EffectiveRun, check_bounds
+from orchestrator.config.effective import (
+    Doubtful,
+    EffectiveRun,
+    batch_holds_groups,
+    check_bounds,
+    eval_batch_holds_groups,
+    one_batch_key,
+    save_steps,
+    save_steps_of,
+)
 from orchestrator.config.model_size import config_in, json_in
 from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.user_code import function_problem, is_model
+from orchestrator.config.rewards import is_model
+from orchestrator.config.user_code import function_problem
 from policies.control.fleet.fill import wanted_slots
 from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
 from policies.model.processes import gpu_counts
@@ -424,9 +433,9 @@ def _limit_needs_beta(run: EffectiveRun, findings: Findings) -> None:
 
 def _max_behind_steps(run: EffectiveRun, findings: Findings) -> None:
     behind = run.at("checkpoints", "max_behind_steps")
-    save_steps = effective.save_steps_of(run)
-    if behind is not None and behind < save_steps:
-        message = f"less than grpo.save_steps, {save_steps}: training would wait for what is not due yet"
+    every = save_steps_of(run)
+    if behind is not None and behind < every:
+        message = f"less than grpo.save_steps, {every}: training would wait for what is not due yet"
         findings.add(("checkpoints", "max_behind_steps"), f"{message}; expected at least that, got {behind}")
 
 
@@ -523,18 +532,18 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _variables,
     _replicas,
     one_generates,
-    effective.one_batch_key,
-    effective.batch_holds_groups,
+    one_batch_key,
+    batch_holds_groups,
     _length_of_training,
     _limit_needs_beta,
-    effective.save_steps,
+    save_steps,
     _max_behind_steps,
     _spool,
     _paths_are_shipped,
     _streaming,
     _logging_steps,
     _evaluation,
-    effective.eval_batch_holds_groups,
+    eval_batch_holds_groups,
     _reward_weights,
     _no_speculative_decoding,
     _no_common_seed,
@@ -563,7 +572,7 @@ def grpo_defaults(data: Mapping[str, Any], findings: Findings) -> dict[str, Any]
     """GRPOConfig keys that a run sets where the file does not. To be asked for once nothing is wrong."""
     run = EffectiveRun(data, findings)
     defaults: dict[str, Any] = {
-        "save_steps": effective.save_steps_of(run),
+        "save_steps": save_steps_of(run),
         "logging_steps": LOGGING_STEPS,
     }
     if run.at("trainer", "eval_dataset") is not None:

@@ -15,13 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.config.document import OPTIONS, Document
-from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
 from orchestrator.config.structure import Kind, mismatch, shown
-from policies.control.fleet.markets import market_of, may_stand_in
 from policies.model.datasets import FILE_KINDS
-from policies.model.spec import RunSpec, generates_itself
-from policies.model.vocabulary import Market, Role
 
 
 def absolute(text: str, workdir: Path) -> Path:
@@ -401,18 +397,3 @@ def _time_of(named: Any) -> datetime | None:
     except (ValueError, OverflowError):
         return None
     return time if ":" in text and time.year >= 1970 else None
-
-
-def note_deadline(spec: RunSpec, findings: Findings) -> None:
-    """Note what stands in the way of keeping it."""
-    if spec.policies.fleet.deadline is None:
-        return
-    steps = spec.grpo.get("max_steps")
-    if int(grpo_table().default("max_steps") if steps is None else steps) <= 0:
-        why = "without grpo.max_steps nobody knows how many steps there are before the trainer has read its data"
-        findings.notice(DEADLINE, f"cannot be judged before the run trains, nor be sure to be kept: {why}")
-    if generates_itself(spec):
-        findings.notice(DEADLINE, "cannot be kept by buying more: with replicas: 0 there are no rollout nodes")
-    elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_stand_in(spec):
-        why = "rollout.resources names spot (`use_spot`), so no machine on demand is bought"
-        findings.notice(DEADLINE, f"is kept only while spot can be had: {why}")

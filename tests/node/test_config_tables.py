@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
-from orchestrator.config.tables import make
+from tests.generators import config_tables as make
 
 FILES = [*(source[0] for source in make.SOURCES), make.VLLM_FILE]
 
@@ -26,7 +26,7 @@ def test_the_shipped_table_is_what_the_installed_package_says(
     installed: dict[str, dict[str, Any]], file: str
 ) -> None:
     shipped = json.loads((make.FOLDER / file).read_text())
-    assert shipped == json.loads(json.dumps(installed[file])), "run python -m orchestrator.config.tables.make"
+    assert shipped == json.loads(json.dumps(installed[file])), "run python -m tests.generators.config_tables"
 
 
 def test_every_key_that_we_refuse_exists() -> None:

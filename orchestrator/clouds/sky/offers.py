@@ -1,4 +1,4 @@
-"""What machines clouds offer and at which prices, which the account has no quota for, and the pools among them.
+"""What machines clouds offer, at which prices, and the pools among them.
 
 Imports no SkyPilot.
 """
@@ -10,18 +10,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.clouds.sky.calls import Call
 from orchestrator.clouds.sky.errors import OTHER_MACHINE
 from orchestrator.clouds.sky.records import Cluster, ListPrice, PriceList, SkyOffer, offer_of, say_once, why_not
 from orchestrator.clouds.sky.work import alternatives, in_place, region_of
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role
-
-if TYPE_CHECKING:
-    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 def cheapest_first(
@@ -119,35 +116,6 @@ def list_price_of(row: Any) -> ListPrice:
 def _number(value: Any) -> float | None:
     """None for what a list leaves open."""
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-# Quotas of zero: AWS and GCP report them.
-
-QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
-ASKED_MAX = 8  # of a role: a machine that may be anywhere has dozens of regions, a second or so each
-
-
-def quota_lines(sky: SkyPilot, role: Role, resources: dict[str, Any], market: Market) -> list[str]:
-    """Which of the kinds that SkyPilot offers for these resources, the cheapest first, have a quota of zero.
-
-    A quota is a kind's on a market of a region. Empty also where no offers or quotas can be told.
-    """
-    try:
-        offers = sky.offers(resources, spot=market is Market.SPOT)
-        kinds: dict[tuple[str, str], SkyOffer] = {}
-        for offer in offers:
-            kinds.setdefault((region_of(offer.infra), offer.instance_type), offer)
-        asked = list(kinds.items())[:ASKED_MAX]
-        lacking = [kind for kind, offer in asked if not sky.has_quota(offer)]
-    except (CloudRefused, CloudUnavailable):
-        return []
-    words = market.replace("_", " ")
-    return [f"{role}: {zero_quota(kind, words, region)}" for region, kind in lacking]
-
-
-def zero_quota(kind: str, market: str, places: str) -> str:
-    """What to tell of a quota of zero."""
-    return f"the account's quota for {kind} {market} is zero in {places}; ask for more: {QUOTA_HELP}"
 
 
 # Pools: which ones run.yaml's resources allow, and resources that allow one alone.

@@ -22,8 +22,8 @@ from orchestrator import clouds
 from orchestrator.cli import main
 from orchestrator.cli.steering import down, start
 from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.aws import UnrecordedClusters
 from orchestrator.clouds.sky.records import Cluster, ClusterState
+from orchestrator.clouds.sky.watch import UnrecordedClusters
 from orchestrator.control import daemon
 from orchestrator.home import run_token, token_file
 from policies.model import exit_codes

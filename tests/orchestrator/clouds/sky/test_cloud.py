@@ -207,7 +207,7 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
         time.sleep(0.2)
         return False
 
-    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
     monkeypatch.setattr(clouds.sky, "is_idle", slowly)
     monkeypatch.setattr(sky_cloud, "REST", 1000.0)
     cloud = running(clouds)

@@ -53,7 +53,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
     return World()
 
 
@@ -148,7 +148,7 @@ def test_what_is_lost_is_not_asked_about(world: World) -> None:
 
 
 def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspicion, "EVERY_S", 1000.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 1000.0)
     world.answers = False
     for _ in range(5):
         world.look()

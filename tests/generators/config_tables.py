@@ -1,6 +1,6 @@
-"""Writes the tables of TRL's, PEFT's, Accelerate's and vLLM's keys that are shipped beside this file.
+"""Writes the tables of TRL's, PEFT's, Accelerate's and vLLM's keys that are shipped in orchestrator/config/tables.
 
-    .venv-node/bin/python -m orchestrator.config.tables.make
+    .venv-node/bin/python -m tests.generators.config_tables
 
 It runs where those packages are installed, so that `validate` needs none of them. They are loaded by name,
 from the names below: nothing else of the orchestrator may load them.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[2] / "orchestrator" / "config" / "tables"
 # file, distribution, module, dataclass
 SOURCES = (
     ("grpo_keys.json", "trl", "trl.trainer.grpo_config", "GRPOConfig"),
