@@ -16,7 +16,7 @@ pytestmark = needs_sky
 SERVED = """
     import sqlite3
     from types import SimpleNamespace
-    from orchestrator.clouds.sky.sdk import calls
+    from orchestrator.clouds.sky import calls
     from orchestrator.clouds.sky.records import Instance
     from sky import core, global_user_state, models
     from sky.backends import CloudVmRayResourceHandle

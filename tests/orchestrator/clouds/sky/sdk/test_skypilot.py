@@ -301,7 +301,7 @@ def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is
         import inspect
         from dataclasses import replace
         from sky.utils.status_lib import ClusterStatus
-        from orchestrator.clouds.sky.sdk import records
+        from orchestrator.clouds.sky import records
 
         asked, launch = [], skypilot.sdk.launch
         skypilot._requests.ask = lambda submit, _: (submit(), None)
