@@ -29,8 +29,7 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.views.looker import Looker
-from orchestrator.views.words.kept import kept_as
-from orchestrator.views.words.numbers import NOT_KNOWN, data_size, duration
+from orchestrator.views.words import NOT_KNOWN, data_size, duration, kept_as
 from policies.model import exit_codes
 
 NEWEST = "latest"

@@ -27,8 +27,7 @@ from orchestrator.views.report import Report
 from orchestrator.views.terminal import live
 from orchestrator.views.terminal.lines import plain, wrap
 from orchestrator.views.terminal.screen import HEIGHT, Screen
-from orchestrator.views.words.going_on import going_on
-from orchestrator.views.words.numbers import clock
+from orchestrator.views.words import clock, going_on
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase

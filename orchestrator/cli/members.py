@@ -18,7 +18,7 @@ from orchestrator.cli.target import open_run
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.gateway.surface.describe import describe
 from orchestrator.home import known_token
-from orchestrator.views.words.numbers import NOT_KNOWN, duration
+from orchestrator.views.words import NOT_KNOWN, duration
 from policies.model import exit_codes
 from policies.model.vocabulary import machine_of
 

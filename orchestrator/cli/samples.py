@@ -33,8 +33,7 @@ from orchestrator.samples import (
     summary_plain,
     why_none,
 )
-from orchestrator.views.words.numbers import NOT_KNOWN, short
-from orchestrator.views.words.text import shown
+from orchestrator.views.words import NOT_KNOWN, short, shown
 from policies.model import exit_codes
 
 COUNT, COUNT_MAX = 4, 1000

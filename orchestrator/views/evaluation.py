@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from checkpoint.records.evaluated import Evaluated
-from orchestrator.views.words.numbers import NOT_KNOWN
+from orchestrator.views.words import NOT_KNOWN
 from policies.evaluation import intervals
 from policies.evaluation.intervals import Estimate
 from policies.evaluation.judging import Verdict

@@ -9,8 +9,7 @@ from typing import Any, assert_never
 from checkpoint.journal.entries import Record
 from checkpoint.records.rehearsals import RehearsedFault
 from checkpoint.store.codec import event_to_plain
-from orchestrator.views.words.lineage import effect_words, skipped_words, start_words
-from orchestrator.views.words.numbers import duration, moment
+from orchestrator.views.words import duration, effect_words, moment, skipped_words, start_words
 from policies.model import exit_codes
 from policies.model.events import (
     BudgetNeared,

@@ -30,7 +30,7 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.weights import newest_weights
-from orchestrator.views.words.lineage import stage_words
+from orchestrator.views.words import stage_words
 from policies.control.fleet.deadline import course_of
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
 from policies.control.fleet.spending import caps_of

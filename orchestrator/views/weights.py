@@ -9,7 +9,7 @@ from statistics import median
 
 from checkpoint.records import metrics
 from checkpoint.records.metrics import Row
-from orchestrator.views.words.numbers import data_size
+from orchestrator.views.words import data_size
 from policies.serving.gateway_status import VersionSpread
 from policies.serving.joining import Stage
 

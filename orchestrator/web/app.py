@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from checkpoint.store.errors import NotFound, StoreError
-from orchestrator.views.words.numbers import data_size, duration, short, usd, written
-from orchestrator.views.words.text import shown
+from orchestrator.views.words import data_size, duration, short, shown, usd, written
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
 from orchestrator.web.pages import lanes, nodes, run, samples, series

@@ -19,7 +19,7 @@ from orchestrator.traces.names import KL_SEQUENCE
 from orchestrator.views.detection.table import labels
 from orchestrator.views.detection.verdicts import CANNOT_TELL, Detection
 from orchestrator.views.plots import BLUE, GREEN, GRID, INK, ORANGE, PURPLE, RED
-from orchestrator.views.words.numbers import short
+from orchestrator.views.words import short
 from policies.detect.divergence import Health
 
 PANELS = (("kl", "KL, nats", BLUE), ("reward", "reward", GREEN), ("grad_norm", "gradient norm", PURPLE))

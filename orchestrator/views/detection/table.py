@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.views.detection.verdicts import CANNOT_TELL, Detection
-from orchestrator.views.words.numbers import NOT_KNOWN, short
+from orchestrator.views.words import NOT_KNOWN, short
 from policies.detect.divergence import Health
 
 HEALTH_STYLES = {

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.traces.read import Trace
-from orchestrator.views.words.numbers import short
+from orchestrator.views.words import short
 from policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 

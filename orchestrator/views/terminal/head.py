@@ -10,8 +10,7 @@ from rich.text import Text
 from checkpoint.records.metrics import logged
 from orchestrator.views.model import RunView
 from orchestrator.views.terminal.lines import cut, joined, labelled, left, plain, wrap
-from orchestrator.views.words.lineage import start_words
-from orchestrator.views.words.numbers import duration, short, sparkline, usd
+from orchestrator.views.words import duration, short, sparkline, start_words, usd
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase

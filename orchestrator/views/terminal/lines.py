@@ -9,7 +9,7 @@ from __future__ import annotations
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
-from orchestrator.views.words.text import shown
+from orchestrator.views.words import shown
 
 LABEL = 11  # cells of the word before a line of facts, the blank after it included
 MORE = " …"

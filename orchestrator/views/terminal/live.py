@@ -10,7 +10,7 @@ from rich.live import Live
 from orchestrator.views.model import RunView
 from orchestrator.views.terminal.lines import plain
 from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.words.numbers import clock, short
+from orchestrator.views.words import clock, short
 
 REFRESH_S = 0.5
 

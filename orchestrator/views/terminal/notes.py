@@ -9,8 +9,8 @@ from orchestrator.views.measured.step_split import StepSplit
 from orchestrator.views.model import FleetView, MoneyView, RunView
 from orchestrator.views.terminal.lines import LABEL, cut, joined, labelled, left
 from orchestrator.views.weights import stages_words, weights_words
+from orchestrator.views.words import duration, short, usd
 from orchestrator.views.words.deadline import deadline_words, is_late
-from orchestrator.views.words.numbers import duration, short, usd
 from policies.detect.divergence import Health
 
 TROUBLE_LINES = 2

@@ -16,7 +16,7 @@ from orchestrator.views.terminal import notes
 from orchestrator.views.terminal.head import figures, head
 from orchestrator.views.terminal.lines import fit, left
 from orchestrator.views.terminal.machines import machines
-from orchestrator.views.words.numbers import clock, duration
+from orchestrator.views.words import clock, duration
 
 HEIGHT = 24
 MACHINES_LEAST = 5  # lines: their head, three, and the counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.views.model import RunView
-from orchestrator.views.words.numbers import duration, moment
+from orchestrator.views.words import duration, moment
 
 
 def deadline_words(view: RunView) -> list[str]:

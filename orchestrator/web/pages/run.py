@@ -9,10 +9,10 @@ import numpy as np
 
 from orchestrator.views.events import event_json
 from orchestrator.views.model import to_json
-from orchestrator.views.words.kept import kept_as
-from orchestrator.views.words.lineage import (
+from orchestrator.views.words import (
     change_words,
     changes_of,
+    kept_as,
     skipped_of,
     skipped_words,
     stage_words,

@@ -16,7 +16,7 @@ from orchestrator.views.measured.lanes import LaneState, Stretch
 from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.terminal.live import changes, watch
 from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.words.numbers import clock, duration, moment, short, sparkline, usd
+from orchestrator.views.words import clock, duration, moment, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MemberStatus

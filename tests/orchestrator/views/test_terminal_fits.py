@@ -16,7 +16,7 @@ from orchestrator.views.model import RunView
 from orchestrator.views.terminal.head import THERE
 from orchestrator.views.terminal.lines import MORE, fit, in_lines, plain, wrap
 from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.words.numbers import duration, short, usd
+from orchestrator.views.words import duration, short, usd
 from tests.generators.run_views import WORDS, reasons, run_views
 
 QUICK = set(Phase) - {Phase.shrink, Phase.explain}  # an example is a whole run: smaller ones take minutes
