@@ -7,9 +7,7 @@ from typing import Any
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine, event_json
-from orchestrator.views.measured.lanes import LaneState, Stretch
-from orchestrator.views.measured.step_split import StepSplit
-from orchestrator.views.weights import WeightsView
+from orchestrator.views.measured import LaneState, StepSplit, Stretch, WeightsView
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState

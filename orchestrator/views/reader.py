@@ -23,7 +23,7 @@ from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
-from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
+from orchestrator.views.measured import LANE_S, Lanes, LaneState, phase_state
 from policies.control.snapshot import Trainer
 from policies.ledger.abandoned import split_by_line
 from policies.ledger.accounting import surviving_rows

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from checkpoint.records.metrics import Row, logged
 from checkpoint.records.step_times import step_times
 from orchestrator.control.metrics_watch import RECENT_ROWS
-from orchestrator.views.measured.step_split import step_split
+from orchestrator.views.measured import newest_weights, step_split
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -29,7 +29,6 @@ from orchestrator.views.model import (
     health_of,
 )
 from orchestrator.views.reader import Reader
-from orchestrator.views.weights import newest_weights
 from orchestrator.views.words import stage_words
 from policies.control.fleet.deadline import course_of
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words

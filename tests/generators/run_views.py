@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine
-from orchestrator.views.measured.lanes import LANE_S, LaneState, Stretch
-from orchestrator.views.measured.step_split import StepSplit
+from orchestrator.views.measured import LANE_S, LaneState, StepSplit, Stretch, WeightsView
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -23,7 +22,6 @@ from orchestrator.views.model import (
     RunView,
     StoppedKindView,
 )
-from orchestrator.views.weights import WeightsView
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
 from policies.serving.joining import BASE_MODEL, Stage

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from orchestrator.views.measured.lanes import AT_WORK, LANE_S, LaneState, cells, shares_at_work, span_of
+from orchestrator.views.measured import AT_WORK, LANE_S, LaneState, cells, shares_at_work, span_of
 from orchestrator.views.model import NodeView, RunView
 from orchestrator.views.terminal.lines import cut, fit, in_lines, left, right
 from orchestrator.views.words import NOT_KNOWN, duration, short

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.cells import cell_len
 from rich.text import Text
 
-from orchestrator.views.measured.step_split import StepSplit
+from orchestrator.views.measured import StepSplit, stages_words, weights_words
 from orchestrator.views.model import FleetView, MoneyView, RunView
 from orchestrator.views.terminal.lines import LABEL, cut, joined, labelled, left
-from orchestrator.views.weights import stages_words, weights_words
 from orchestrator.views.words import duration, short, usd
 from orchestrator.views.words.deadline import deadline_words, is_late
 from policies.detect.divergence import Health

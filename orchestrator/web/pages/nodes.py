@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from orchestrator.views.measured.lanes import FAILED, LaneState
+from orchestrator.views.measured import FAILED, LaneState
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
 from policies.model.vocabulary import machine_of

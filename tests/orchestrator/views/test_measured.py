@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.looker import Rates
-from orchestrator.views.measured.lanes import (
+from orchestrator.views.measured import (
     LANE_S,
     SPAN_LEAST_S,
     Lanes,
@@ -20,8 +20,8 @@ from orchestrator.views.measured.lanes import (
     phase_state,
     shares_at_work,
     span_of,
+    step_split,
 )
-from orchestrator.views.measured.step_split import step_split
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
 from policies.model.vocabulary import NodePhase, Role

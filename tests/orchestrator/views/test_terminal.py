@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.views.measured.lanes import LaneState, Stretch
+from orchestrator.views.measured import LaneState, Stretch
 from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.terminal.live import changes, watch
 from orchestrator.views.terminal.screen import Screen
