@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from shlex import quote
 
 from checkpoint.records.metrics import Row
-from orchestrator.views.model import RunView
+from orchestrator.views.model import RunView, deadline_words, is_late
 from orchestrator.views.report import HELD_OUT
 from orchestrator.views.words import duration, going_on, short, usd
-from orchestrator.views.words.deadline import deadline_words, is_late
 from orchestrator.web.watch import Look
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN

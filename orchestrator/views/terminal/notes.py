@@ -6,10 +6,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from orchestrator.views.measured import StepSplit, stages_words, weights_words
-from orchestrator.views.model import FleetView, MoneyView, RunView
+from orchestrator.views.model import FleetView, MoneyView, RunView, deadline_words, is_late
 from orchestrator.views.terminal.lines import LABEL, cut, joined, labelled, left
 from orchestrator.views.words import duration, short, usd
-from orchestrator.views.words.deadline import deadline_words, is_late
 from policies.detect.divergence import Health
 
 TROUBLE_LINES = 2
