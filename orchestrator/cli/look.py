@@ -22,8 +22,8 @@ from orchestrator.clouds import open_cloud
 from orchestrator.views import model
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
-from orchestrator.views.looker import Looker
 from orchestrator.views.report import Report
+from orchestrator.views.run_view import Looker
 from orchestrator.views.terminal import live
 from orchestrator.views.terminal.lines import plain, wrap
 from orchestrator.views.terminal.screen import HEIGHT, Screen

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
-from orchestrator.views.looker import Rates
 from orchestrator.views.measured import (
     LANE_S,
     SPAN_LEAST_S,
@@ -23,7 +22,7 @@ from orchestrator.views.measured import (
     step_split,
 )
 from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import view_of
+from orchestrator.views.run_view import Rates, view_of
 from policies.model.vocabulary import NodePhase, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import EngineWord
