@@ -12,9 +12,8 @@ import typer
 from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, print_json
 from orchestrator.traces.read import NotATrace, read_traces
-from orchestrator.views.detection.table import render
-from orchestrator.views.detection.verdicts import Detection, Unreadable, to_json
-from orchestrator.views.detection.verdicts import detect as follow
+from orchestrator.views.detection import Detection, Unreadable, render, to_json
+from orchestrator.views.detection import detect as follow
 from policies.model import exit_codes
 
 PICTURE = Path("detect.png")

@@ -16,8 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from orchestrator.traces.names import KL_SEQUENCE
-from orchestrator.views.detection.table import labels
-from orchestrator.views.detection.verdicts import CANNOT_TELL, Detection
+from orchestrator.views.detection import CANNOT_TELL, Detection, labels
 from orchestrator.views.plots import BLUE, GREEN, GRID, INK, ORANGE, PURPLE, RED
 from orchestrator.views.words import short
 from policies.detect.divergence import Health
