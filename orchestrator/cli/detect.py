@@ -91,7 +91,7 @@ def _judge(
 def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:
     """Whether the picture could be written; says so where `tell`, and on stderr where not."""
     # matplotlib takes half a second to import.
-    from orchestrator.views.detection.plot import ROWS_MAX, plot_detections
+    from orchestrator.views.plots import ROWS_MAX, plot_detections
 
     try:
         plot_detections(found, out)

@@ -161,7 +161,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _draw(found: Simulation, weather: Weather, out: Path) -> None:
-    from orchestrator.views.simulation_plot import plot  # matplotlib takes half a second to import
+    from orchestrator.views.plots import plot_simulation as plot  # matplotlib takes half a second to import
 
     try:
         plot(found, weather, out)

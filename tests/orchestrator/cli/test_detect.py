@@ -15,7 +15,8 @@ import pytest
 from matplotlib import image
 
 from orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
-from orchestrator.views.detection import Detection, plot, to_json
+from orchestrator.views import plots as plot
+from orchestrator.views.detection import Detection, to_json
 from policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, repr_log, run, state
 from tests.rigs.command_line import Answer, Cli
