@@ -19,14 +19,12 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.steering.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
-from orchestrator.views import model
+from orchestrator.views import model, screen
 from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from orchestrator.views.report import Report
 from orchestrator.views.run_view import Looker
-from orchestrator.views.terminal import live
-from orchestrator.views.terminal.lines import plain, wrap
-from orchestrator.views.terminal.screen import HEIGHT, Screen
+from orchestrator.views.screen import HEIGHT, Screen, plain, wrap
 from orchestrator.views.words import clock, going_on
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
@@ -128,7 +126,7 @@ def attach(store: Store) -> None:
     """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when it ended as it should not."""
     looker = Looker(store)
     try:
-        live.watch(looker.look, threading.Event().wait, console)
+        screen.watch(looker.look, threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
             f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.quoted}\n"

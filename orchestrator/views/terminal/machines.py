@@ -12,7 +12,7 @@ from rich.text import Text
 
 from orchestrator.views.measured import AT_WORK, LANE_S, LaneState, cells, shares_at_work, span_of
 from orchestrator.views.model import NodeView, RunView
-from orchestrator.views.terminal.lines import cut, fit, in_lines, left, right
+from orchestrator.views.screen import cut, fit, in_lines, left, right
 from orchestrator.views.words import NOT_KNOWN, duration, short
 from policies.model.vocabulary import NodePhase, Role
 

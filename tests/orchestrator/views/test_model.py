@@ -15,7 +15,7 @@ from checkpoint.store.unreadable import Unreadable
 from orchestrator.views.model import to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
-from orchestrator.views.terminal.head import head
+from orchestrator.views.screen import head
 from orchestrator.web.strip import headline
 from policies.model.events import (
     BuyingResumed,

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from orchestrator.views.measured import LaneState, Stretch
 from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
-from orchestrator.views.terminal.live import changes, watch
-from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.screen import Screen, changes, watch
 from orchestrator.views.words import clock, duration, moment, short, sparkline, usd
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase

@@ -13,9 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.views.model import RunView
-from orchestrator.views.terminal.head import THERE
-from orchestrator.views.terminal.lines import MORE, fit, in_lines, plain, wrap
-from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.screen import MORE, THERE, Screen, fit, in_lines, plain, wrap
 from orchestrator.views.words import duration, short, usd
 from tests.generators.run_views import WORDS, reasons, run_views
 

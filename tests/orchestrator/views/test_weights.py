@@ -19,7 +19,7 @@ from orchestrator.views.measured import (
     weights_view,
     weights_words,
 )
-from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.screen import Screen
 from policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World, report_of, run_view
 
