@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from checkpoint.records.metrics import logged
+from orchestrator.views.machines import machines
 from orchestrator.views.measured import StepSplit, stages_words, weights_words
 from orchestrator.views.model import FleetView, MoneyView, RunView, deadline_words, is_late
-from orchestrator.views.terminal.machines import machines
 from orchestrator.views.words import clock, duration, short, shown, sparkline, start_words, usd
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN

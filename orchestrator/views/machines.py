@@ -1,4 +1,4 @@
-"""The machines: a line each with its last hour; of more than there is room for, groups and counts."""
+"""The machines on the live screen: a line each with its last hour; of more than fit, groups and counts."""
 
 from __future__ import annotations
 
