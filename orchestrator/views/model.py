@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine, event_json
-from orchestrator.views.measured import LaneState, StepSplit, Stretch, WeightsView
+from orchestrator.views.measured import NodeState, StepSplit, WeightsView
 from orchestrator.views.words import duration, moment
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
@@ -36,8 +36,7 @@ class NodeView:
     engines: int = 1  # of a rollout node, as it says itself
     engines_serving: int = 0
     pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
-    state: LaneState = LaneState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
-    lane: tuple[Stretch, ...] = ()  # what its slot was at in the last hour, the newest last
+    state: NodeState = NodeState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
     tokens_per_s: float | None = None  # as its engines count; None before two looks
 
 

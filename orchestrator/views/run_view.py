@@ -20,7 +20,7 @@ from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
 from orchestrator.control.metrics_watch import RECENT_ROWS
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.control.run_clock import awake_or_asleep_s
-from orchestrator.views.measured import newest_weights, step_split
+from orchestrator.views.measured import newest_weights, state_now, step_split
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -107,7 +107,7 @@ def described(
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=tuple(
-            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway, now_s)
+            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway)
         ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
@@ -212,7 +212,6 @@ def _nodes(
     reader: Reader,
     beat: Trainer | None,
     gateway: GatewayStatus | None,
-    now_s: float,
 ) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
@@ -223,11 +222,9 @@ def _nodes(
     return tuple(
         replace(
             _node(reader, node, beat, members[node.id], coming.get(node.id)),
-            state=state,
-            lane=lane,
+            state=state_now(reader.states[node.slot], node.role, members[node.id]),
         )
         for node in newest
-        for state, lane in [reader.lanes.look(node.slot, node.role, members[node.id], now_s)]
     )
 
 

@@ -1,121 +1,46 @@
 """The live screen: what the run is doing, whether it learns, what it costs, its machines, what happened last.
 
 Drawn within the given columns and lines; where there are not enough, what a person needs least is left out. No
-information is in a colour alone. Foreign texts are made fit to be shown first, and cut between words, so that
-no number and no name loses a part of itself.
+information is in a colour alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from shlex import quote
 
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
 from checkpoint.records.metrics import logged
-from orchestrator.views.machines import machines
-from orchestrator.views.measured import StepSplit, stages_words, weights_words
-from orchestrator.views.model import FleetView, MoneyView, RunView, deadline_words, is_late
-from orchestrator.views.words import clock, duration, short, shown, sparkline, start_words, usd
+from orchestrator.views.measured import AT_WORK, NodeState, StepSplit, stages_words, weights_words
+from orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
+from orchestrator.views.words import (
+    LABEL,
+    NOT_KNOWN,
+    clock,
+    cut,
+    duration,
+    fit,
+    in_lines,
+    joined,
+    labelled,
+    left,
+    plain,
+    right,
+    short,
+    sparkline,
+    start_words,
+    usd,
+    wrap,
+)
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
-from policies.model.vocabulary import NodePhase, RollbackStage, RunPhase
-
-LABEL = 11  # cells of the word before a line of facts, the blank after it included
-MORE = " …"
-_JOINT = " · "
-
-
-def plain(words: str) -> str:
-    """On one line, and nothing in it that moves the cursor."""
-    return " ".join(shown(words).split())
-
-
-def fit(words: str, width: int) -> str:
-    """As many words as there is room for, and an ellipsis where that is not all."""
-    return (wrap(words, width, 1) or [""])[0]
-
-
-def wrap(words: str, width: int, most: int) -> list[str]:
-    """At most so many lines of at most `width` cells; the last one tells by an ellipsis that there was more.
-
-    A word that is wider than a line is broken, and nothing of it is left out where there are lines enough.
-    """
-    if width <= 0 or most <= 0:
-        return []
-    lines, line = list[str](), ""
-    for word in plain(words).split():
-        joined = f"{line} {word}" if line else word
-        if cell_len(joined) <= width:
-            line = joined
-            continue
-        if line:
-            lines.append(line)
-        *whole, line = chop_cells(word, width)
-        lines += whole
-        if len(lines) > most:
-            break
-    if line:
-        lines.append(line)
-    if len(lines) <= most:
-        return lines
-    return [*lines[: most - 1], _ellipsis(lines[most - 1], width)]
-
-
-def _ellipsis(line: str, width: int) -> str:
-    while cell_len(line) + len(MORE) > width:
-        head, _, _ = line.rpartition(" ")
-        if not head:
-            return set_cell_size(line, max(0, width - 1)).rstrip() + "…"
-        line = head
-    return line + MORE
-
-
-def in_lines(parts: list[str], width: int, most: int) -> list[str]:
-    """The parts in at most so many lines, each part whole, as many from the first on as there is room for."""
-    lines = list[str]()
-    for part in parts:
-        if lines and cell_len(lines[-1] + _JOINT + part) <= width:
-            lines[-1] += _JOINT + part
-        elif len(lines) < most:
-            lines.append(fit(part, width))
-        else:
-            break
-    return lines
-
-
-def joined(parts: list[str], width: int) -> str:
-    """The same on one line."""
-    return (in_lines(parts, width, 1) or [""])[0]
-
-
-def left(words: str, width: int) -> str:
-    """Filled with blanks; what is wider is as wide as it is."""
-    return words + " " * (width - cell_len(words))
-
-
-def right(words: str, width: int) -> str:
-    return " " * (width - cell_len(words)) + words
-
-
-def labelled(label: str, words: str, width: int, most: int = 1, style: str = "") -> list[Text]:
-    """A fact on at most so many lines, its label before the first."""
-    found = wrap(words, width - LABEL, most)
-    return [
-        Text(f"{left('' if place else label, LABEL)}{line}", style, no_wrap=True)
-        for place, line in enumerate(found)
-    ]
-
-
-def cut(line: Text, width: int) -> Text:
-    """A line that is no prose, within the screen's edge whatever it holds."""
-    if line.cell_len > width:
-        line.truncate(max(0, width))
-    return line
-
+from policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
 
 # The top: what the run is doing, how far it is, and whether it learns.
 
@@ -347,6 +272,171 @@ def coming(view: RunView, width: int) -> list[Text]:
     ]
 
 
+# The machines: a line each; of more than fit, groups and counts.
+
+GROUP_NAME = 32  # cells, at most
+# What a state is drawn with; what matters more comes first.
+LOOKS = {
+    NodeState.SERVING: "green",
+    NodeState.IDLE: "green",
+    NodeState.LOST: "red",
+    NodeState.REFUSED: "red",
+    NodeState.DRAINING: "magenta",
+    NodeState.LOADING: "blue",
+    NodeState.BOOTING: "yellow",
+    NodeState.REQUESTED: "cyan",
+    NodeState.TERMINATING: "magenta",
+    NodeState.GONE: "dim",
+}
+_TROUBLE_FIRST = {state: place for place, state in enumerate(LOOKS) if state not in AT_WORK}
+COUNTS_LINES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the table, its cells in words; `nodes` are whom it is about."""
+
+    nodes: Sequence[NodeView]
+    name: str
+    state: str
+    style: str
+    policy: str
+    tokens: str
+    price: str
+    market: str
+    since: str
+
+
+def machines(view: RunView, width: int, most: int) -> list[Text]:
+    """At most so many lines: a head, the machines, and how many there are of each state."""
+    if not view.nodes:
+        return [Text(fit("no machines yet", width), "dim")]
+    counts = _counts(view, width)[: max(1, most - 2)]
+    table = _table(_rows(view, most - 1 - len(counts)), width) if most > 2 else []
+    return [*table, *counts]
+
+
+def _rows(view: RunView, most: int) -> list[_Row]:
+    """All where there is room; else the trainer and those in trouble first, and the others in groups."""
+    if len(view.nodes) <= most:
+        return [_row(view, node) for node in view.nodes]
+    by_trouble = sorted(
+        view.nodes, key=lambda one: (one.role is not Role.TRAINER, _TROUBLE_FIRST.get(one.state, len(LOOKS)))
+    )
+    troubled = sum(one.role is Role.TRAINER or one.state in _TROUBLE_FIRST for one in view.nodes)
+    singles = by_trouble[: max(min(troubled, (most + 1) // 2), most - len(_pools(view.nodes)))]
+    chosen = {one.node for one in singles}
+    groups = _pools([one for one in view.nodes if one.node not in chosen])
+    room = most - len(singles)
+    if len(groups) > room:
+        kept, rest = groups[: max(0, room - 1)], groups[max(0, room - 1) :]
+        groups = [*kept, ("elsewhere", [one for _, nodes in rest for one in nodes])][: max(0, room)]
+    return [
+        *(_row(view, one) for one in view.nodes if one.node in chosen),
+        *(_group(name, nodes) for name, nodes in groups),
+    ]
+
+
+def _pools(nodes: Sequence[NodeView]) -> list[tuple[str, list[NodeView]]]:
+    """The machines of each pool, the largest first."""
+    found = defaultdict[str, list[NodeView]](list)
+    for one in nodes:
+        place, _, machine = one.pool.partition(" ")
+        found[f"{place.rpartition('/')[2]} {machine}" if one.pool else one.market.replace("_", " ")].append(one)
+    return sorted(found.items(), key=lambda one: -len(one[1]))
+
+
+def _row(view: RunView, node: NodeView) -> _Row:
+    several = node.engines > 1 and node.phase is NodePhase.SERVING
+    state = f"{node.state} {node.engines_serving}/{node.engines}" if several else node.state
+    unfit = node.unfit and not node.engines_serving
+    return _Row(
+        nodes=(node,),
+        name=node.node,
+        state=state,
+        style="bold red" if unfit else LOOKS[node.state],
+        policy="unfit" if unfit else (node.policy or NOT_KNOWN),
+        tokens=short(node.tokens_per_s),
+        price=f"{node.price_usd_per_h:.2f}",
+        market=node.market.replace("_", " "),
+        since=duration(view.now_s - node.since_s),
+    )
+
+
+def _group(name: str, nodes: Sequence[NodeView]) -> _Row:
+    serving = sum(one.state in AT_WORK for one in nodes)
+    policies = Counter(one.policy for one in nodes if one.policy).most_common(1)
+    rates = [one.tokens_per_s for one in nodes if one.tokens_per_s is not None]
+    return _Row(
+        nodes=nodes,
+        name=f"{len(nodes)} more: {name}",
+        state=f"{serving} at work",
+        style="green" if serving == len(nodes) else "yellow",
+        policy=policies[0][0] or NOT_KNOWN if policies else NOT_KNOWN,
+        tokens=short(sum(rates)) if rates else NOT_KNOWN,
+        price=f"{sum(one.price_usd_per_h for one in nodes):.2f}",
+        market="",
+        since="",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    words: Sequence[str]
+    pad: Callable[[str, int], str]
+    least: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(self.least, *map(cell_len, (self.title, *self.words)))
+
+    def at(self, place: int | None) -> str:
+        """A row's, or the title."""
+        return self.pad(self.title if place is None else self.words[place], self.width)
+
+
+def _table(rows: Sequence[_Row], width: int) -> list[Text]:
+    name, state, ends = _columns(rows, width)
+    lines = [Text(f"{name.at(None)} {state.at(None)}{''.join(f' {end.at(None)}' for end in ends)}", "dim")]
+    for place, row in enumerate(rows):
+        line = Text(name.at(place), no_wrap=True).append(" ").append(state.at(place), row.style)
+        lines.append(line.append("".join(f" {end.at(place)}" for end in ends)))
+    for line in lines:
+        line.rstrip()
+    return [cut(line, width) for line in lines]
+
+
+def _columns(rows: Sequence[_Row], width: int) -> tuple[_Column, _Column, list[_Column]]:
+    """Name, state, and those after them that there is room for."""
+    singles = max((cell_len(row.name) for row in rows if len(row.nodes) == 1), default=0)
+    most = max(singles, GROUP_NAME)
+    name = _Column("node", [fit(row.name, most) for row in rows], left)
+    state = _Column("state", [row.state for row in rows], left, 8)
+    ends = [
+        _Column("policy", [row.policy for row in rows], left),
+        _Column("tok/s", [row.tokens for row in rows], right),
+        _Column("$/h", [row.price for row in rows], right),
+        _Column("market", [row.market for row in rows], left),
+        _Column("for", [row.since for row in rows], right, 8),
+    ]
+    room = width - name.width - 1 - state.width - 1
+    kept = list[_Column]()
+    for end in ends:
+        room -= end.width + 1
+        if room < 0:
+            break
+        kept.append(end)
+    return name, state, kept
+
+
+def _counts(view: RunView, width: int) -> list[Text]:
+    """How many machines there are of each state."""
+    found = Counter(one.state for one in view.nodes)
+    told = [f"{found[state]} {state}" for state in LOOKS if found[state]]
+    return [Text(line, "dim", no_wrap=True) for line in in_lines(told, width, COUNTS_LINES)]
+
+
 # The whole screen.
 
 HEIGHT = 24
@@ -386,23 +476,23 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     """The lines of the screen from the top. What is asked for room first is needed most."""
     room = _Room(height)
     top = room.take(head(view, width))
-    trouble = room.take(trouble(view, width))
+    troubles = room.take(trouble(view, width))
     curves = room.take(figures(view, width), EVENTS_LEAST)
     keep = min(MACHINES_LEAST, len(view.nodes) + 2) + EVENTS_LEAST
     dollars = room.take(money(view.money, width), keep)
     dollars += room.take(deadline(view, width), keep)
-    step = room.take(step(view.step_split, width), keep)
-    coming = room.take(coming(view, width), keep)
+    parts = room.take(step(view.step_split, width), keep)
+    joining = room.take(coming(view, width), keep)
     beside = room.take(weights(view, width), keep) + room.take(fleet(view.fleet, width), keep)
     blanks = room.take([BLANK] * 3, keep)
-    fleet = room.take(machines(view, width, _machine_lines(view, room.left)))
+    nodes = room.take(machines(view, width, _machine_lines(view, room.left)))
     changes = room.take(_membership(view, width), EVENTS_LEAST + 1)
     if changes:
         changes += room.take([BLANK])
     events = _events(view, width, room.left)
     gap = [blanks[:1] for blanks in (blanks, blanks[1:], blanks[2:])]
-    facts = [*curves, *dollars, *step, *beside, *trouble, *coming]
-    return [*top, *gap[2], *facts, *gap[0], *fleet, *gap[1], *changes, *events]
+    facts = [*curves, *dollars, *parts, *beside, *troubles, *joining]
+    return [*top, *gap[2], *facts, *gap[0], *nodes, *gap[1], *changes, *events]
 
 
 def _machine_lines(view: RunView, room: int) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine
-from orchestrator.views.measured import LANE_S, LaneState, StepSplit, Stretch, WeightsView
+from orchestrator.views.measured import NodeState, StepSplit, WeightsView
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -58,9 +58,6 @@ seconds = st.one_of(st.floats(0, 100), st.floats(0, 1e6))
 steps = st.integers(0, 10**6)
 numbers = st.one_of(st.none(), st.floats(-1e12, 1e12), st.floats(-1, 1))
 versions = st.builds(lambda timeline, step: f"{timeline}-{step}", st.integers(0, 40), steps)
-lanes = st.lists(st.tuples(st.floats(0, 2 * LANE_S), st.sampled_from(LaneState)), max_size=6).map(
-    lambda told: tuple(Stretch(NOW_S - ago_s, state) for ago_s, state in sorted(told, key=lambda one: -one[0]))
-)
 
 
 @st.composite
@@ -84,8 +81,7 @@ def node_views(draw: st.DrawFn) -> NodeView:
         engines=engines,
         engines_serving=draw(st.integers(0, engines)),
         pool=draw(st.sampled_from(["", "aws/us-east-1/us-east-1b p5.48xlarge H100:8 spot", f"k8s/{'z' * 60} m"])),
-        state=draw(st.sampled_from(LaneState)),
-        lane=draw(lanes),
+        state=draw(st.sampled_from(NodeState)),
         tokens_per_s=draw(st.none() | amounts),
     )
 

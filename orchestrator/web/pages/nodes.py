@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from orchestrator.views.measured import FAILED, LaneState
+from orchestrator.views.measured import FAILED, NodeState
 from orchestrator.web.page import Asked, Page
 from orchestrator.web.watch import Look
 from policies.model.vocabulary import machine_of
@@ -62,7 +62,7 @@ def _nodes(look: Look) -> list[dict[str, Any]]:
                 "restarts": node.restarts,
             }
         )
-    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (*FAILED, LaneState.GONE)))
+    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (*FAILED, NodeState.GONE)))
 
 
 PAGE = Page("/nodes", _data, "nodes.html", "Nodes")

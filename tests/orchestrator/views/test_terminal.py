@@ -6,13 +6,12 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from orchestrator.views.measured import LaneState, Stretch
+from orchestrator.views.measured import NodeState
 from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.screen import Screen, changes, watch
 from orchestrator.views.words import clock, duration, moment, short, sparkline, usd
@@ -60,18 +59,11 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.invalid/42"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
     assert line_with(lines, "money") == "money $0.10 spent · $0.24 at the end · $0.0608 saved · $0.0102 a step"
-    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving :██ 0-10 – 7.20 on demand 32 s"
-    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle :█░ 0-10 – 0.90 spot 32 s"
-    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested :█× – – 0.00 spot 1 s"
-    assert line_with(lines, "█") == "█ 1 serving · ░ 1 idle · · 1 requested"
+    assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 0-10 – 7.20 on demand 32 s"
+    assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle 0-10 – 0.90 spot 32 s"
+    assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested – – 0.00 spot 1 s"
+    assert line_with(lines, "1 serving") == "1 serving · 1 idle · 1 requested"
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
-
-
-def test_strip_of_a_serving_machine_ends_with_its_state_now(view: RunView) -> None:
-    lane = (Stretch(view.now_s - 3600, LaneState.BOOTING), Stretch(view.now_s - 1800, LaneState.SERVING))
-    node = replace(view.nodes[1], lane=lane, state=LaneState.IDLE)
-    line = line_with(drawn(replace(view, nodes=(node,)), width=200), "rollout-0-i1")
-    assert [glyph for glyph, _ in groupby(line.split()[2])] == [":", "█", "░"]
 
 
 def test_a_run_without_anything_yet_can_be_drawn() -> None:
@@ -190,7 +182,7 @@ def test_every_phase_can_be_drawn(view: RunView, phase: RunPhase) -> None:
 
 def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     def node(index: int) -> NodeView:
-        state = LaneState.BOOTING if index == 57 else LaneState.SERVING
+        state = NodeState.BOOTING if index == 57 else NodeState.SERVING
         return replace(view.nodes[1], slot=f"rollout-{index}", node=f"rollout-{index}-i1", state=state)
 
     lines = drawn(replace(view, nodes=tuple(node(index) for index in range(64))))
@@ -214,7 +206,7 @@ def test_a_machine_says_how_many_of_its_engines_serve(
     view: RunView, engines: int, serving: int, unfit: str, words: list[str]
 ) -> None:
     plain = replace(
-        view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, state=LaneState.SERVING, policy="0-9"
+        view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, state=NodeState.SERVING, policy="0-9"
     )
     node = replace(plain, engines=engines, engines_serving=serving, unfit=unfit)
     line = next(one for one in drawn(replace(view, nodes=(node,))) if one.startswith("rollout-10-i12"))
