@@ -43,7 +43,7 @@ from orchestrator.cli.target import open_run
 from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon
 from orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
-from orchestrator.plan.models import asked_once
+from orchestrator.plan.machines import asked_once
 from orchestrator.views import evaluation as views
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes

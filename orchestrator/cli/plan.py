@@ -15,9 +15,9 @@ from orchestrator.clouds import list_prices
 from orchestrator.config.load import Storage, load, load_storage
 from orchestrator.config.model_size import find_size
 from orchestrator.plan.gather import NOWHERE, make_plan
+from orchestrator.plan.machines import asked_once
 from orchestrator.plan.measured import Measured, measure
 from orchestrator.plan.model import to_json
-from orchestrator.plan.models import asked_once
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal
 from orchestrator.plan.store_place import store_place
 from orchestrator.views import plan as views

@@ -10,8 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clouds.sky.records import ListPrice
-from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
-from orchestrator.plan.machines import Kinds, fits, kinds_with, needed_gpus, plan_machine
+from orchestrator.plan.machines import (
+    PROMPT_TOKENS,
+    FindSize,
+    Kinds,
+    KnownModel,
+    fits,
+    grpo,
+    kinds_with,
+    know_model,
+    needed_gpus,
+    plan_machine,
+    prompt_tokens,
+    steps_of,
+    unread_deepspeed,
+    with_deepspeed,
+)
 from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import (
     CheckpointPlan,
@@ -24,11 +38,9 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.plan.models import FindSize, KnownModel, know_model
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
-from orchestrator.plan.workload import PROMPT_TOKENS, grpo, prompt_tokens, steps_of
 from policies.control.fleet.deadline import BOOT_S
 from policies.fleet import disks
 from policies.fleet.deadline import Course, nodes_for, time_of

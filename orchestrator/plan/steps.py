@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
 from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from orchestrator.plan.models import KnownModel, active_params
-from orchestrator.plan.workload import grpo, passes_of, work_of
 from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum, usd_a_step
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, processes_of

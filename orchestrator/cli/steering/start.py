@@ -53,7 +53,7 @@ from orchestrator.home import (
 )
 from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.models import FindSize, asked_once
+from orchestrator.plan.machines import FindSize, asked_once
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
 from policies.control.fleet.spending import BUDGET

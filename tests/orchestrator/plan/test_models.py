@@ -12,7 +12,7 @@ from orchestrator.config.model_size import NotKnown, find_config, find_size
 from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import Findings
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.models import active_params, asked_once, know_model
+from orchestrator.plan.machines import active_params, asked_once, know_model
 from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
 from policies.sizing.read_shape import shape_of
