@@ -17,7 +17,7 @@ from checkpoint.records.rehearsals import RehearsedFault, read_faults
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from checkpoint.stream.exports import export_of
-from orchestrator.plan.store_place import store_place
+from orchestrator.plan.prices import store_place
 from orchestrator.views.measured import WeightsView, policy_stage_words, weights_view, weights_words
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader
