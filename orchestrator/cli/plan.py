@@ -16,9 +16,9 @@ from orchestrator.config.load import Storage, load, load_storage
 from orchestrator.config.model_size import find_size
 from orchestrator.plan.gather import NOWHERE, make_plan
 from orchestrator.plan.machines import asked_once
-from orchestrator.plan.measured import Measured, measure
 from orchestrator.plan.model import to_json
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
+from orchestrator.plan.steps import Measured, measure
 from orchestrator.views import plan as views
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec

@@ -26,7 +26,6 @@ from orchestrator.plan.machines import (
     unread_deepspeed,
     with_deepspeed,
 )
-from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import (
     CheckpointPlan,
     DeadlinePlan,
@@ -40,7 +39,7 @@ from orchestrator.plan.model import (
 )
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook, cloud_prices
-from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
 from policies.control.fleet.deadline import BOOT_S
 from policies.fleet import disks
 from policies.fleet.deadline import Course, nodes_for, time_of

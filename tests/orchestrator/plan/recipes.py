@@ -11,9 +11,9 @@ from orchestrator.config.load import load
 from orchestrator.config.model_size import NotKnown
 from orchestrator.plan.gather import make_plan
 from orchestrator.plan.machines import KnownModel, know_model
-from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import Plan
 from orchestrator.plan.prices import by_catalog, by_rehearsal
+from orchestrator.plan.steps import Measured
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.read_shape import shape_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import MachinePlan, to_json
 from orchestrator.plan.prices import PriceBook
+from orchestrator.plan.steps import Measured
 from policies.fleet.how_many import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Role
