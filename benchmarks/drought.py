@@ -15,9 +15,9 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
-from orchestrator.simulate.climates import climate
 from orchestrator.simulate.outcome import Outcome, simulate_hours
 from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.weather import climate
 from policies.model.spec import RolloutSpec
 
 SEEDS = 3

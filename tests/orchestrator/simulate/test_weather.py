@@ -13,10 +13,20 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from orchestrator.simulate.outcome import ON_DEMAND
 from orchestrator.simulate.physics import Physics, Prices
-from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import Zone
+from orchestrator.simulate.weather import (
+    LAUNCH,
+    LOSS,
+    NOTICE,
+    REFUSAL,
+    RETURN,
+    NotWeather,
+    Zone,
+    read_weather,
+    recorded,
+    replayed,
+    to_plain,
+)
 from orchestrator.simulate.world import COARSE, World
 from policies.control.fleet.markets import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
