@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.contest.contenders import CONTENDERS
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.outcome import Outcome, simulate_hours
-from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.weather import Weather
 from policies.model.spec import RunSpec
 

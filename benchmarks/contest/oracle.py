@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.outcome import Outcome
-from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.weather import Weather, Zone
 from policies.control.fleet.markets import market_of
 from policies.model.spec import RunSpec

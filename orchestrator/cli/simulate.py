@@ -20,8 +20,8 @@ from orchestrator.cli.console import Stop, console, errors
 from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.load import load_spec
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.outcome import HOURS, ON_DEMAND, THIS_RUN, Outcome, on_demand, simulate_hours
-from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told, tell
 from orchestrator.simulate.weather import CLIMATES, NotWeather, Weather, climate, read_weather, recorded, to_plain

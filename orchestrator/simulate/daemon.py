@@ -19,8 +19,7 @@ from orchestrator.control.daemon import renew
 from orchestrator.control.observe import Observer
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import RunClock
-from orchestrator.simulate.cloud import SimulatedCloud
-from orchestrator.simulate.physics import EPOCH_S
+from orchestrator.simulate.cloud import EPOCH_S, SimulatedCloud
 from orchestrator.simulate.store import SimulatedStore
 from policies.control.snapshot import Machine
 from policies.model.events import RunCreated

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from orchestrator.simulate.machine import Box
+from orchestrator.simulate.cloud import Box
 from orchestrator.simulate.store import Trouble
 from orchestrator.simulate.world import World
 from policies.model.vocabulary import Role

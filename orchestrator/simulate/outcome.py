@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.control.controller import Decide
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.weather import Weather
 from orchestrator.simulate.world import COARSE, World
 from policies.control.decide import decide as production

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.clouds.protocol import Order
 from orchestrator.control.actuate import ACT_WITHIN_S
-from orchestrator.simulate.machine import Box
+from orchestrator.simulate.cloud import Box
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback.choice import choose_start, target_before_step
 from policies.control.stopping import STOP_WAIT_S

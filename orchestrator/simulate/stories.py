@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from orchestrator.simulate.cloud import BRISK, Prices
 from orchestrator.simulate.faults import BEARABLE, FAULTS, STARVING, Undo
-from orchestrator.simulate.physics import BRISK, Prices
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
 from policies.control.fleet.markets import market_of, may_stand_in

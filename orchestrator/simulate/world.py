@@ -16,9 +16,8 @@ from checkpoint.journal.journal import Fenced
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.control.controller import Decide
-from orchestrator.simulate.cloud import SimulatedCloud
+from orchestrator.simulate.cloud import BRISK, EPOCH_S, Physics, Prices, SimulatedCloud
 from orchestrator.simulate.daemon import SimulatedDaemon
-from orchestrator.simulate.physics import BRISK, EPOCH_S, Physics, Prices
 from orchestrator.simulate.safety import Safety
 from orchestrator.simulate.store import Objects, SimulatedStore
 from orchestrator.simulate.weather import Weather, plentiful

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from benchmarks.contest.markets import MARKETS, market
-from orchestrator.simulate.physics import Prices
+from orchestrator.simulate.cloud import Prices
 from orchestrator.simulate.stories import tell
 from policies.model.spec import Budget
 from tests.stand_ins.world import spec

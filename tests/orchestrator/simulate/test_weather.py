@@ -11,8 +11,8 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.outcome import ON_DEMAND
-from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import (
     LAUNCH,
