@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.outcome import Outcome, simulate_hours
 from orchestrator.simulate.weather import climate
+from orchestrator.simulate.world import Outcome, simulate_hours
 from policies.model.spec import RolloutSpec
 
 SEEDS = 3

@@ -21,10 +21,9 @@ from orchestrator.cli.options import AsJson, Output, Target, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.load import load_spec
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.outcome import HOURS, ON_DEMAND, THIS_RUN, Outcome, on_demand, simulate_hours
-from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told, tell
 from orchestrator.simulate.weather import CLIMATES, NotWeather, Weather, climate, read_weather, recorded, to_plain
+from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
 from orchestrator.views.simulation import Simulation, render, stories_line, to_json
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself

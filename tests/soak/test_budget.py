@@ -1,5 +1,5 @@
 """A thousand of the simulated stories, each under a cap that it may reach: while a controller can see and act no
-cap is passed (`orchestrator.simulate.safety`), and what is spent beyond one while none could is printed.
+cap is passed (`orchestrator.simulate.world`), and what is spent beyond one while none could is printed.
 
 STORIES=n says how many, SEED=n where to begin.
 """

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app, simulate
 from orchestrator.cli.console import Stop
-from orchestrator.simulate.outcome import Outcome
-from orchestrator.simulate.safety import Broken
 from orchestrator.simulate.stories import Told
+from orchestrator.simulate.world import Broken, Outcome
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import RunPhase
 

@@ -12,7 +12,6 @@ from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.outcome import ON_DEMAND
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import (
     LAUNCH,
@@ -27,7 +26,7 @@ from orchestrator.simulate.weather import (
     replayed,
     to_plain,
 )
-from orchestrator.simulate.world import COARSE, World
+from orchestrator.simulate.world import COARSE, ON_DEMAND, World
 from policies.control.fleet.markets import market_of
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.pools import Pool
