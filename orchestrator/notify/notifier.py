@@ -22,8 +22,7 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from orchestrator.home import notify_urls
-from orchestrator.notify.channels import Channel, Command, Service, Undelivered
-from orchestrator.notify.message import Message, messages_in
+from orchestrator.notify.channels import Channel, Command, Message, Service, Undelivered, messages_in
 from policies.model.spec import Notify
 
 log = structlog.get_logger()
