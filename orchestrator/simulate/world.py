@@ -20,11 +20,11 @@ from checkpoint.journal.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreUnavailable
 from orchestrator.clouds.protocol import Cloud, Order
+from orchestrator.control import prices as pricing
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from orchestrator.control.controller import Controller, Decide
 from orchestrator.control.daemon import renew
 from orchestrator.control.observe import Observer
-from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import RunClock
 from orchestrator.simulate.cloud import BRISK, EPOCH_S, Box, Physics, Prices, SimulatedCloud
 from orchestrator.simulate.store import Objects, SimulatedStore
@@ -295,7 +295,7 @@ class SimulatedDaemon:
                 self.busy = busy
 
 
-class _KnownPrices(Prices):
+class _KnownPrices(pricing.Prices):
     """Prices that nobody waits for."""
 
     def __init__(self, asked: Cloud, cloud: SimulatedCloud) -> None:

@@ -1,16 +1,11 @@
-"""Lanes, tokens a second and the split of a step, from what was journalled, counted and logged."""
+"""States of machines, tokens a second and the split of a step, from what was journalled, counted and logged."""
 
 from __future__ import annotations
 
 import pytest
 
 from checkpoint.records.metrics import Row
-from orchestrator.views.measured import (
-    LANE_S,
-    NodeState,
-    phase_state,
-    step_split,
-)
+from orchestrator.views.measured import NodeState, phase_state, state_now, step_split
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import Rates, view_of
 from policies.model.vocabulary import NodePhase, Role
@@ -25,22 +20,22 @@ def member(serving: bool = True, running: int = 0, tokens: int = 0, node: str = 
     return MemberStatus(node, "b", "h:1", "0-1", serving, False, running, 0.1, engine=EngineWord(tokens=tokens))
 
 
-def lane_of(world: World, slot: str, at_s: float) -> list[tuple[float, NodeState]]:
+def state_of(world: World, slot: str, at_s: float) -> NodeState:
     nodes = {node.slot: node for node in view_of(Reader(world.store), T0 + at_s, None).nodes}
-    return [(one.since_s - T0, one.state) for one in nodes[slot].lane]
+    return nodes[slot].state
 
 
-def test_a_lane_tells_the_lives_of_a_slots_machines() -> None:
+def test_state_of_a_slot_is_that_of_its_newest_machine() -> None:
     world = World()
     world.starts()
+    assert state_of(world, "rollout-1", 50) is S.SERVING
     world.moves(100, "rollout-1-i1", NodePhase.GONE, "preempted")
+    assert state_of(world, "rollout-1", 100) is S.LOST
     world.asks_for(101, "rollout-1-i2")
+    assert state_of(world, "rollout-1", 120) is S.REQUESTED
     world.moves(140, "rollout-1-i2", NodePhase.REFUSED)
-    begun = [(1, S.REQUESTED), (4, S.BOOTING), (10, S.SERVING)]
-    assert lane_of(world, "rollout-0", 200) == begun
-    assert lane_of(world, "rollout-1", 200) == [*begun, (100, S.LOST), (101, S.REQUESTED), (140, S.REFUSED)]
-    assert lane_of(world, "rollout-0", 10 + LANE_S) == begun[2:]
-    assert lane_of(world, "rollout-1", 102 + LANE_S) == [(101, S.REQUESTED), (140, S.REFUSED)]
+    assert state_of(world, "rollout-1", 200) is S.REFUSED
+    assert state_of(world, "rollout-0", 200) is S.SERVING
 
 
 def test_what_was_taken_down_was_not_lost() -> None:
