@@ -27,7 +27,7 @@ def web(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Show a run in a browser, live, from wherever its store can be read; Ctrl-C ends it."""
-    from orchestrator.web.certificate import fingerprint  # no other command needs what these import
+    from orchestrator.web.access import fingerprint  # no other command needs what these import
     from orchestrator.web.server import serve
 
     store, record = open_run(target)
