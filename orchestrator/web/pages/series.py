@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from checkpoint.records.metrics import Row
 from checkpoint.records.step_split import PARTS, StepSplit, split
 from orchestrator.views.report import HELD_OUT, REWARD
-from orchestrator.web.page import Asked, Page
-from orchestrator.web.pages.window import window_of
+from orchestrator.web.page import Asked, Page, window_of
 from orchestrator.web.watch import Look
 from policies.ledger.accounting import Fault, fault_costs, journalled_faults, merge_faults
 
