@@ -17,22 +17,23 @@ from markupsafe import Markup
 
 from checkpoint.store.errors import NotFound, StoreError
 from orchestrator.views.words import data_size, duration, short, shown, usd, written
+from orchestrator.web import pages
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
-from orchestrator.web.pages import lanes, nodes, run, samples, series
+from orchestrator.web.pages import lanes, series
 from orchestrator.web.strip import deadline_line, headline, strip, troubles
 from orchestrator.web.watch import Look, Watch, looks
 
 # In the order of the navigation.
 PAGES: tuple[Page, ...] = (
-    run.RUN,
-    nodes.PAGE,
-    run.MONEY,
-    samples.SAMPLES,
-    samples.SAMPLE,
-    run.CHECKPOINTS,
-    run.ROLLBACKS,
-    run.DIARY,
+    pages.RUN,
+    pages.NODES,
+    pages.MONEY,
+    pages.SAMPLES,
+    pages.SAMPLE,
+    pages.CHECKPOINTS,
+    pages.ROLLBACKS,
+    pages.DIARY,
     series.SERIES,
     series.SPLIT,
     lanes.PAGE,

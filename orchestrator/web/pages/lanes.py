@@ -14,7 +14,7 @@ from typing import Any
 
 from checkpoint.records.metrics import PUBLISHED
 from orchestrator.web.page import Asked, Page, Window, extent, window_of
-from orchestrator.web.pages.nodes import states_of
+from orchestrator.web.pages import states_of
 from orchestrator.web.watch import Look
 from policies.ledger.lives import End, Life, lives
 from policies.model.events import FleetMoved
