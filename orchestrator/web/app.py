@@ -17,10 +17,9 @@ from markupsafe import Markup
 
 from checkpoint.store.errors import NotFound, StoreError
 from orchestrator.views.words import data_size, duration, short, shown, usd, written
-from orchestrator.web import pages
+from orchestrator.web import course, pages
 from orchestrator.web.access import Access, add_headers
 from orchestrator.web.page import Asked, Page, Refused
-from orchestrator.web.pages import lanes, series
 from orchestrator.web.strip import deadline_line, headline, strip, troubles
 from orchestrator.web.watch import Look, Watch, looks
 
@@ -34,9 +33,9 @@ PAGES: tuple[Page, ...] = (
     pages.CHECKPOINTS,
     pages.ROLLBACKS,
     pages.DIARY,
-    series.SERIES,
-    series.SPLIT,
-    lanes.PAGE,
+    course.SERIES,
+    course.SPLIT,
+    course.LANES,
 )
 
 WATCHERS_MAX = 100  # at a time; each holds a connection

@@ -6,7 +6,7 @@ import pytest
 
 from checkpoint.records.metrics import GENERATE_S, Row
 from checkpoint.records.step_split import PARTS, TRAINING, split
-from orchestrator.web.pages.series import split_table
+from orchestrator.web.course import split_table
 from tests.orchestrator.web.test_site import Client, browse, run_of
 
 
