@@ -16,7 +16,7 @@ from orchestrator.views.model import to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
 from orchestrator.views.screen import head
-from orchestrator.web.strip import headline
+from orchestrator.web.app import headline
 from policies.model.events import (
     BuyingResumed,
     BuyingStopped,
