@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.cli.commands import Commands
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import print_failure, reader
+from orchestrator.cli.options import Stop, console, errors, print_failure, reader
 from policies.model import exit_codes
 
 app = typer.Typer(

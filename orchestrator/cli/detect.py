@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.traces.read import NotATrace, read_traces
 from orchestrator.views.detection import Detection, Unreadable, render, to_json
 from orchestrator.views.detection import detect as follow

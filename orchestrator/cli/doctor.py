@@ -20,8 +20,7 @@ from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.upkeep import missing_objects
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.cli.target import open_store
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable

@@ -34,8 +34,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from orchestrator.cli.steering.remote import is_steered
 from orchestrator.cli.steering.rollback import refuse_missing_secrets
 from orchestrator.cli.steering.start import show_plan

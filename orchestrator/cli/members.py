@@ -12,8 +12,7 @@ from rich.table import Table
 from checkpoint.records import documents
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.gateway.surface.describe import describe

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from checkpoint.store.errors import StoreError
-from orchestrator.cli.console import console, errors
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, console, errors, print_json
 from orchestrator.cli.target import open_store
 from orchestrator.clouds import list_prices
 from orchestrator.config.load import Storage, load, load_storage

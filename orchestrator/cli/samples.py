@@ -14,8 +14,7 @@ from rich.text import Text
 
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.samples import (
     Found,

@@ -16,8 +16,7 @@ import typer
 from rich.progress import Progress, TaskID
 
 from checkpoint.journal import journal
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.config.load import load_spec
 from orchestrator.simulate.cloud import Physics, Prices

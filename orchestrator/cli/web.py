@@ -8,8 +8,7 @@ import typer
 
 from checkpoint.records.documents import RunRecord
 from checkpoint.security import identity
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.home import known_token, token_file
 from policies.model import exit_codes

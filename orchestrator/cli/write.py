@@ -14,8 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 import orchestrator
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, console, print_json
 from orchestrator.clouds.local import gpus_here
 from orchestrator.config.load import ConfigError, Loaded, Problem, load
 from orchestrator.config.model_size import find_size

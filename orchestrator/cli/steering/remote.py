@@ -15,7 +15,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from orchestrator.cli.console import Stop, console
+from orchestrator.cli.options import Stop, console
 from orchestrator.clouds import open_controller
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.remote import RemoteController

@@ -16,8 +16,7 @@ from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.checkpoints import find_checkpoint
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.steering.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import TakenByAnother, start_daemon

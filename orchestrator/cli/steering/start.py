@@ -21,9 +21,8 @@ from checkpoint.store.errors import AlreadyExists
 from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
-from orchestrator.cli.console import Stop, console
 from orchestrator.cli.look import attach
-from orchestrator.cli.options import Target
+from orchestrator.cli.options import Stop, Target, console
 from orchestrator.cli.steering.remote import (
     controller_of,
     is_steered,

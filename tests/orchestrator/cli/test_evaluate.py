@@ -22,8 +22,8 @@ from checkpoint.stream.catalog import Catalog, Revision
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
 from orchestrator.cli.checkpoints import NEWEST
-from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
+from orchestrator.cli.options import Stop
 from policies.model import exit_codes
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli import app, simulate
-from orchestrator.cli.console import Stop
+from orchestrator.cli.options import Stop
 from orchestrator.simulate.stories import Told
 from orchestrator.simulate.world import Broken, Outcome
 from policies.model.spec import RunSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.console import Stop
+from orchestrator.cli.options import Stop
 from orchestrator.cli.steering import start
 from policies.model import exit_codes
 from tests.generators.views_world import World
