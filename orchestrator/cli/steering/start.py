@@ -23,6 +23,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.look import attach
 from orchestrator.cli.options import Stop, Target, console
+from orchestrator.cli.prepare import count_gpus, print_notices
 from orchestrator.cli.steering.remote import (
     controller_of,
     is_steered,
@@ -31,7 +32,6 @@ from orchestrator.cli.steering.remote import (
 )
 from orchestrator.cli.steering.rollback import CHANGEABLE, more_steps, refuse_missing_secrets, rollback
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
-from orchestrator.cli.write import count_gpus, print_notices
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import Offer

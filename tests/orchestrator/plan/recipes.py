@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.cli.write import RECIPES
+from orchestrator.cli.prepare import RECIPES
 from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.config.load import load
 from orchestrator.config.model_size import NotKnown
