@@ -15,7 +15,7 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.records.rehearsals import read_faults
 from checkpoint.store.run_store import Store
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.steering.remote import controller_of, remote_log
+from orchestrator.cli.remote import controller_of, remote_log
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.views import model, screen

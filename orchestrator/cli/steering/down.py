@@ -14,7 +14,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
-from orchestrator.cli.steering.remote import controller_of, is_steered, say_lost, stop_remote
+from orchestrator.cli.remote import controller_of, is_steered, say_lost, stop_remote
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable

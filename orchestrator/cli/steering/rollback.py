@@ -17,7 +17,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.steering.remote import controller_of, is_steered, start_remote
+from orchestrator.cli.remote import controller_of, is_steered, start_remote
 from orchestrator.cli.target import open_run
 from orchestrator.control.launcher import TakenByAnother, start_daemon
 from orchestrator.home import missing

@@ -24,12 +24,7 @@ from checkpoint.store.unreadable import Unreadable
 from orchestrator.cli.look import attach
 from orchestrator.cli.options import Stop, Target, console
 from orchestrator.cli.prepare import count_gpus, print_notices
-from orchestrator.cli.steering.remote import (
-    controller_of,
-    is_steered,
-    refuse_unknown_machines,
-    start_remote,
-)
+from orchestrator.cli.remote import controller_of, is_steered, refuse_unknown_machines, start_remote
 from orchestrator.cli.steering.rollback import CHANGEABLE, more_steps, refuse_missing_secrets, rollback
 from orchestrator.cli.target import keep_options, open_store, record_of, storage_of
 from orchestrator.clouds import open_cloud

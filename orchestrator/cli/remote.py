@@ -1,7 +1,7 @@
 """What up, resume and down do for a run whose daemon runs on a controller machine: `--remote`.
 
-The run is created in its store by `up` here, before anything is launched, and the daemon there takes it over. So a
-crash in between leaves a run that `resume` and `down` know, and launching twice is launching once.
+The run is created in its store by `up` here, before anything is launched, and the daemon there takes it over.
+So a crash in between leaves a run that `resume` and `down` know, and launching twice is launching once.
 """
 
 from __future__ import annotations
