@@ -19,8 +19,8 @@ from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
-from orchestrator.cli import main
-from orchestrator.cli.steering import down, start
+from orchestrator.cli import down, main
+from orchestrator.cli.steering import start
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.clouds.sky.watch import UnrecordedClusters
