@@ -36,8 +36,7 @@ from checkpoint.stream.manifest import files_below
 from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from orchestrator.cli.remote import is_steered
-from orchestrator.cli.steering.rollback import refuse_missing_secrets
-from orchestrator.cli.steering.start import show_plan
+from orchestrator.cli.start import refuse_missing_secrets, show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon

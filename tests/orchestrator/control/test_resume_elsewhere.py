@@ -19,8 +19,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
-from orchestrator.cli import down, main
-from orchestrator.cli.steering import start
+from orchestrator.cli import down, main, start
 from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.clouds.sky.watch import UnrecordedClusters
