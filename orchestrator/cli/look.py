@@ -43,8 +43,8 @@ from orchestrator.views import report as reports
 from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from orchestrator.views.report import Report
 from orchestrator.views.run_view import Looker
-from orchestrator.views.screen import HEIGHT, Screen, plain, wrap
-from orchestrator.views.words import NOT_KNOWN, clock, going_on, short, shown
+from orchestrator.views.screen import HEIGHT, Screen
+from orchestrator.views.words import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
 from policies.model import exit_codes
 from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.views.model import RunView
-from orchestrator.views.screen import MORE, THERE, Screen, fit, in_lines, plain, wrap
-from orchestrator.views.words import duration, short, usd
+from orchestrator.views.screen import THERE, Screen
+from orchestrator.views.words import MORE, duration, fit, in_lines, plain, short, usd, wrap
 from tests.generators.run_views import WORDS, reasons, run_views
 
 QUICK = set(Phase) - {Phase.shrink, Phase.explain}  # an example is a whole run: smaller ones take minutes
