@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from checkpoint.journal.segments import SEGMENT_ENTRIES
+from checkpoint.store.run_store import Entry, Store
 from orchestrator.views.reader import EVENTS_KEPT, Reader
 from orchestrator.views.run_view import view_of
 from policies.model.events import GatewayRestarted
@@ -84,6 +87,26 @@ def test_a_slot_that_has_been_empty_for_long_is_still_shown() -> None:
         world.happens(40, GatewayRestarted(f"h{number}"))
     shown = {node.slot: (node.phase, node.reason) for node in view_of(Reader(world.store), T0 + 50, None).nodes}
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
+
+
+class CountingStore(Store):
+    """Remembers which objects were fetched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fetched: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.fetched.append(key)
+        return super().get(key)
+
+
+class CoarseStore(Store):
+    """Its clock stands still, as a clock of whole seconds does for most of one."""
+
+    def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        return [replace(entry, modified_at=now) for entry in super().entries(prefix, after=after)]
 
 
 def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
