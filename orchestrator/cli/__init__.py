@@ -45,7 +45,6 @@ COMMANDS = {
     "eval": "evaluate:evaluate",
     "checkpoints": "checkpoints:app",
     "members": "members:app",
-    "weather": "simulate:app",
 }
 CLASSES = {"init": "prepare:Init"}  # of commands that read their arguments in a way of their own
 

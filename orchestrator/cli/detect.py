@@ -23,7 +23,7 @@ def detect(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="A trainer's log, trainer_state.json, JSON lines, CSV, TensorBoard events or a trackio database, "
+            help="A trainer's log, trainer_state.json, JSON lines, CSV or TensorBoard events, "
             "gzipped or not; a run's folder; or - for standard input."
         ),
     ],

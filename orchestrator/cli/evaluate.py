@@ -7,12 +7,11 @@ continues it, or shows its results.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +48,7 @@ from policies.evaluation.as_run import as_run
 from policies.evaluation.intervals import Estimate
 from policies.evaluation.judging import Verdict
 from policies.model import exit_codes
-from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
+from policies.model.datasets import FILE_KINDS, file_kind
 from policies.model.evaluation import BASE, Evaluation, Subject
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Dataset, RunSpec, datasets_of
@@ -411,63 +410,14 @@ def _without_idle_keys(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:
-    """Digests of what is read from the run's folder, or beside it: files with problems, and the modules that make
-    prompts of them, score, and are tools or environments, with those that these import. With others it is another
-    evaluation."""
-    workdir, several, trainer = Path(spec.workdir), datasets_of(problems), spec.trainer
-    prompts = (one.prompt for one in several if isinstance(one.prompt, str))
-    said = (*trainer.reward_funcs, *trainer.tools, trainer.environment_factory or "", *prompts)
-    named = [one.rpartition(".")[0] for one in said if is_import_path(one)]
+    """Digests of the files with problems, and of the modules and packages in the run's folder, which make prompts,
+    score, and are tools or environments. With others it is another evaluation."""
+    workdir = Path(spec.workdir)
+    packages = [one.parent for one in workdir.glob("*/__init__.py")]
+    code = [*workdir.glob("*.py"), *(path for one in packages for path in one.rglob("*.py"))]
     found: dict[str, str] = {}
-    for path in [*(workdir / one.path for one in several), *modules_below(workdir, named)]:
+    for path in [*(workdir / one.path for one in datasets_of(problems)), *code]:
         below = files_below(path) if path.is_dir() else [(path.name, path)] if path.is_file() else []
         for name, file in below:
             found[f"{path}/{name}"] = blake3().update_mmap(file).hexdigest()
     return found
-
-
-# Which files of a folder a module is made of: its own and those that it imports, read and not run.
-
-
-def modules_below(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files in `folder` of these modules, as `package.module`, and of all that they import from there.
-
-    What is not in the folder, is no Python, or is imported while it runs, is left out.
-    """
-    found, left = dict[Path, None](), list(names)
-    seen = set[str]()
-    for name in left:  # which grows meanwhile
-        if name in seen:
-            continue
-        seen.add(name)
-        parts = name.split(".")
-        parents = [".".join(parts[:end]) for end in range(1, len(parts))]  # their __init__ runs, too
-        left += parents
-        for path in _files(folder, parts):
-            found[path] = None
-            left += _imported(path, parts if path.name == "__init__.py" else parts[:-1])
-    return list(found)
-
-
-def _files(folder: Path, parts: list[str]) -> list[Path]:
-    path = folder.joinpath(*parts)
-    return [one for one in (path.with_name(f"{path.name}.py"), path / "__init__.py") if one.is_file()]
-
-
-def _imported(path: Path, package: list[str]) -> Iterator[str]:
-    """Names that may be modules: of `from a import b`, `a` and `a.b`."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (
-                [base, *(f"{base}.{one.name}" for one in node.names if one.name != "*")]
-                if base
-                else (one.name for one in node.names if one.name != "*")
-            )

@@ -45,7 +45,7 @@ from policies.fleet import disks
 from policies.fleet.deadline import Course, nodes_for, time_of
 from policies.fleet.how_many import StepShape
 from policies.fleet.list_prices import store_price
-from policies.fleet.store_costs import GB, Place, of_send
+from policies.fleet.store_costs import GB, Place
 from policies.model.processes import ALTERNATIVES, alternatives_of
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of
 from policies.model.vocabulary import Market, Role
@@ -75,16 +75,7 @@ def make_plan(
     unread: str = "",
     store: Place = NOWHERE,
 ) -> Plan:
-    """Return the plan of a run.
-
-    Args:
-        spec: of a valid run.yaml.
-        find_size: how large the model is; raises NotKnown.
-        book: what its machines cost.
-        measured: what the run's own log tells, where there is one.
-        unread: what could not be read for it, in a line.
-        store: where its store is.
-    """
+    """Return the plan of a run. `find_size` raises NotKnown; `unread` is what could not be read for `measured`."""
     spec = with_instances(with_deepspeed(spec), book.listed)
     model = know_model(spec, find_size)
     kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
@@ -93,20 +84,21 @@ def make_plan(
     rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if apart else None
     syncs = plan_syncs(spec, model, measured)
     timing = time_step(spec, model, trainer, rollout, syncs)
-    estimated = None if timing is None else timing.shape
-    shape = measured.shape if measured is not None and measured.shape is not None else estimated
-    nodes = (
-        None if shape is None else plan_nodes(spec, shape, hourly_prices(trainer, rollout, book.beside_usd_per_h))
-    )
+    shape = timing.shape if timing is not None else None
+    if measured is not None and measured.shape is not None:
+        shape = measured.shape
+    prices = hourly_prices(trainer, rollout, book.beside_usd_per_h)
+    nodes = None if shape is None else plan_nodes(spec, shape, prices)
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
     deadline = plan_deadline(spec, shape, count, time.time())
-    count = count if deadline is None or generates_itself(spec) else deadline.nodes
+    count = deadline.nodes if deadline is not None and apart else count
     step = plan_step(spec, timing, count, measured)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.beside_usd_per_h)
     lost = plan_lost(spec, step, money)
     usd_per_step, usd_per_million_tokens = step_costs(step, money)
+    seen = Seen(spec, model, trainer, rollout, syncs, step, lost, money)
     return Plan(
         name=spec.name,
         cloud=spec.cloud,
@@ -129,7 +121,7 @@ def make_plan(
         disks_usd_per_h=disks_usd_per_h(spec, count if apart else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
-        warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost, money)),
+        warnings=find_pitfalls(seen),
         unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
@@ -265,7 +257,6 @@ def plan_checkpoints(
         base_bytes=base,
         stay_bytes=stay,
         stay_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
-        sent_usd=None if price is None else of_send(size).puts * price.put_usd,
     )
 
 

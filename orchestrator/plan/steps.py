@@ -273,5 +273,4 @@ def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: M
         step_s=measured.step_s,
         nodes=nodes,
         source="measured",
-        measured_steps=measured.steps,
     )

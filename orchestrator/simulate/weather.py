@@ -4,9 +4,7 @@ Zones of a named region are pools that a run chooses from. Files that are read:
 
 - JSON with `metadata.gap_seconds` and `data`, one number for each gap, as SkyPilot's traces have it. Where `data`
   has only 0 and 1 it is one machine's, and 1 says that it is taken; else it is the number of available machines.
-- CSV of `time,count`: seconds, and how many machines from then on. A first line of names is left out. With
-  semicolons between them a comma is the decimal sign, as spreadsheets write it in much of Europe.
-- JSON lines of what a run met, as `grpo-orch weather export` writes them.
+- CSV of `time,count`: seconds, and how many machines from then on. A first line of names is left out.
 """
 
 from __future__ import annotations
@@ -14,16 +12,14 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from policies.ledger.accounting import History
-from policies.model.events import MachineBought, NodeMoved, NodeRequested
 from policies.model.pools import Pool
-from policies.model.vocabulary import Market, NodePhase, Role
+from policies.model.vocabulary import Market
 
 GAP_S = 300.0
 DAY_GAPS = int(86400 / GAP_S)
@@ -187,141 +183,11 @@ def with_dips(random: Random, nodes: int, a_day: float, gaps: tuple[int, int]) -
     return tuple(found[:GAPS])
 
 
-# The market that a real run met: each launch, refusal, notice, loss and return of a machine, from the journal.
-# `after_s` counts from the request; `where` and `usd_per_h` are empty and 0 where the cloud did not report them.
-# A refusal has the zone that was asked, where one was.
-
-LAUNCH, REFUSAL, NOTICE, LOSS, RETURN = "launch", "refusal", "notice", "loss", "return"
-KINDS = (LAUNCH, REFUSAL, NOTICE, LOSS, RETURN)
-MINUTE_S = 60.0
-MINUTES_MAX = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """One thing that a run met. `role` and `market` as in the journal."""
-
-    time_s: float
-    what: str
-    node: str
-    role: str
-    market: str
-    where: str
-    usd_per_h: float
-    after_s: float
-    why: str
-
-
-def recorded(history: History) -> list[Met]:
-    """Return what a run met, in the order of its journal."""
-    asked: dict[str, tuple[float, NodeRequested]] = {}
-    there: dict[str, Met] = {}  # by node: its launch
-    phases: dict[str, NodePhase] = {}
-    found: list[Met] = []
-    for _, time_s, events in history:
-        for event in events:
-            match event:
-                case NodeRequested():
-                    asked[event.node] = (time_s, event)
-                case NodeMoved() if event.node in asked:
-                    at_s, request = asked[event.node]
-                    what = _what(event, phases.get(event.node), event.node in there)
-                    phases[event.node] = event.phase
-                    if what is None:
-                        continue
-                    after_s = time_s - at_s
-                    met = Met(
-                        time_s, what, event.node, request.role, request.market, "", 0.0, after_s, event.reason
-                    )
-                    if request.pool is not None:
-                        met = replace(met, where=f"{request.pool.place} {request.pool.machine}")
-                    if launched := there.get(event.node):
-                        met = replace(met, market=launched.market, where=launched.where)
-                    if what == LAUNCH:
-                        met = replace(met, why="")
-                        there[event.node] = met
-                    found.append(met)
-                case MachineBought() if event.node in there:
-                    before = there[event.node]
-                    known = replace(
-                        before, market=event.market, where=event.where, usd_per_h=event.price_usd_per_h
-                    )
-                    found[found.index(before)] = there[event.node] = known
-                case _:
-                    pass  # nothing else tells of the weather
-    return found
-
-
-def _what(move: NodeMoved, before: NodePhase | None, came: bool) -> str | None:
-    match move.phase:
-        case NodePhase.REFUSED:
-            return REFUSAL
-        case NodePhase.BOOTING | NodePhase.SERVING if not came:
-            return LAUNCH
-        case NodePhase.DRAINING if move.reason == "the cloud will take it back":
-            return NOTICE
-        case NodePhase.GONE if came:
-            return RETURN if before is NodePhase.TERMINATING else LOSS
-        case _:
-            return None
-
-
-def to_plain(met: Met) -> dict[str, Any]:
-    return asdict(met)
-
-
-def replayed(lines: Iterable[Mapping[str, Any]], nodes: int) -> Weather:
-    """Return weather in which a run of `nodes` would meet the same: of spot machines alone.
-
-    A refusal, a notice or a loss shows that a zone has no more than what is held; the next launch there shows that
-    it has again. A refusal that names no zone is every zone's. Raises KeyError, TypeError, ValueError for what is
-    no such line.
-    """
-    spot = [one for one in lines if one["market"] == Market.SPOT and one["role"] == Role.ROLLOUT]
-    if not spot:
-        raise ValueError("no spot machine was asked for")
-    spot.sort(key=lambda one: float(one["time_s"]))  # of several runs, one file after the other
-    zones = sorted({_zone_of(one) for one in spot} - {""}) or [ZONES[0]]
-    begin_s, end_s = float(spot[0]["time_s"]), float(spot[-1]["time_s"])
-    return tuple(_replayed_zone(name, spot, nodes, begin_s, end_s) for name in zones)
-
-
-def _replayed_zone(name: str, spot: Sequence[Mapping[str, Any]], nodes: int, begin_s: float, end_s: float) -> Zone:
-    counts: list[int] = []
-    held: set[str] = set()
-    now = nodes
-    for one in spot:
-        if _zone_of(one) not in ("", name):
-            continue
-        counts += [now] * (minutes(float(one["time_s"]) - begin_s) - len(counts))
-        if one["what"] == LAUNCH:
-            held.add(one["node"])
-            now = nodes
-        elif one["what"] == RETURN:
-            held.discard(one["node"])
-        else:
-            held.discard(one["node"])
-            now = len(held)
-    counts += [now] * (minutes(end_s - begin_s) + 1 - len(counts))
-    return Zone(name, MINUTE_S, tuple(counts))
-
-
-def minutes(seconds: float) -> int:
-    """Whole minutes of a time within a trace. Raises OverflowError, ValueError for what no trace lasts."""
-    if (found := int(seconds / MINUTE_S)) > MINUTES_MAX:
-        raise ValueError(f"it lasts {found} minutes; are its times in seconds?")
-    return found
-
-
-def _zone_of(one: Mapping[str, Any]) -> str:
-    return str(one["where"]).partition(" ")[0]
-
-
 # Files.
 
-EXPECTED = (
-    "expected JSON with metadata.gap_seconds and data, CSV of time,count, or `grpo-orch weather export`'s lines"
-)
+EXPECTED = "expected JSON with metadata.gap_seconds and data, or CSV of time,count"
+MINUTE_S = 60.0
+MINUTES_MAX = 1_000_000
 
 
 class NotWeather(Exception):
@@ -344,21 +210,9 @@ def read_weather(path: Path, nodes: int) -> Weather:
     try:
         if not text.lstrip().startswith("{"):
             return (_from_csv(text),)
-        first = json.loads(text.lstrip().splitlines()[0]) if _is_lines(text) else json.loads(text)
-        if first.get("what") in KINDS:
-            return replayed([json.loads(line) for line in text.splitlines() if line.strip()], nodes)
-        return (_from_gaps(first, nodes),)
+        return (_from_gaps(json.loads(text), nodes),)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
         raise NotWeather(f"{path}: {type(error).__name__}: {error}; {EXPECTED}") from None
-
-
-def _is_lines(text: str) -> bool:
-    """Whether its first line is a document of its own."""
-    try:
-        json.loads(text.lstrip().splitlines()[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:
@@ -371,10 +225,7 @@ def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:
 
 
 def _from_csv(text: str) -> Zone:
-    lines = text.splitlines()
-    if ";" in lines[0]:
-        lines = [line.replace(",", ".").replace(";", ",") for line in lines]
-    rows = [row for row in csv.reader(lines) if row]
+    rows = [row for row in csv.reader(text.splitlines()) if row]
     if not _is_number(rows[0][0]):
         rows = rows[1:]
     points = [(float(row[0]), int(float(row[1]))) for row in rows if len(row) > 1]
@@ -383,9 +234,10 @@ def _from_csv(text: str) -> Zone:
     times = [time_s for time_s, _ in points]
     if times != sorted(times) or min(count for _, count in points) < 0:
         raise ValueError("times must not go back, and counts not be below 0")
-    gaps = minutes(times[-1] - times[0]) + 1
+    if (minutes := int((times[-1] - times[0]) / MINUTE_S)) > MINUTES_MAX:
+        raise ValueError(f"it lasts {minutes} minutes; are its times in seconds?")
     counts, place = [], 0
-    for gap in range(gaps):
+    for gap in range(minutes + 1):
         while place + 1 < len(points) and times[place + 1] <= times[0] + gap * MINUTE_S:
             place += 1
         counts.append(points[place][1])

@@ -75,7 +75,6 @@ class MoneyView:
     usd_per_million_tokens: float | None  # that were trained on, so far
     forecast_usd: float | None  # at the end, as it goes now
     budget_usd: float | None
-    budget_usd_per_h: float | None
     not_counted: str
 
 
@@ -147,7 +146,6 @@ class DaemonView:
     alive: bool
     host: str | None = None
     pid: int | None = None
-    renewed_s_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Pictures as PNG: a run's curves, detections, a simulation. matplotlib takes half a second to import.
+"""Pictures as PNG: a run's curves, and detections. matplotlib takes half a second to import.
 
 A run's lines are those of its present timeline. What rollbacks abandoned is drawn in grey, below them.
 """
@@ -20,17 +20,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row
 from checkpoint.store.run_store import Store
-from orchestrator.simulate.weather import Weather
 from orchestrator.traces.names import KL_SEQUENCE
 from orchestrator.views.detection import CANNOT_TELL, Detection, labels
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from orchestrator.views.simulation import Simulation
 from orchestrator.views.words import short
 from policies.detect.divergence import Health
 from policies.ledger.abandoned import abandoned
 from policies.ledger.accounting import fault_costs
-from policies.model.vocabulary import Market
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
@@ -424,27 +421,3 @@ def _legend(figure: Figure, found: Sequence[Detection]) -> None:
         lines.append(Line2D([], [], color=RED, marker="x", markersize=4, linestyle="none", label="not a number"))
     if lines:
         figure.legend(handles=lines, loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
-
-
-# A simulation: how many spot machines were available, and how many steps a dollar bought.
-
-
-def plot_simulation(found: Simulation, weather: Weather, path: Path) -> None:
-    """Draw to `path`. Raises OSError."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1)
-    gap_s = min(zone.gap_s for zone in weather)
-    times = [gap * gap_s for gap in range(int(found.hours * 3600 / gap_s))]
-    spot = [zone for zone in weather if zone.market is Market.SPOT]
-    counts = [sum(zone.count_at(time_s) for zone in spot) for time_s in times]
-    above.step([time_s / 3600 for time_s in times], counts, color=BLUE, where="post")
-    above.set_title(f"spot machines to be had: {found.weather}", loc="left", color=INK)
-    above.set_xlabel("hours")
-    above.set_ylim(bottom=0)
-    names = list(found.outcomes)
-    below.barh(names, [found.ratios[name] for name in names], color=BLUE)
-    below.axvline(1.0, color=GREY)
-    below.invert_yaxis()
-    below.set_title("steps a dollar, as a ratio to all on demand", loc="left", color=INK)
-    figure.savefig(path, dpi=120)

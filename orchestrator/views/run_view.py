@@ -193,7 +193,6 @@ def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> Mone
         usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,
         forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
-        budget_usd_per_h=caps.usd_per_h,
         not_counted=not_counted(reader.spec),
     )
 
@@ -288,8 +287,7 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
     lease = reader.lease
     if lease is None:
         return DaemonView(alive=False)
-    ago_s = max(0.0, now_s - lease.renewed_at_s)
-    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid, ago_s)
+    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid)
 
 
 def _step_s(rows: Sequence[Row]) -> float | None:

@@ -104,7 +104,6 @@ moneys = st.builds(
     usd_per_million_tokens=st.none() | amounts,
     forecast_usd=st.none() | amounts,
     budget_usd=st.none() | amounts,
-    budget_usd_per_h=st.none(),
     not_counted=st.just(""),
 )
 rollbacks = st.builds(

@@ -68,7 +68,6 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert view.checkpoint is not None
     assert (view.checkpoint.version, view.checkpoint.age_s) == ("0-5", 7.0)
     assert (view.daemon.alive, view.daemon.host, view.daemon.pid) == (True, "another-host.invalid", 42)
-    assert view.daemon.renewed_s_ago == 2.0
     assert [(node.slot, node.policy) for node in view.nodes] == [
         ("trainer-0", "0-10"),
         ("rollout-0", "0-10"),
