@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,6 @@ from orchestrator.views.detection import Detection, Unreadable, render, to_json
 from orchestrator.views.detection import detect as follow
 from policies.model import exit_codes
 
-PICTURE = Path("detect.png")
 REASON_CHARACTERS = 200
 
 
@@ -41,10 +40,6 @@ def detect(
             "--task-change", metavar="STEP", help="The first step of harder tasks; give it once for each."
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help=f"The PNG to write; default: {PICTURE}, and with `-o json` none."),
-    ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Tell from runs' metrics whether and where they diverged, and which checkpoint is from before it.
@@ -62,11 +57,9 @@ def detect(
         print_json([to_json(one) for one in told])
     elif found:
         console.print(render(found), highlight=False)
-    out = PICTURE if out is None and output is Output.TEXT else out
-    drawn = out is None or not found or _draw(found, out, tell=output is Output.TEXT)
     if any(one.tripped for one in found):
         raise typer.Exit(exit_codes.TRIPPED)
-    if len(found) < len(told) or not drawn:
+    if len(found) < len(told):
         raise typer.Exit(exit_codes.USAGE)
 
 
@@ -85,19 +78,3 @@ def _judge(
         reason = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
     errors.print(f"{file}: {reason}", highlight=False, soft_wrap=True)
     return [Unreadable(str(file), reason)]
-
-
-def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:
-    """Whether the picture could be written; says so where `tell`, and on stderr where not."""
-    # matplotlib takes half a second to import.
-    from orchestrator.views.plots import ROWS_MAX, plot_detections
-
-    try:
-        plot_detections(found, out)
-    except OSError as error:
-        errors.print(f"{out}: {error.strerror}", highlight=False, soft_wrap=True)
-        return False
-    if tell:
-        some = f", with the {ROWS_MAX} worst of them" if len(found) > ROWS_MAX else ""
-        console.print(f"\nWrote {out}{some}", highlight=False, soft_wrap=True)
-    return True

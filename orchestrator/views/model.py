@@ -87,15 +87,6 @@ class CheckpointView:
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipView:
-    """A change of the gateway's members, as old as it was when the gateway wrote it down."""
-
-    seq: int
-    ago_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class HealthView:
     """What the detectors say of the present timeline. `step` is that of the notice."""
 
@@ -181,7 +172,6 @@ class RunView:
     set_aside: tuple[SetAsideView, ...]  # what could not be read so far, each object once
     daemon: DaemonView
     recent: tuple[Row, ...]
-    membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # the newest policy on its way; None before the first
     parked_s: float | None = None  # for how long it has been parked; None: it is not

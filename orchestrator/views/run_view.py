@@ -26,7 +26,6 @@ from orchestrator.views.model import (
     DaemonView,
     DeadlineView,
     FleetView,
-    MembershipView,
     MoneyView,
     NodeView,
     RollbackView,
@@ -56,7 +55,6 @@ from policies.serving.joining import Stage
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
-MEMBERSHIP_SHOWN = 5
 NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -118,7 +116,6 @@ def described(
         set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
-        membership=_membership(gateway),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
         step_split=step_split(pace),
         weights=newest_weights(rows, gateway.versions if gateway else ()),
@@ -260,13 +257,6 @@ def _node(
 
 def _unfit_words(member: MemberStatus) -> str:
     return member.unfit if member.engines == 1 else f"{member.node}: {member.unfit}"
-
-
-def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:
-    if gateway is None:
-        return ()
-    last = gateway.changes[-MEMBERSHIP_SHOWN:]
-    return tuple(MembershipView(one.seq, gateway.up_s - one.at_s, " ".join(one.reason.split())) for one in last)
 
 
 def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:

@@ -443,7 +443,6 @@ HEIGHT = 24
 MACHINES_LEAST = 5  # lines: their head, three, and the counts
 MACHINES_SHARE = 2 / 3  # of what is left for them and for what happened, at most
 EVENTS_LEAST = 3
-MEMBERSHIP_SHOWN = 3
 TOLD = 11  # cells: a time of day, or how long ago
 BLANK = Text("")
 
@@ -486,26 +485,16 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     beside = room.take(weights(view, width), keep) + room.take(fleet(view.fleet, width), keep)
     blanks = room.take([BLANK] * 3, keep)
     nodes = room.take(machines(view, width, _machine_lines(view, room.left)))
-    changes = room.take(_membership(view, width), EVENTS_LEAST + 1)
-    if changes:
-        changes += room.take([BLANK])
     events = _events(view, width, room.left)
     gap = [blanks[:1] for blanks in (blanks, blanks[1:], blanks[2:])]
     facts = [*curves, *dollars, *parts, *beside, *troubles, *joining]
-    return [*top, *gap[2], *facts, *gap[0], *nodes, *gap[1], *changes, *events]
+    return [*top, *gap[2], *facts, *gap[0], *nodes, *gap[1], *events]
 
 
 def _machine_lines(view: RunView, room: int) -> int:
     """How many lines the machines have."""
     most = max(min(MACHINES_LEAST, room), room - max(EVENTS_LEAST, round((1 - MACHINES_SHARE) * room)))
     return min(len(view.nodes) + 2, most)
-
-
-def _membership(view: RunView, width: int) -> list[Text]:
-    return [
-        _told(f"{duration(change.ago_s)} ago", change.reason, width)
-        for change in view.membership[-MEMBERSHIP_SHOWN:]
-    ]
 
 
 def _events(view: RunView, width: int, count: int) -> list[Text]:

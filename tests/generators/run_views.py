@@ -15,7 +15,6 @@ from orchestrator.views.model import (
     DeadlineView,
     FleetView,
     HealthView,
-    MembershipView,
     MoneyView,
     NodeView,
     RollbackView,
@@ -186,11 +185,8 @@ run_views = st.builds(
     checkpoint=st.none() | st.builds(CheckpointView, versions, seconds),
     store_slow=st.booleans(),
     set_aside=st.just(()),
-    daemon=st.builds(DaemonView, st.booleans(), reasons, st.integers(1, 10**7), seconds),
+    daemon=st.builds(DaemonView, st.booleans(), reasons, st.integers(1, 10**7)),
     recent=st.lists(rows, max_size=5).map(lambda some: tuple(some)),
-    membership=st.lists(st.builds(MembershipView, steps, seconds, reasons), max_size=5).map(
-        lambda some: tuple(some)
-    ),
     events=st.lists(event_lines, max_size=8).map(lambda some: tuple(some)),
     weights=st.none() | weights,
     deadline=st.none() | deadlines,

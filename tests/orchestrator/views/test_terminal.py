@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.views.measured import NodeState
-from orchestrator.views.model import HealthView, MembershipView, NodeView, RollbackView, RunView, StoppedKindView
+from orchestrator.views.model import HealthView, NodeView, RollbackView, RunView, StoppedKindView
 from orchestrator.views.screen import Screen, changes, watch
 from orchestrator.views.words import clock, duration, moment, short, sparkline, usd
 from policies.detect.divergence import Health
@@ -89,22 +89,6 @@ def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_last_changes_of_the_membership_are_shown_where_there_is_room(view: RunView) -> None:
-    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt, [red]{'x' * 99}") for i in range(1, 6))
-    lines = drawn(replace(view, membership=told))
-    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
-    assert [line.split(":")[0] for line in lines if "in doubt" in line] == [
-        "57 s ago   rollout-3",
-        "56 s ago   rollout-4",
-        "55 s ago   rollout-5",
-    ]
-    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
-    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
-    crowded = drawn(replace(view, membership=told, nodes=nodes))
-    assert len(crowded) <= 24
-    assert crowded[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
-
-
 def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
     orphaned = replace(view, daemon=replace(view.daemon, alive=False))
     assert "no controller; `grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
@@ -165,8 +149,7 @@ def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
 def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
     nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
     health = HealthView(Health.TRIPPED, 12345, 12300, tuple("KL 3.21 " * 9 for _ in range(5)))
-    told = tuple(MembershipView(i, 60.0 - i, f"rollout-{i}: in doubt") for i in range(1, 6))
-    lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK, membership=told))
+    lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK))
     assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
     assert any(line.rstrip().endswith("…") for line in lines if "KL 3.21" in line)
     singles = sum(line.startswith("rollout-") for line in lines)

@@ -64,7 +64,7 @@ def told_much(view: RunView) -> bool:
 @given(run_views)
 def test_machines_that_are_shown_are_named_whole(view: RunView) -> None:
     known = {node.node for node in view.nodes}
-    lines = drawn(replace(view, events=(), membership=()), 80, 40)
+    lines = drawn(replace(view, events=()), 80, 40)
     place = next((place for place, line in enumerate(lines) if line.startswith("node ")), None)
     if place is None:
         return
