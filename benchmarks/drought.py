@@ -4,7 +4,7 @@
 each run as it is, and beside it with `rollout.own_generation_after_s: null`. It prints each pair and one line of
 JSON: `with_to_without: {trainer: {"steps": ratio, "steps_per_usd": ratio}}`, the median over the seeds.
 
-How much slower a trainer generates than a node is an assumption: `own_slower` of `orchestrator.simulate.physics`.
+How much slower a trainer generates than a node is an assumption: `own_slower` of `orchestrator.simulate.cloud`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
-from orchestrator.simulate.climates import climate
-from orchestrator.simulate.outcome import Outcome, simulate_hours
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.cloud import Physics, Prices
+from orchestrator.simulate.weather import climate
+from orchestrator.simulate.world import Outcome, simulate_hours
 from policies.model.spec import RolloutSpec
 
 SEEDS = 3

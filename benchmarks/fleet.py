@@ -36,9 +36,8 @@ from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
 from orchestrator.clouds.protocol import Order
-from orchestrator.simulate.outcome import ON_DEMAND
-from orchestrator.simulate.physics import BRISK, Physics, Prices
-from orchestrator.simulate.world import World
+from orchestrator.simulate.cloud import BRISK, Physics, Prices
+from orchestrator.simulate.world import ON_DEMAND, World
 from policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.state import Node, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of

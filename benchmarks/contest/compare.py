@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.contest.contenders import CONTENDERS
-from orchestrator.simulate.outcome import Outcome, simulate_hours
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.weather import Weather
+from orchestrator.simulate.world import Outcome, simulate_hours
 from policies.model.spec import RunSpec
 
 

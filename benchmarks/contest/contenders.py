@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.contest.spot_hedge import spot_hedge
 from orchestrator.control.controller import Decide
-from orchestrator.simulate.outcome import ON_DEMAND, on_demand
+from orchestrator.simulate.world import ON_DEMAND, on_demand
 from policies.control.decide import decide
 from policies.control.snapshot import Decision, Launch, Snapshot
 from policies.model.events import Event, NodeRequested

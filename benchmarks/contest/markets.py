@@ -7,8 +7,20 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from orchestrator.simulate.climates import CLIMATES, EAST, GAPS, on_demand_pools, plentiful, pool_of, with_dips
-from orchestrator.simulate.weather import DEAREST, GAP_S, ZONES, Weather, Zone
+from orchestrator.simulate.weather import (
+    CLIMATES,
+    DEAREST,
+    EAST,
+    GAP_S,
+    GAPS,
+    ZONES,
+    Weather,
+    Zone,
+    on_demand_pools,
+    plentiful,
+    pool_of,
+    with_dips,
+)
 
 WEST = "west"
 
@@ -79,5 +91,5 @@ MARKETS: Mapping[str, Callable[[Random, int], Weather]] = {
 
 
 def market(name: str, seed: int, nodes: int) -> Weather:
-    """Return the weather of a market, as `orchestrator.simulate.climates.climate` does for its own."""
+    """Return the weather of a market, as `orchestrator.simulate.weather.climate` does for its own."""
     return MARKETS[name](Random(f"{name} {seed}"), nodes)

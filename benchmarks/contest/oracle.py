@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from orchestrator.simulate.outcome import Outcome
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.weather import Weather, Zone
+from orchestrator.simulate.world import Outcome
 from policies.control.fleet.markets import market_of
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role

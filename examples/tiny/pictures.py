@@ -18,7 +18,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
-from orchestrator.views.terminal.screen import Screen
+from orchestrator.views.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD, IMAGES = ROOT / "examples" / "tiny" / "build", ROOT / "docs" / "images"

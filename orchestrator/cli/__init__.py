@@ -1,22 +1,82 @@
-"""The command line. Each command is a thin function over the rooms below."""
+"""The command line: its commands, each imported when it is called, and how a command ends.
+
+Each command needs other packages, and all of them together take longer to import than most commands run.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn
 
 import structlog
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
-from orchestrator.cli.commands import Commands
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import print_failure, reader
+from orchestrator.cli.options import Stop, console, errors, print_failure, reader
 from policies.model import exit_codes
+
+# Below orchestrator.cli, in the order of the help.
+COMMANDS = {
+    "init": "prepare:init",
+    "validate": "prepare:validate",
+    "plan": "prepare:plan",
+    "doctor": "doctor:doctor",
+    "up": "start:up",
+    "status": "look:status",
+    "logs": "look:logs",
+    "events": "look:events",
+    "resume": "start:resume",
+    "rollback": "start:rollback",
+    "down": "down:down",
+    "report": "look:report",
+    "plot": "look:plot",
+    "samples": "look:samples",
+    "web": "look:web",
+    "detect": "detect:detect",
+    "simulate": "simulate:simulate",
+    "eval": "evaluate:evaluate",
+    "checkpoints": "checkpoints:app",
+    "members": "members:app",
+}
+CLASSES = {"init": "prepare:Init"}  # of commands that read their arguments in a way of their own
+
+
+class Commands(TyperGroup):
+    """Typer's group, which imports its commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See TyperGroup. A name that is none is compared with all of them."""
+        self._import(args[:1] if args[0] in COMMANDS else COMMANDS)
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """See TyperGroup. The help tells a line of each."""
+        self._import(COMMANDS)
+        return super().list_commands(ctx)
+
+    def _import(self, names: Iterable[str]) -> None:
+        for name in names:
+            found = _named(COMMANDS[name])
+            self.add_command(get_group(found) if isinstance(found, typer.Typer) else _command(name, found), name)
+
+
+def _command(name: str, function: Any) -> Any:
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, cls=_named(CLASSES[name]) if name in CLASSES else None)(function)
+    return get_command(alone)
+
+
+def _named(where: str) -> Any:
+    return resolve_name(f"orchestrator.cli.{where}")
+
 
 app = typer.Typer(
     name="grpo-orch",
@@ -67,10 +127,7 @@ def main() -> None:
         told = console if stop.exit_code == exit_codes.OK and not reader.wants_json else errors
         _end(str(stop), stop.exit_code, told)
     except Exception as error:
-        # Imported here, for what raises them takes long to import.
-        from orchestrator.cli.failures import exit_code_of
-
-        if (exit_code := exit_code_of(error)) is None:
+        if (exit_code := _exit_code_of(error)) is None:
             raise
         _end(str(error), exit_code)
 
@@ -91,3 +148,27 @@ def _end(message: str, exit_code: int, told: Console = errors) -> NoReturn:
             errors.print(f"cannot be printed: {error.strerror}", highlight=False, soft_wrap=True)
         exit_code = exit_code or exit_codes.FAILED
     sys.exit(exit_code)
+
+
+def _exit_code_of(error: Exception) -> int | None:
+    """Return the exit code of an error that is reported as one line; None for an error that is ours."""
+    # Imported here, for what raises these errors takes long to import.
+    from checkpoint.store.errors import StoreError
+    from orchestrator.cli.target import NoSuchRun
+    from orchestrator.clouds import CloudMissing
+    from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+    from orchestrator.config.load import ConfigError
+    from orchestrator.control.launcher import DaemonFailed, TakenByAnother
+    from orchestrator.home import HomeUnusable
+
+    match error:
+        case TakenByAnother():
+            return exit_codes.HELD
+        case ConfigError() | NoSuchRun():
+            return exit_codes.USAGE
+        case OSError() if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO):
+            return exit_codes.FAILED  # what stdout is written to is full, or gone
+        case StoreError() | CloudRefused() | CloudUnavailable() | CloudMissing() | DaemonFailed() | HomeUnusable():
+            return exit_codes.FAILED
+        case _:
+            return None

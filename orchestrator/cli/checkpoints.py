@@ -25,12 +25,10 @@ from checkpoint.stream.catalog import Catalog, Checkpoint
 from checkpoint.stream.chunks import Progress
 from checkpoint.stream.transfer import read_manifest
 from checkpoint.stream.transfer import verify as read_all
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from orchestrator.cli.target import open_run
-from orchestrator.views.looker import Looker
-from orchestrator.views.words.kept import kept_as
-from orchestrator.views.words.numbers import NOT_KNOWN, data_size, duration
+from orchestrator.views.run_view import Looker
+from orchestrator.views.words import NOT_KNOWN, data_size, duration, kept_as
 from policies.model import exit_codes
 
 NEWEST = "latest"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.traces.read import NotATrace, read_traces
-from orchestrator.views.detection.table import render
-from orchestrator.views.detection.verdicts import Detection, Unreadable, to_json
-from orchestrator.views.detection.verdicts import detect as follow
+from orchestrator.views.detection import Detection, Unreadable, render, to_json
+from orchestrator.views.detection import detect as follow
 from policies.model import exit_codes
 
-PICTURE = Path("detect.png")
 REASON_CHARACTERS = 200
 
 
@@ -25,7 +22,7 @@ def detect(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="A trainer's log, trainer_state.json, JSON lines, CSV, TensorBoard events or a trackio database, "
+            help="A trainer's log, trainer_state.json, JSON lines, CSV or TensorBoard events, "
             "gzipped or not; a run's folder; or - for standard input."
         ),
     ],
@@ -42,10 +39,6 @@ def detect(
         typer.Option(
             "--task-change", metavar="STEP", help="The first step of harder tasks; give it once for each."
         ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help=f"The PNG to write; default: {PICTURE}, and with `-o json` none."),
     ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
@@ -64,11 +57,9 @@ def detect(
         print_json([to_json(one) for one in told])
     elif found:
         console.print(render(found), highlight=False)
-    out = PICTURE if out is None and output is Output.TEXT else out
-    drawn = out is None or not found or _draw(found, out, tell=output is Output.TEXT)
     if any(one.tripped for one in found):
         raise typer.Exit(exit_codes.TRIPPED)
-    if len(found) < len(told) or not drawn:
+    if len(found) < len(told):
         raise typer.Exit(exit_codes.USAGE)
 
 
@@ -87,19 +78,3 @@ def _judge(
         reason = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
     errors.print(f"{file}: {reason}", highlight=False, soft_wrap=True)
     return [Unreadable(str(file), reason)]
-
-
-def _draw(found: Sequence[Detection], out: Path, *, tell: bool) -> bool:
-    """Whether the picture could be written; says so where `tell`, and on stderr where not."""
-    # matplotlib takes half a second to import.
-    from orchestrator.views.detection.plot import ROWS_MAX, plot_detections
-
-    try:
-        plot_detections(found, out)
-    except OSError as error:
-        errors.print(f"{out}: {error.strerror}", highlight=False, soft_wrap=True)
-        return False
-    if tell:
-        some = f", with the {ROWS_MAX} worst of them" if len(found) > ROWS_MAX else ""
-        console.print(f"\nWrote {out}{some}", highlight=False, soft_wrap=True)
-    return True

@@ -20,15 +20,14 @@ from checkpoint.store.probe import probe
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.upkeep import missing_objects
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.cli.target import open_store
-from orchestrator.clouds.local.cloud import node_python
+from orchestrator.clouds.local import node_python
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.quotas import zero_quota
-from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
+from orchestrator.clouds.sky.cloud import zero_quota
+from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
-from orchestrator.config.rules.storage import Storage
+from orchestrator.config.shorthand import Storage
 from policies.control.fleet.markets import market_of
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
@@ -55,7 +54,7 @@ INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, 
 
 
 class SkyPilotLike(Protocol):
-    """What is asked of SkyPilot; see `orchestrator.clouds.sky.sdk.skypilot`."""
+    """What is asked of SkyPilot; see `orchestrator.clouds.sky.skypilot`."""
 
     def server(self) -> ApiServer: ...
     def clouds(self) -> list[CloudCheck]: ...
@@ -129,7 +128,7 @@ def skypilot_version() -> str | None:
 
 
 def _open_skypilot() -> SkyPilotLike:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot  # seconds, and only where it is installed
+    from orchestrator.clouds.sky.skypilot import SkyPilot  # seconds, and only where it is installed
 
     return SkyPilot()
 

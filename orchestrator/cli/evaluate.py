@@ -1,25 +1,25 @@
 """eval: policies of a run on held-out problems, greedy, side by side.
 
-An evaluation is a run of its own, in a store prefix of its own below the evaluated run's: with the same fleet, and
-an evaluator in the place of the trainer. Its name follows from what it is of, so that the same command again goes
-on with it, or shows what it found.
+An evaluation is a run of its own, in a store prefix of its own below the evaluated run's: with the same fleet,
+and an evaluator instead of the trainer. Its name follows from what it is of, so that the same command again
+continues it, or shows its results.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from blake3 import blake3
 from msgspec import to_builtins
+from rich.table import Table
 
 from checkpoint import journal
 from checkpoint.records import documents, evaluations
@@ -33,25 +33,132 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, Target, print_json
-from orchestrator.cli.steering.remote import is_steered
-from orchestrator.cli.steering.rollback import refuse_missing_secrets
-from orchestrator.cli.steering.start import show_plan
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from orchestrator.cli.remote import is_steered
+from orchestrator.cli.start import refuse_missing_secrets, show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.model_size import find_size
 from orchestrator.control.launcher import TakenByAnother, start_daemon
-from orchestrator.home.folder import keep_run_digest, keep_store_options, run_id_of, run_token
-from orchestrator.home.trust import run_digest
-from orchestrator.plan.models import asked_once
-from orchestrator.views import evaluation as views
+from orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
+from orchestrator.plan.machines import asked_once
+from orchestrator.views.words import NOT_KNOWN
+from policies.evaluation import intervals
 from policies.evaluation.as_run import as_run
+from policies.evaluation.intervals import Estimate
+from policies.evaluation.judging import Verdict
 from policies.model import exit_codes
-from policies.model.datasets import FILE_KINDS, file_kind, is_import_path
+from policies.model.datasets import FILE_KINDS, file_kind
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import BASE, Dataset, Evaluation, RunSpec, Subject, datasets_of
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import RunPhase
+
+SAID = {
+    Verdict.CORRECT: "correct",
+    Verdict.WRONG: "right form, wrong",
+    Verdict.UNREADABLE: "unreadable",
+    Verdict.UNSCORED: "not scored",
+}
+
+
+def results_table(found: Sequence[Evaluated]) -> Table:
+    """Shares and mean rewards with their intervals; the last column is the last policy against the first."""
+    apart = len(found) > 1
+    title = f"greedy, {len(found[0].verdicts)} problems, 95 % intervals"
+    made = Table("", *(one.subject for one in found), *(["difference"] if apart else []), title=title)
+    for kind in _kinds(found):
+        named = SAID[kind] if kind is not Verdict.WRONG or found[0].readable_by else "wrong"
+        cells = [_percent(intervals.share(one.verdicts.count(kind), len(one.verdicts))) for one in found]
+        if apart:
+            first, last = ([one == kind for one in of.verdicts] for of in (found[0], found[-1]))
+            cells.append(_percent(intervals.shares_apart(first, last), signed=True))
+        made.add_row(named, *cells)
+    made.add_section()
+    for name in found[0].scores:
+        cells = [_number(_mean_score(one.scores[name])) for one in found]
+        if apart:
+            cells.append(_number(_means_apart(found[0].scores[name], found[-1].scores[name]), signed=True))
+        made.add_row(name, *cells)
+    made.add_section()
+    lengths = [[float(tokens) for tokens in one.tokens] for one in found]
+    cells = [_number(intervals.mean(one)) for one in lengths]
+    if apart:
+        cells.append(_number(intervals.means_apart(lengths[0], lengths[-1]), signed=True))
+    made.add_row("tokens", *cells)
+    made.add_row("cut off", *(f"{one.cut}" for one in found), *([""] if apart else []))
+    return made
+
+
+def results_json(found: Sequence[Evaluated], store: str) -> dict[str, Any]:
+    """The same for programs; shares from 0 to 1."""
+    told: dict[str, Any] = {
+        "store": store,
+        "problems": len(found[0].verdicts),
+        "judged_by": found[0].judged_by,
+        "readable_by": found[0].readable_by,
+        "policies": {one.subject: _policy(one) for one in found},
+    }
+    if len(found) > 1:
+        told["difference"] = _difference(found[0], found[-1])
+    return told
+
+
+def _policy(one: Evaluated) -> dict[str, Any]:
+    count = len(one.verdicts)
+    return {
+        "shares": {kind: asdict(intervals.share(one.verdicts.count(kind), count)) for kind in Verdict},
+        "rewards": {name: _plain(_mean_score(scores)) for name, scores in one.scores.items()},
+        "tokens": asdict(intervals.mean([float(tokens) for tokens in one.tokens])),
+        "cut": one.cut,
+    }
+
+
+def _difference(first: Evaluated, last: Evaluated) -> dict[str, Any]:
+    def apart(kind: Verdict) -> Estimate:
+        return intervals.shares_apart([v == kind for v in first.verdicts], [v == kind for v in last.verdicts])
+
+    rewards = {name: _plain(_means_apart(first.scores[name], last.scores[name])) for name in first.scores}
+    shares = {kind: asdict(apart(kind)) for kind in Verdict}
+    return {"of": [first.subject, last.subject], "shares": shares, "rewards": rewards}
+
+
+def _kinds(found: Sequence[Evaluated]) -> list[Verdict]:
+    """Those that can be told apart here, and of the last what there is."""
+    there = {verdict for one in found for verdict in one.verdicts}
+    kinds = [Verdict.CORRECT, Verdict.WRONG]
+    if found[0].readable_by:
+        kinds.append(Verdict.UNREADABLE)
+    return [*kinds, *([Verdict.UNSCORED] if Verdict.UNSCORED in there else [])]
+
+
+def _mean_score(scores: Sequence[float | None]) -> Estimate | None:
+    there = [one for one in scores if one is not None]
+    return intervals.mean(there) if there else None
+
+
+def _means_apart(before: Sequence[float | None], after: Sequence[float | None]) -> Estimate | None:
+    """Over what has a score on both sides."""
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
+    return intervals.means_apart([a for a, _ in pairs], [b for _, b in pairs]) if pairs else None
+
+
+def _plain(one: Estimate | None) -> dict[str, float] | None:
+    return None if one is None else asdict(one)
+
+
+def _percent(one: Estimate, *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{100 * one.value:{sign}.1f} % ({100 * one.low:{sign}.1f} to {100 * one.high:{sign}.1f})"
+
+
+def _number(one: Estimate | None, *, signed: bool = False) -> str:
+    if one is None:
+        return NOT_KNOWN
+    sign = "+" if signed else ""
+    return f"{one.value:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
+
+
+# The command.
 
 POLL_S = 2.0  # each look is some eight requests, and whoever waits has minutes to wait
 
@@ -180,9 +287,9 @@ def _show(found: Sequence[Evaluated], store: Store, output: Output) -> None:
     if not found:
         raise Stop(f"{store.url} has no results yet", exit_codes.FAILED)
     if output is Output.JSON:
-        print_json(views.to_json(found, store.url))
+        print_json(results_json(found, store.url))
         return
-    console.print(views.table(found), highlight=False)
+    console.print(results_table(found), highlight=False)
     told = f"Each completion with its scores: {store.url}/{layout.EVALUATED}/"
     console.print(told, highlight=False, soft_wrap=True)
 
@@ -301,63 +408,14 @@ def _without_idle_keys(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:
-    """Digests of what is read from the run's folder, or beside it: files with problems, and the modules that make
-    prompts of them, score, and are tools or environments, with those that these import. With others it is another
-    evaluation."""
-    workdir, several, trainer = Path(spec.workdir), datasets_of(problems), spec.trainer
-    prompts = (one.prompt for one in several if isinstance(one.prompt, str))
-    said = (*trainer.reward_funcs, *trainer.tools, trainer.environment_factory or "", *prompts)
-    named = [one.rpartition(".")[0] for one in said if is_import_path(one)]
+    """Digests of the files with problems, and of the modules and packages in the run's folder, which make prompts,
+    score, and are tools or environments. With others it is another evaluation."""
+    workdir = Path(spec.workdir)
+    packages = [one.parent for one in workdir.glob("*/__init__.py")]
+    code = [*workdir.glob("*.py"), *(path for one in packages for path in one.rglob("*.py"))]
     found: dict[str, str] = {}
-    for path in [*(workdir / one.path for one in several), *modules_below(workdir, named)]:
+    for path in [*(workdir / one.path for one in datasets_of(problems)), *code]:
         below = files_below(path) if path.is_dir() else [(path.name, path)] if path.is_file() else []
         for name, file in below:
             found[f"{path}/{name}"] = blake3().update_mmap(file).hexdigest()
     return found
-
-
-# Which files of a folder a module is made of: its own and those that it imports, read and not run.
-
-
-def modules_below(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files in `folder` of these modules, as `package.module`, and of all that they import from there.
-
-    What is not in the folder, is no Python, or is imported while it runs, is left out.
-    """
-    found, left = dict[Path, None](), list(names)
-    seen = set[str]()
-    for name in left:  # which grows meanwhile
-        if name in seen:
-            continue
-        seen.add(name)
-        parts = name.split(".")
-        parents = [".".join(parts[:end]) for end in range(1, len(parts))]  # their __init__ runs, too
-        left += parents
-        for path in _files(folder, parts):
-            found[path] = None
-            left += _imported(path, parts if path.name == "__init__.py" else parts[:-1])
-    return list(found)
-
-
-def _files(folder: Path, parts: list[str]) -> list[Path]:
-    path = folder.joinpath(*parts)
-    return [one for one in (path.with_name(f"{path.name}.py"), path / "__init__.py") if one.is_file()]
-
-
-def _imported(path: Path, package: list[str]) -> Iterator[str]:
-    """Names that may be modules: of `from a import b`, `a` and `a.b`."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (
-                [base, *(f"{base}.{one.name}" for one in node.names if one.name != "*")]
-                if base
-                else (one.name for one in node.names if one.name != "*")
-            )

@@ -12,13 +12,12 @@ from rich.table import Table
 from checkpoint.records import documents
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
-from orchestrator.cli.console import Stop, console
-from orchestrator.cli.options import AsJson, Output, Target, print_json
+from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.target import open_run
 from orchestrator.control.observe import GatewayWatch
 from orchestrator.gateway.surface.describe import describe
-from orchestrator.home.folder import known_token
-from orchestrator.views.words.numbers import NOT_KNOWN, duration
+from orchestrator.home import known_token
+from orchestrator.views.words import NOT_KNOWN, duration
 from policies.model import exit_codes
 from policies.model.vocabulary import machine_of
 

@@ -1,4 +1,4 @@
-"""What several commands share: how a run is named, and printing for people or for programs."""
+"""What commands share: the terminal, how they stop, how a run is named, printing for people or for programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
+from rich.console import Console
+
+# No markup: names, URLs and what a store says may have brackets.
+console = Console(markup=False)
+errors = Console(stderr=True, markup=False)
+
+
+class Stop(Exception):
+    """A command ends here with a message for the user and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Output(StrEnum):

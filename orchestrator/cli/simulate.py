@@ -1,8 +1,7 @@
-"""`simulate`: a run on a simulated cloud; `weather export`: the spot market that a run met."""
+"""`simulate`: a run on a simulated cloud."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,27 +14,18 @@ import structlog
 import typer
 from rich.progress import Progress, TaskID
 
-from checkpoint import journal
-from orchestrator.cli.console import Stop, console, errors
-from orchestrator.cli.options import AsJson, Output, Target, print_json
-from orchestrator.cli.target import open_run
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.config.load import load_spec
-from orchestrator.simulate.climates import CLIMATES, climate
-from orchestrator.simulate.outcome import HOURS, ON_DEMAND, THIS_RUN, Outcome, on_demand, simulate_hours
-from orchestrator.simulate.physics import Physics, Prices
-from orchestrator.simulate.recorded import recorded, to_plain
-from orchestrator.simulate.safety import Broken
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import Told, tell
-from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import Weather
+from orchestrator.simulate.weather import CLIMATES, NotWeather, Weather, climate, read_weather
+from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
 from orchestrator.views.simulation import Simulation, render, stories_line, to_json
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself
 
 SEEDS = 20
 DEFAULT_CLIMATE = "storms"
-
-app = typer.Typer(name="weather", help="The spot weather that runs met.", no_args_is_help=True)
 
 
 def simulate(
@@ -48,7 +38,6 @@ def simulate(
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="How many stories of faults.")] = SEEDS,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="The first story's; replays it.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="A PNG to write.")] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Simulate a run: its controller through faults and a spot market, and what it would cost.
@@ -80,17 +69,6 @@ def simulate(
     else:
         console.print(stories_line(stories), highlight=False)
         console.print(render(found), highlight=False)
-    if out is not None:
-        _draw(found, weather_of(seed), out)
-
-
-@app.command()
-def export(target: Target = None) -> None:
-    """Print what a run's machines met as JSON lines: each launch, refusal, notice, loss and return."""
-    store, _ = open_run(target)
-    history = ((one.number, one.time_s, one.decoded()) for one in journal.read(store))
-    for met in recorded(history):
-        print(json.dumps(to_plain(met)))
 
 
 def _without_deadline(spec: RunSpec) -> RunSpec:
@@ -158,12 +136,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         structlog.configure(**before)
-
-
-def _draw(found: Simulation, weather: Weather, out: Path) -> None:
-    from orchestrator.views.simulation_plot import plot  # matplotlib takes half a second to import
-
-    try:
-        plot(found, weather, out)
-    except OSError as error:
-        raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None

@@ -12,8 +12,8 @@ from checkpoint.store import layout
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.config.load import Storage, load_storage
-from orchestrator.config.rules.storage import PASSWORD, has_password, is_text
-from orchestrator.home.folder import keep_store_options, kept_store_options, latest_run
+from orchestrator.config.shorthand import PASSWORD, has_password, is_text
+from orchestrator.home import keep_store_options, kept_store_options, latest_run
 
 RETRY_S = 5.0  # a person waits
 

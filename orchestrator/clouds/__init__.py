@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import LocalCloud
+from orchestrator.clouds.local import LocalCloud
 from orchestrator.clouds.protocol import Cloud
+from orchestrator.clouds.sky.offers import price_list
+from orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
 from orchestrator.clouds.sky.remote import RemoteController, as_shipped
-from orchestrator.clouds.sky.sdk.prices import price_list
-from orchestrator.clouds.sky.sdk.types import PriceList, controller_name, nodes_name
-from orchestrator.clouds.sky.unused import unused_clouds
-from orchestrator.clouds.sky.work import places
-from orchestrator.home.folder import run_dir
+from orchestrator.clouds.sky.work import places, unused_clouds
+from orchestrator.home import run_dir
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 class CloudMissing(Exception):
@@ -47,7 +46,7 @@ def list_prices(clouds: Sequence[str]) -> PriceList:
     Raises CloudMissing.
     """
     _see_skypilot()
-    from orchestrator.clouds.sky.sdk.skypilot import list_of
+    from orchestrator.clouds.sky.skypilot import list_of
 
     return price_list(list_of, clouds)
 
@@ -59,7 +58,7 @@ def open_local(record: RunRecord) -> LocalCloud:
 
 def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
     _see_skypilot()
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
     return SkyPilot(group, withheld)
 

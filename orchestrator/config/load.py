@@ -14,35 +14,41 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.model_size import NotKnown
-from orchestrator.config.reading.datasets import check_datasets
-from orchestrator.config.reading.files import read_document
-from orchestrator.config.reading.kinds import shown
-from orchestrator.config.reading.lines import Document
-from orchestrator.config.reading.problems import ConfigError, Findings, KeyPath, Problem, did_you_mean, in_order
-from orchestrator.config.reading.shorthand import write_out
-from orchestrator.config.reading.structure import check_structure
-from orchestrator.config.rules.checks import cross_check, grpo_defaults
-from orchestrator.config.rules.deadline import write_out_deadline
-from orchestrator.config.rules.foreign_keys import (
+from orchestrator.config.datasets import check_datasets, check_rows
+from orchestrator.config.document import Document, read_document
+from orchestrator.config.foreign_keys import (
     accelerate_table,
     as_vllm_spells,
     check_keys,
+    check_resources,
     grpo_table,
     lora_table,
     vllm_table,
     without_idle_switches,
 )
-from orchestrator.config.rules.gpus import check_local_gpus
-from orchestrator.config.rules.lengths import check_lengths
-from orchestrator.config.rules.notices import find_notices
-from orchestrator.config.rules.rehearsal import write_out_rehearsal
-from orchestrator.config.rules.resources import check_resources
-from orchestrator.config.rules.rewards import argument_problem, call_of, reward_problem
-from orchestrator.config.rules.rows import Columns, check_rows
-from orchestrator.config.rules.shadows import check_shadows
-from orchestrator.config.rules.storage import EXPECTED, Storage, write_out_storage
-from orchestrator.config.rules.trl_features import check_quantised, check_staleness, check_turns
+from orchestrator.config.model_size import NotKnown
+from orchestrator.config.notices import find_notices
+from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, in_order
+from orchestrator.config.rewards import check_rewards
+from orchestrator.config.rules import (
+    check_lengths,
+    check_local_gpus,
+    check_quantised,
+    check_staleness,
+    check_turns,
+    cross_check,
+    grpo_defaults,
+)
+from orchestrator.config.shorthand import EXPECTED_STORE as EXPECTED
+from orchestrator.config.shorthand import (
+    Storage,
+    write_out,
+    write_out_deadline,
+    write_out_rehearsal,
+    write_out_storage,
+)
+from orchestrator.config.structure import check_structure
+from orchestrator.config.user_code import check_shadows
 from policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
 from policies.model.vocabulary import Role
 from policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
@@ -126,7 +132,7 @@ def _checked(document: Document, workdir: Path, now_s: float, findings: Findings
     check_lengths(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
-    _check_rewards(data, workdir, check_rows(data, workdir, findings), findings)
+    check_rewards(data, workdir, check_rows(data, workdir, findings), findings)
     check_shadows(workdir, findings)
     return data
 
@@ -146,31 +152,6 @@ def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
         flags = as_vllm_spells(rollout["vllm"], here, findings)
         check_keys(flags, here, vllm_table(), findings)
         rollout["vllm"] = without_idle_switches(flags)
-
-
-def _check_rewards(
-    data: dict[str, Any], workdir: Path, columns: Mapping[str, Columns], findings: Findings
-) -> None:
-    trainer = data.get("trainer", {})
-    call = call_of(trainer, columns)
-    arguments, has_setup = dict(trainer.get("reward_args", {})), bool(trainer.get("setup"))
-    functions = {name.rpartition(".")[2]: name for name in trainer.get("reward_funcs", ())}
-    for index, name in enumerate(trainer.get("reward_funcs", ())):
-        fixed = arguments.get(short := name.rpartition(".")[2])
-        own_call = replace(call, fixed=tuple(fixed) if isinstance(fixed, dict) else ())
-        if fixed and (not isinstance(fixed, dict) or argument_problem(name, workdir, fixed, has_setup=has_setup)):
-            own_call = replace(call, columns={})  # what it lacks may be what is misspelled
-        if problem := reward_problem(name, workdir, own_call, has_setup=has_setup):
-            findings.add(("trainer", "reward_funcs", index), problem)
-            arguments.pop(short, None)
-    for name, values in arguments.items():
-        here: KeyPath = ("trainer", "reward_args", name)
-        if name not in functions:
-            findings.add(here, f"no such function in trainer.reward_funcs{did_you_mean(name, list(functions))}")
-        elif not isinstance(values, dict):
-            findings.add(here, f"expected a mapping of the function's arguments, got {shown(values)}")
-        elif problem := argument_problem(functions[name], workdir, values, has_setup=has_setup):
-            findings.add(here, problem)
 
 
 def _replicas_max(data: dict[str, Any]) -> int | None:

@@ -29,6 +29,7 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import OPTIONS_ENV, Store
+from orchestrator import home
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.control.actuate import Actuator
@@ -37,9 +38,7 @@ from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
 from orchestrator.control.run_clock import RunClock
-from orchestrator.home import trust
-from orchestrator.home.folder import HomeUnusable, run_token, token_mark
-from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for
+from orchestrator.home import HomeUnusable, all_secrets, handed_on, missing, run_token, secrets_for, token_mark
 from orchestrator.notify.notifier import DRAIN_S, start_notifier
 from policies.control.snapshot import Decision, Launch
 from policies.model import exit_codes
@@ -63,7 +62,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
     try:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
-        guard_output(_redactor(trust.known_run(store)[0]))
+        guard_output(_redactor(home.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
         return steer(store, sys.argv[2], stop, *map(int, sys.argv[3:5]))
     except Fenced as error:
@@ -103,7 +102,7 @@ def steer(
 
     With `after_epoch` only where nobody has taken it over since: whoever has is told to have it.
     """
-    record, run_json = trust.known_run(store)
+    record, run_json = home.known_run(store)
     host, pid = socket.gethostname(), os.getpid()
     clock, journal = RunClock(), Journal(store, f"{host}/{pid}")
     if after_epoch is not None:
@@ -112,7 +111,7 @@ def steer(
     token = run_token(record.run_id)
     if not state.nodes:
         documents.SECRET_MARK.write(store, token_mark(token))
-    trust.vouch(store, token, run_json)
+    home.vouch(store, token, run_json)
     cloud = open_cloud(record, store)
     redact = _redactor(record)
     notifier = start_notifier(store, record, os.environ)

@@ -16,8 +16,7 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
 from orchestrator.control.lease import is_held
-from orchestrator.home.folder import run_dir
-from orchestrator.home.trust import known_run
+from orchestrator.home import known_run, run_dir
 from policies.model import exit_codes
 
 START_TIMEOUT_S = 300.0  # it loads in a second or two: minutes on busy cores; one that fails ends by itself

@@ -24,10 +24,9 @@ from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.clouds import open_local
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local import LocalCloud, marked_processes
 from orchestrator.control.lease import is_alive
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 from policies.model import node_contract
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import Rehearsed

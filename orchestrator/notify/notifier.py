@@ -21,9 +21,8 @@ from checkpoint.records.documents import Notified, RunRecord
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from orchestrator.home.run_secrets import notify_urls
-from orchestrator.notify.channels import Channel, Command, Service, Undelivered
-from orchestrator.notify.message import Message, messages_in
+from orchestrator.home import notify_urls
+from orchestrator.notify.channels import Channel, Command, Message, Service, Undelivered, messages_in
 from policies.model.spec import Notify
 
 log = structlog.get_logger()

@@ -9,10 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clouds.sky.sdk.types import ListPrice
-from orchestrator.plan.deepspeed_file import unread_deepspeed, with_deepspeed
-from orchestrator.plan.machines import Kinds, fits, kinds_with, needed_gpus, plan_machine
-from orchestrator.plan.measured import Measured
+from orchestrator.clouds.sky.records import ListPrice
+from orchestrator.plan.machines import (
+    PROMPT_TOKENS,
+    FindSize,
+    Kinds,
+    KnownModel,
+    fits,
+    grpo,
+    kinds_with,
+    know_model,
+    needed_gpus,
+    plan_machine,
+    prompt_tokens,
+    steps_of,
+    unread_deepspeed,
+    with_deepspeed,
+)
 from orchestrator.plan.model import (
     CheckpointPlan,
     DeadlinePlan,
@@ -24,17 +37,15 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.plan.models import FindSize, KnownModel, know_model
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook, cloud_prices
-from orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
-from orchestrator.plan.workload import PROMPT_TOKENS, grpo, prompt_tokens, steps_of
+from orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
 from policies.control.fleet.deadline import BOOT_S
 from policies.fleet import disks
 from policies.fleet.deadline import Course, nodes_for, time_of
 from policies.fleet.how_many import StepShape
 from policies.fleet.list_prices import store_price
-from policies.fleet.store_costs import GB, Place, of_send
+from policies.fleet.store_costs import GB, Place
 from policies.ledger.retention import STORE_BYTES_PER_S, most_kept
 from policies.model.spec import (
     ALTERNATIVES,
@@ -69,16 +80,7 @@ def make_plan(
     unread: str = "",
     store: Place = NOWHERE,
 ) -> Plan:
-    """Return the plan of a run.
-
-    Args:
-        spec: of a valid run.yaml.
-        find_size: how large the model is; raises NotKnown.
-        book: what its machines cost.
-        measured: what the run's own log tells, where there is one.
-        unread: what could not be read for it, in a line.
-        store: where its store is.
-    """
+    """Return the plan of a run. `find_size` raises NotKnown; `unread` is what could not be read for `measured`."""
     spec = with_instances(with_deepspeed(spec), book.listed)
     model = know_model(spec, find_size)
     kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
@@ -87,20 +89,21 @@ def make_plan(
     rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if apart else None
     syncs = plan_syncs(spec, model, measured)
     timing = time_step(spec, model, trainer, rollout, syncs)
-    estimated = None if timing is None else timing.shape
-    shape = measured.shape if measured is not None and measured.shape is not None else estimated
-    nodes = (
-        None if shape is None else plan_nodes(spec, shape, hourly_prices(trainer, rollout, book.beside_usd_per_h))
-    )
+    shape = timing.shape if timing is not None else None
+    if measured is not None and measured.shape is not None:
+        shape = measured.shape
+    prices = hourly_prices(trainer, rollout, book.beside_usd_per_h)
+    nodes = None if shape is None else plan_nodes(spec, shape, prices)
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
     deadline = plan_deadline(spec, shape, count, time.time())
-    count = count if deadline is None or generates_itself(spec) else deadline.nodes
+    count = deadline.nodes if deadline is not None and apart else count
     step = plan_step(spec, timing, count, measured)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.beside_usd_per_h)
     lost = plan_lost(spec, step, money)
     usd_per_step, usd_per_million_tokens = step_costs(step, money)
+    seen = Seen(spec, model, trainer, rollout, syncs, step, lost, money)
     return Plan(
         name=spec.name,
         cloud=spec.cloud,
@@ -123,7 +126,7 @@ def make_plan(
         disks_usd_per_h=disks_usd_per_h(spec, count if apart else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
-        warnings=find_pitfalls(Seen(spec, model, trainer, rollout, syncs, step, lost, money)),
+        warnings=find_pitfalls(seen),
         unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
@@ -259,7 +262,6 @@ def plan_checkpoints(
         base_bytes=base,
         stay_bytes=stay,
         stay_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
-        sent_usd=None if price is None else of_send(size).puts * price.put_usd,
     )
 
 

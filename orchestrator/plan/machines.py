@@ -1,25 +1,219 @@
-"""The machines of each role: which GPUs they have, what these have to hold, and which kinds could hold it."""
+"""What a run is made of: a step's work, the model's shape, and each role's machines with the memory that they
+need.
+
+A step's work is GRPOConfig's arithmetic (TRL 1.16, `GRPOConfig.__post_init__`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from orchestrator.plan.deepspeed_file import unread_deepspeed
+from orchestrator.config.foreign_keys import grpo_table
+from orchestrator.config.model_size import NotKnown, find_config, json_in
 from orchestrator.plan.model import MachinePlan
-from orchestrator.plan.models import KnownModel
-from orchestrator.plan.workload import grpo, prompt_tokens
 from policies.control.fleet.markets import market_of
 from policies.model.gpus import engine_gpus, gpus_of
 from policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from policies.model.vocabulary import Role
-from policies.sizing.engine import engine_memory, engine_of
+from policies.sizing.engine import engine_memory, engine_of, whole_number
 from policies.sizing.memory import EngineMemory, TrainerMemory
 from policies.sizing.money import Prices
-from policies.sizing.speed import GPUS, Gpu, gpu_named
+from policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
+from policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
 from policies.sizing.trainer import trainer_memory
 from policies.sizing.training import training_of
+from policies.weights.adapters import QUANTISED_WORDS
+from policies.weights.disks import ModelSize
+
+# Only the data tells how long prompts are: GSM8K's about 100 tokens, programs with their tests several hundred.
+PROMPT_TOKENS = 512
+
+
+def grpo(spec: RunSpec, key: str) -> Any:
+    """A GRPOConfig key: what run.yaml says, or TRL's default."""
+    value = spec.grpo.get(key)
+    return grpo_table().default(key) if value is None else value
+
+
+def completion_tokens(spec: RunSpec) -> int:
+    """Of the longest completion."""
+    return int(grpo(spec, "max_completion_length"))
+
+
+def prompt_tokens(spec: RunSpec) -> int:
+    """Of a prompt: PROMPT_TOKENS, or less where the engines' context is shorter."""
+    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
+    room = whole_number(flags.get("max-model-len"))
+    if generates_itself(spec) or not room:
+        return PROMPT_TOKENS
+    return max(1, min(PROMPT_TOKENS, room - completion_tokens(spec)))
+
+
+def window(spec: RunSpec) -> tuple[int, int]:
+    """Completions of one generation, and how many batches a process makes of its share."""
+    each = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec)
+    if explicit := spec.grpo.get("generation_batch_size"):
+        return int(explicit), int(explicit) // each
+    batches = int(spec.grpo.get("steps_per_generation") or grpo(spec, "gradient_accumulation_steps"))
+    return each * batches, batches
+
+
+def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
+    """What one optimizer step takes. `mean_tokens`: of a completion; None: each is as long as it may be."""
+    accumulated = int(grpo(spec, "gradient_accumulation_steps"))
+    trained = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec) * accumulated
+    generated = trained / int(grpo(spec, "num_iterations"))
+    return StepWork(
+        generated=generated,
+        trained=trained,
+        prompts=generated / int(grpo(spec, "num_generations")),
+        prompt_tokens=prompt_tokens(spec),
+        completion_tokens=mean_tokens or completion_tokens(spec),
+    )
+
+
+def passes_of(spec: RunSpec) -> Passes:
+    """What the trainer computes of each token.
+
+    The policy's log-probabilities are computed anew before the first update where vLLM generated and its sampling
+    is corrected for, or where a window is used up by several steps (`_generate_and_score_completions`).
+    """
+    apart = not generates_itself(spec)
+    several = int(grpo(spec, "gradient_accumulation_steps")) % (
+        window(spec)[1] * int(grpo(spec, "num_iterations"))
+    )
+    return Passes(
+        all_weights=spec.trainer.peft is None,
+        recomputed=bool(grpo(spec, "gradient_checkpointing")),
+        reference=float(grpo(spec, "beta")) != 0,
+        old=bool(several) or (apart and bool(grpo(spec, "vllm_importance_sampling_correction"))),
+    )
+
+
+def steps_of(spec: RunSpec) -> int | None:
+    """Optimizer steps of the whole run; None where only the number of the dataset's rows would tell."""
+    steps = int(grpo(spec, "max_steps"))
+    return steps if steps > 0 else None
+
+
+# The model: its size, and its shape by its config.json.
+
+FindSize = Callable[[RunSpec], ModelSize]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What is known of it; `unknown` says in a line what is not, and why."""
+
+    params: int | None = None
+    stored_bytes: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shape: Shape | None = None
+    unknown: str = ""
+
+
+def know_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
+    """Look for the model: in its folder, in the hub's cache, at the hub."""
+    try:
+        size = find_size(spec)
+    except NotKnown as error:
+        config = find_config(spec)
+        if not config:
+            return KnownModel(unknown=f"{spec.trainer.model}: its size is not known ({error})")
+        return _by_shape(spec, config)
+    if why := _not_told(spec, size.config):
+        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
+    try:
+        shape = with_all_params(shape_of(size.config), size.params)
+    except UnknownShape as error:
+        why = f"{spec.trainer.model}: its memory is not known: {error}"
+        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
+    return KnownModel(size.params, size.stored_bytes, size.config, shape)
+
+
+def _not_told(spec: RunSpec, config: Mapping[str, Any]) -> str:
+    """Why no memory is planned for a model whose size is known; empty where nothing is in the way."""
+    told = f"{spec.trainer.model}: its memory is not known"
+    if not config:
+        return f"{told}: its config.json cannot be had; of a gated model the hub shows it with HF_TOKEN alone"
+    asked = spec.grpo.get("model_init_kwargs")
+    if config.get("quantization_config") or any(word in str(asked) for word in QUANTISED_WORDS):
+        return f"{told}: it is quantised, and how many bytes a weight then takes is not planned"
+    return ""
+
+
+def _by_shape(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
+    """Without its weights, by its config.json alone; stored in two bytes each, as most are."""
+    if why := _not_told(spec, config):
+        return KnownModel(config=config, unknown=why)
+    try:
+        shape = shape_of(config)
+    except UnknownShape as error:
+        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is not known: {error}")
+    return KnownModel(shape.params, 2 * shape.params, config, shape)
+
+
+def asked_once(find_size: FindSize) -> FindSize:
+    """The same for one run, with its answer kept: the hub is asked for seconds."""
+    answers: list[ModelSize | NotKnown] = []
+
+    def ask(spec: RunSpec) -> ModelSize:
+        if not answers:
+            try:
+                answers.append(find_size(spec))
+            except NotKnown as error:
+                answers.append(error)
+        if isinstance(answers[0], NotKnown):
+            raise answers[0]
+        return answers[0]
+
+    return ask
+
+
+def active_params(shape: Shape) -> int:
+    """Parameters that a token goes through: of a mixture only the experts that are chosen, and the head, but not
+    the embedding, which is looked up."""
+    through = shape.text_params - (0 if shape.tied else shape.embedding_params)
+    if shape.experts is None:
+        return through
+    one = shape.experts
+    return through - shape.routed_params * (one.count - one.chosen) // one.count
+
+
+# DeepSpeed's configuration in a file of its own: it decides how weights are divided.
+
+
+def with_deepspeed(spec: RunSpec) -> RunSpec:
+    """Return the run with that file's content in its place (`grpo.deepspeed`), where it can be read from here."""
+    said = _elsewhere(spec)
+    if said is None:
+        return spec
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = json_in(Path(spec.workdir, said))
+    return replace(spec, grpo={**spec.grpo, "deepspeed": found}) if isinstance(found, dict) and found else spec
+
+
+def unread_deepspeed(spec: RunSpec) -> str:
+    """The file that says how weights are divided, and could not be read; empty where there is none."""
+    return _elsewhere(spec) or ""
+
+
+def _elsewhere(spec: RunSpec) -> str | None:
+    own: Any = (spec.trainer.accelerate or {}).get("deepspeed_config")
+    theirs = spec.grpo.get("deepspeed")
+    if theirs:
+        return theirs if isinstance(theirs, str) else None
+    named = own.get("deepspeed_config_file") if isinstance(own, Mapping) else None
+    return str(named) if named else None
+
+
+# The machines of each role: their GPUs, what these have to hold, and which kinds could hold it.
 
 # Of a GPU's memory: what is planned with; the rest is lost to fragments and to what other libraries keep.
 PLANNED_SHARE = 0.95

@@ -84,7 +84,6 @@ class StepPlan:
     step_s: float  # with `nodes` rollout nodes
     nodes: int
     source: Source
-    measured_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,6 @@ class CheckpointPlan:
         most: how many of a healthy run stay at a time, at most.
         base_bytes: of the base model, if it is the store's too.
         stay_bytes: of both, beside published policies and completions.
-        sent_usd: of a checkpoint's requests.
     """
 
     size_bytes: int
@@ -142,7 +140,6 @@ class CheckpointPlan:
     base_bytes: int
     stay_bytes: int | None
     stay_usd_per_month: float | None
-    sent_usd: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

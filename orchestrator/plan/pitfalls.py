@@ -9,10 +9,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.clouds.sky.work import places
-from orchestrator.plan.machines import computes, has_room, of_trainer
+from orchestrator.plan.machines import (
+    KnownModel,
+    completion_tokens,
+    computes,
+    grpo,
+    has_room,
+    of_trainer,
+    prompt_tokens,
+)
 from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
-from orchestrator.plan.models import KnownModel
-from orchestrator.plan.workload import completion_tokens, grpo, prompt_tokens
 from policies.model.gpus import VISIBLE, engine_gpus
 from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from policies.model.vocabulary import Market, Role

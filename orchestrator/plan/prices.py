@@ -1,17 +1,21 @@
-"""What a run's machines cost: by what its cloud offers, else by SkyPilot's catalog."""
+"""What a run's machines cost, by its cloud's offers or else SkyPilot's catalog; and where its store is."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpoint.store.run_store import Store
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import kinds_in
 from orchestrator.plan.model import CloudPrice
+from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices
@@ -159,3 +163,31 @@ def _first(prices: Iterable[float | None]) -> float | None:
 
 def _least(prices: Iterable[float | None]) -> float | None:
     return min((price for price in prices if price is not None), default=None)
+
+
+# The store's provider and region, as far as its URL and options tell.
+
+_STORE_CLOUDS = {"gs": "gcp", "az": "azure", "file": "local", "memory": "local", "sim": "aws"}
+_ENDPOINT = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_REGION = ("region", "default_region", "aws_region", "aws_default_region")
+_AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
+
+
+def store_place(store: Store) -> Place:
+    """Return where the store is; empty words for what is not known."""
+    scheme = store.url.partition("://")[0]
+    if scheme not in ("s3", "s3a"):
+        return Place(_STORE_CLOUDS.get(scheme, ""))
+    options = {str(key).lower(): str(value) for key, value in store.options.items()}
+    environment = {key.lower(): value for key, value in os.environ.items() if key.startswith("AWS_")}
+    endpoint, region = _first_named(_ENDPOINT, options, environment), _first_named(_REGION, options, environment)
+    if "r2.cloudflarestorage.com" in endpoint:
+        return Place("r2")
+    if endpoint and "amazonaws.com" not in endpoint:
+        return Place("")
+    found = _AWS_HOST.search(endpoint)
+    return Place("aws", found[1] if found else region)
+
+
+def _first_named(names: tuple[str, ...], *maps: Mapping[str, str]) -> str:
+    return next((one[name] for one in maps for name in names if one.get(name)), "")

@@ -1,14 +1,20 @@
-"""What a step takes, by estimate where no step has been measured: generation, training, the weights' way."""
+"""What a step takes: as the run's own log has it, else by estimate; generation, training, the weights' way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, median
 
-from orchestrator.plan.measured import Measured
+from checkpoint.records import metrics
+from checkpoint.records.metrics import logged, read_metrics, step_times
+from checkpoint.store import layout
+from checkpoint.store.run_store import Store
+from orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
 from orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from orchestrator.plan.models import KnownModel, active_params
-from orchestrator.plan.workload import grpo, passes_of, work_of
 from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum, usd_a_step
+from policies.fleet.measuring import shape_of
+from policies.ledger.accounting import surviving_rows
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, processes_of
 from policies.sizing import speed
@@ -18,6 +24,57 @@ from policies.sizing.speed import gpu_named
 from policies.sizing.training import adapter_params, lora_of, training_of
 from policies.weights.adapters import engine_type, why_whole
 from policies.weights.tensors import WIDTH, served_types
+
+LAST_STEPS = 50  # completions change their length as a run goes on
+COMPLETION_TOKENS = "completions/mean_length"  # TRL's
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of the last LAST_STEPS logged steps. None: it was not logged.
+
+    Attributes:
+        steps: over how many.
+        step_s: the median, from one logged step to the next.
+        generated_s: the median of what completions take of it.
+        shape: what of a step nodes share, by the rule that the controller buys by.
+        completion_tokens: of a completion, on average.
+        sent_share: bytes that went to the store, of those that the published weights have.
+    """
+
+    steps: int
+    step_s: float
+    generated_s: float | None = None
+    shape: StepShape | None = None
+    completion_tokens: float | None = None
+    sent_share: float | None = None
+
+
+def measure(store: Store) -> Measured | None:
+    """Read the log of the run in this store; None where there is no run, or it has not made two steps.
+
+    Raises StoreError.
+    """
+    if store.get_or_none(layout.RUN) is None:
+        return None
+    rows = surviving_rows(read_metrics(store))
+    rows = [one for one in rows if one.timeline == rows[-1].timeline][-LAST_STEPS - 1 :]
+    gaps = [(after.time_s - before.time_s) / (after.step - before.step) for before, after in pairwise(rows)]
+    if not gaps:
+        return None
+    timed, lengths = step_times(rows), logged(rows[1:], COMPLETION_TOKENS)
+    sent, whole = (sum(logged(rows[1:], name)) for name in (metrics.PUBLISHED_BYTES, metrics.WEIGHTS_BYTES))
+    return Measured(
+        steps=len(gaps),
+        step_s=median(gaps),
+        generated_s=median(one.generated_s for one in timed) if timed else None,
+        shape=shape_of(timed),
+        completion_tokens=mean(lengths) if lengths else None,
+        sent_share=sent / whole if whole else None,
+    )
+
+
+# Estimates.
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
 SHOWN_NODES = 8
@@ -218,5 +275,4 @@ def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: M
         step_s=measured.step_s,
         nodes=nodes,
         source="measured",
-        measured_steps=measured.steps,
     )

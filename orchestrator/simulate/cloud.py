@@ -1,20 +1,186 @@
-"""The simulated cloud: who has which machine, what it takes back, and what it has charged."""
+"""The simulated cloud: its machines, what it takes back, what it has charged; how long things take, what they
+cost.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 
+from checkpoint.records.metrics import MetricsWriter
+from checkpoint.stream.catalog import Catalog
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.simulate.machine import Box
-from orchestrator.simulate.physics import Physics, Prices
-from orchestrator.simulate.store import Objects, SimulatedStore
+from orchestrator.simulate.store import Objects, SimulatedStore, Trouble
 from orchestrator.simulate.weather import DEAREST, Weather, Zone
 from policies.control.snapshot import Machine
 from policies.model.node_contract import TIMELINE_ENV
-from policies.model.pools import PoolOffer
-from policies.model.vocabulary import Market, Refusal, Role, kind_of
+from policies.model.pools import Pool, PoolOffer
+from policies.model.vocabulary import (
+    MachineState,
+    Market,
+    PolicyVersion,
+    Precedence,
+    Refusal,
+    Role,
+    kind_of,
+    precedence_of,
+    role_of,
+)
+
+EPOCH_S = 1.7e9  # of the simulated clocks' zero
+
+
+@dataclass(frozen=True, slots=True)
+class Physics:
+    """A step takes `fixed_s + generation_node_s / n` seconds on n nodes.
+
+    A machine is there `launch_s` after it was asked for, and set up `setup_s` later; a rollout node then takes the
+    weights, the first of a fleet in `first_weights_s` from the store, others in `weights_s` from it. Each of these
+    times differs from machine to machine by up to `spread`, a share of it.
+
+    A trainer that generates by itself takes `own_slower` times as long for it as one node: on as many GPUs, by
+    transformers' `generate` and not by vLLM.
+    """
+
+    fixed_s: float = 60.0
+    generation_node_s: float = 120.0
+    launch_s: float = 60.0
+    setup_s: float = 120.0
+    first_weights_s: float = 120.0
+    weights_s: float = 30.0
+    spread: float = 0.3
+    own_slower: float = 10.0
+    take_back_s: float = 120.0  # from a cloud's notice to the end
+    noticed: float = 0.7  # the share of machines that are taken with a notice
+    save_steps: int = 5
+    behind_steps: int = 100  # so far ahead of the store a trainer may go
+
+    def step_s(self, nodes: float) -> float:
+        """Seconds of a step on so many nodes, a slower one counting for less."""
+        return self.fixed_s + self.generation_node_s / nodes
+
+    def about(self, usual_s: float, random: Random) -> float:
+        return usual_s * random.uniform(1 - self.spread, 1 + self.spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """USD an hour of one machine. The defaults: an H200 on demand, and half of a pair of H200 on spot."""
+
+    trainer_usd_per_h: float = 3.96
+    node_usd_per_h: float = 3.96
+    spot_usd_per_h: float = 1.19
+
+
+# A step a second or so, and machines that come within minutes: for stories in which faults are what takes time.
+BRISK = Physics(
+    fixed_s=3.0,
+    generation_node_s=4.0,
+    launch_s=30.0,
+    setup_s=40.0,
+    first_weights_s=20.0,
+    weights_s=10.0,
+    spread=0.2,
+)
+
+
+# One machine as it is; its cloud shows a `Machine` of it.
+
+
+@dataclass
+class Box:
+    """A machine, and the work on it."""
+
+    node: str
+    store: SimulatedStore
+    market: Market
+    zone: str  # empty where nobody asks: of machines on demand
+    up_at_s: float
+    works_in_s: float  # from then on, or from the start of a later attempt
+    attempt: int
+    timeline: int
+    works_at_s: float
+    key: str = ""  # of its zone
+    pool: Pool | None = None
+    speed: float = 1.0
+    never_works: bool = False
+    exit_code: int | None = None
+    reported_code: int | None = None  # what it got through to the store
+    gone: bool = False
+    notice: bool = False
+    taken_at_s: float | None = None  # when the cloud takes it
+    rebalance_recommended: bool = False
+    step: float = -1.0  # -1: it has not begun
+    writes: int = 0  # of its gateway's
+    listens_as: str = ""  # the gateway's boot that has told the store where it listens
+    cut_off_s: float = 0.0
+    sealed: PolicyVersion | None = None  # its newest checkpoint, which may still wait in its spool
+    spool: list[PolicyVersion] = field(default_factory=list)
+    generated_s: float = 0.0  # in the present step
+    generated_node_s: float = 0.0
+    own_s: float = 0.0  # of these seconds, those in which its trainer generated itself
+    alone_s: float = 0.0  # for which it has had no rollout node
+    generates_itself: bool = False
+
+    def __post_init__(self) -> None:
+        self.role = role_of(self.node)
+        self.catalog = Catalog(self.store, self.node)
+        self.log = MetricsWriter(self.store)
+
+    @property
+    def precedence(self) -> Precedence:
+        return precedence_of(self.timeline, self.node, self.attempt)
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.store.trouble is not Trouble.NONE
+
+    @property
+    def holds(self) -> bool:
+        """Whether it counts among the machines that its zone may give."""
+        return not self.gone and not (self.notice and self.taken_at_s is not None)
+
+    def is_up(self, time_s: float) -> bool:
+        return not self.gone and time_s >= self.up_at_s
+
+    def at_work(self, time_s: float) -> bool:
+        alive = not self.gone and self.exit_code is None and not self.never_works
+        return alive and time_s >= self.works_at_s
+
+    def begin(self, attempt: int, timeline: int, time_s: float) -> None:
+        """Begin an attempt of its work, once the machine is there."""
+        self.attempt, self.timeline = attempt, timeline
+        self.exit_code, self.reported_code, self.step = None, None, -1.0
+        self.works_at_s = max(time_s, self.up_at_s) + self.works_in_s
+
+    def lose(self) -> None:
+        """The cloud takes it, and what lies on it."""
+        self.gone = True
+        self.spool.clear()
+
+    def shown(self, time_s: float, usd_per_h: float, on_demand_usd_per_h: float) -> Machine:
+        """What its cloud says of it."""
+        if time_s < self.up_at_s and not self.gone:
+            return Machine(self.node, MachineState.STARTING, attempt=0)
+        return Machine(
+            self.node,
+            MachineState.GONE if self.gone else MachineState.UP,
+            self.attempt,
+            self.reported_code,
+            "preempted" if self.gone else "",
+            self.notice,
+            self.market,
+            usd_per_h,
+            on_demand_usd_per_h,
+            self.zone if self.pool is None else f"{self.pool.place} {self.pool.machine}",
+            self.pool,
+            self.rebalance_recommended,
+        )
+
+
+# The cloud.
 
 ASKED_EVERY_S = 3600.0  # as `orchestrator.control.prices`: what pools are said to cost is that old
 REFUSED_S = 20.0  # that a refusal takes, where the cloud goes from zone to zone by itself

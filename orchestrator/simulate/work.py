@@ -17,9 +17,7 @@ from checkpoint.records import documents, metrics
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.catalog import Checkpoint, Revision
-from orchestrator.simulate.cloud import SimulatedCloud
-from orchestrator.simulate.machine import Box
-from orchestrator.simulate.physics import EPOCH_S
+from orchestrator.simulate.cloud import EPOCH_S, Box, SimulatedCloud
 from policies.control.rollback.choice import choose_start
 from policies.control.snapshot import OWN_GENERATION, Trainer
 from policies.detect.divergence import Health, Verdict

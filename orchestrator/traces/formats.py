@@ -1,7 +1,7 @@
 """The formats in which trainers leave their metrics; each reader hands on rows under the file's own names.
 
-In this order: a console's text and its progress bars, tables, JSON documents, TensorBoard's event files, trackio's
-database. Which of them a file is, `read` decides. What the names mean, `names` knows.
+In this order: a console's text and its progress bars, tables, JSON documents, TensorBoard's event files. `read`
+decides which of them a file is; `names` knows what the names mean.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import csv
 import json
 import math
 import re
-import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import dropwhile, groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +189,7 @@ def _fits(steps: Sequence[int]) -> tuple[int, int]:
     return len(rises), math.gcd(*rises)
 
 
-# Tables: CSV, the same with tabs, as a notebook's table is copied, and Markdown's, as pasted into an issue.
+# Tables: CSV, and the same with tabs, as a notebook's table is copied.
 # Weights & Biases exports a chart with a column for each run and metric, `RUN - train/kl`, and the extremes of the
 # points that the chart drew as one, `RUN - train/kl__MIN` and `__MAX`. Those are not the metric.
 _EXTREMES = ("__MIN", "__MAX")
@@ -209,15 +207,6 @@ def read_table(lines: Sequence[str]) -> Iterator[Row]:
         yield from _named(csv.reader(lines, delimiter=_separator(lines[0])))
     except csv.Error as error:
         raise Unreadable(f"as CSV: {error}") from None
-
-
-def read_markdown(text: str) -> Iterator[Row]:
-    """Yield the rows of the tables amid the text; the dashes below a header are a row without a number."""
-    for is_piped, block in groupby(text.splitlines(), key=lambda line: "|" in line):
-        if is_piped:
-            lines = (line.strip().removeprefix("|").removesuffix("|").split("|") for line in block)
-            cells = ([cell.strip() for cell in line] for line in lines)
-            yield from _named(dropwhile(lambda header: not _has_metric(header), cells))
 
 
 def _has_metric(header: Sequence[str]) -> bool:
@@ -249,9 +238,7 @@ def _by_run(cells: Mapping[str, str]) -> list[Row]:
     return [{**shared, **own, "run_name": run} for run, own in by_run.items()] or [shared]
 
 
-# JSON documents: a `trainer_state.json`, a list of rows, an object that holds one, columns, one row, a notebook.
-_TABLE, _ROW = re.compile(r"<table.*?</table>", re.DOTALL), re.compile(r"<tr.*?</tr>", re.DOTALL)
-_CELL, _TAG = re.compile(r"<t[dh][^>]*>(.*?)</t[dh]>", re.DOTALL), re.compile(r"<[^>]*>")
+# JSON documents: a `trainer_state.json`, a list of rows, an object that holds one, columns, one row.
 
 
 def parse_json(text: str) -> tuple[Any, str]:
@@ -269,7 +256,7 @@ def parse_json(text: str) -> tuple[Any, str]:
 
 
 def read_document(document: list[Any] | dict[str, Any]) -> Log:
-    """Return the rows of any document but a notebook."""
+    """Return the rows of a document."""
     if isinstance(document, list):
         return Log(_objects(document))
     history = document.get("log_history")
@@ -282,31 +269,6 @@ def read_document(document: list[Any] | dict[str, Any]) -> Log:
         return Log(_of_columns(lists))
     tables = [_objects(value) for value in lists.values()]
     return Log(max(tables, key=len, default=[]) or [document])
-
-
-def notebook_text(cells: list[Any]) -> str:
-    """Return what a Jupyter notebook's cells printed; HTML tables as Markdown's."""
-    parts: list[str] = []
-    for cell in _objects(cells):
-        outputs = cell.get("outputs")
-        for output in _objects(outputs) if isinstance(outputs, list) else ():
-            data = output.get("data")
-            data = data if isinstance(data, dict) else {}
-            parts += [_table_text(table) for table in _TABLE.findall(_joined(data.get("text/html")))]
-            parts.append(_joined(output.get("text")) or _joined(data.get("text/plain")))
-    return "\n".join(parts)
-
-
-def _joined(lines: Any) -> str:
-    """A notebook keeps text as one string or as a list of lines."""
-    if isinstance(lines, list):
-        return "".join(line for line in lines if isinstance(line, str))
-    return lines if isinstance(lines, str) else ""
-
-
-def _table_text(table: str) -> str:
-    rows = [[_TAG.sub("", cell).strip() for cell in _CELL.findall(row)] for row in _ROW.findall(table)]
-    return "\n".join(["| " + " | ".join(row) + " |" for row in rows if row] + [""])
 
 
 def _objects(rows: list[Any]) -> list[Row]:
@@ -357,21 +319,3 @@ def read_events(path: Path) -> Iterator[Row]:
         raise Unreadable(error.strerror or str(error)) from None
     except (DecodeError, TypeError, ValueError) as error:
         raise Unreadable(f"as a TensorBoard event file: {' '.join(str(error).split())}") from None
-
-
-# trackio's database: SQLite, a table `metrics` with a row for each call of `log`, its values as JSON.
-SQLITE_MAGIC = b"SQLite format 3\0"
-_LOGGED = "SELECT run_name, step, metrics FROM metrics ORDER BY rowid"
-
-
-def read_trackio(path: Path) -> Iterator[Row]:
-    """Yield the rows of every run in the database, in the order in which they were logged. Raises Unreadable."""
-    try:
-        # Read-only, so that a training that writes it is not disturbed.
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            for run, at, values in database.execute(_LOGGED):
-                logged = json.loads(values)
-                if isinstance(logged, dict):
-                    yield {"step": at, **logged, "run_name": str(run)}
-    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
-        raise Unreadable(f"as a trackio database: {' '.join(str(error).split())}") from None

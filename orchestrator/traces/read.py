@@ -22,25 +22,20 @@ from pathlib import Path
 from orchestrator.traces import names
 from orchestrator.traces.formats import (
     EVENT_FILE,
-    SQLITE_MAGIC,
     Log,
     Unreadable,
     is_table,
-    notebook_text,
     parse_json,
     read_console,
     read_document,
     read_events,
-    read_markdown,
     read_table,
-    read_trackio,
 )
 from orchestrator.traces.names import TIMELINE, TRAINING, Row, Values
 from policies.detect.divergence import Point
 
 EXPECTED = (
-    "expected a trainer's log, trainer_state.json, JSON lines, CSV with a header, "
-    "a TensorBoard event file or a trackio database"
+    "expected a trainer's log, trainer_state.json, JSON lines, CSV with a header, or a TensorBoard event file"
 )
 STDIN = Path("-")
 COLUMNS_SHOWN = 12
@@ -127,8 +122,6 @@ def _log(path: Path) -> Log:
     data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     if data.startswith(WANDB_MAGIC):
         raise Unreadable(WANDB_NEEDED)
-    if data.startswith(SQLITE_MAGIC):
-        return Log(list(read_trackio(path)))
     text = _text(data)
     del data  # a console's log may have hundreds of megabytes
     return _log_of_text(text, path.suffix == ".json")
@@ -150,16 +143,12 @@ def _text(data: bytes) -> str:
 
 def _log_of_text(text: str, named_json: bool) -> Log:
     document, damage = parse_json(text)
-    if isinstance(document, dict) and isinstance(document.get("cells"), list):
-        return _log_of_text(notebook_text(document["cells"]), named_json=False)
     if isinstance(document, (list, dict)):
         return read_document(document)
     first = _LINE.search(text)
     if first and is_table(first.group()):
         return Log(list(read_table([line for line in text.replace("\r", "\n").split("\n") if line.strip()])))
     log = Log(read_console(text))
-    if not runs(log):
-        log = Log(list(read_markdown(text)) or log.rows)
     if named_json and damage and not runs(log):
         raise Unreadable(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")
     return log

@@ -9,8 +9,7 @@ from typing import Any, assert_never
 from checkpoint.journal import Record
 from checkpoint.records.documents import RehearsedFault
 from checkpoint.store.codec import event_to_plain
-from orchestrator.views.words.lineage import effect_words, skipped_words, start_words
-from orchestrator.views.words.numbers import duration, moment
+from orchestrator.views.words import duration, effect_words, moment, skipped_words, start_words
 from policies.model import exit_codes
 from policies.model.events import (
     BudgetNeared,
@@ -107,26 +106,12 @@ def sentence(event: Event) -> str:
             return f"Controller {event.host}/{event.pid} took the run: {event.reason}"
         case RunMoved():
             return f"Run {_RUN_VERBS[event.phase]}: {event.reason}"
-        case NodeRequested():
-            most = f", for at most {event.most_usd_per_h:.2f} USD an hour" if event.most_usd_per_h else ""
-            return f"{event.node} was asked for {market_words(event.market)}{most}: {event.reason}"
-        case NodeMoved(phase=NodePhase.REFUSED):
-            why = _REFUSALS[event.refusal or Refusal.UNKNOWN]
-            return f"{event.node} was refused, {why}: {event.reason}"
-        case NodeMoved():
-            return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
+        case NodeRequested() | NodeMoved() | RebalanceRecommended() | MachineBought():
+            return _machine(event)
         case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
             return _fleet(event)
-        case RebalanceRecommended():
-            return f"{event.node} has a rebalance recommendation of its cloud: {event.reason}"
         case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet():
             return _money(event)
-        case MachineBought():
-            where = event.where or "here"
-            price = f"{event.price_usd_per_h:.2f} USD an hour"
-            dearer = event.on_demand_usd_per_h > event.price_usd_per_h
-            other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if dearer else ""
-            return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}{other}"
         case JobExited():
             why = f": {event.reason}" if event.reason else ""
             ended = f"{event.node} {_end_words(event.exit_code)} at step {event.step}"
@@ -159,6 +144,28 @@ def sentence(event: Event) -> str:
             return "The trainer can work with run.yaml: rollout nodes are asked for from now on"
         case DataSetAside():
             return f"{event.key} in the store cannot be read and is left out: {event.why}"
+        case _:
+            assert_never(event)
+
+
+def _machine(event: NodeRequested | NodeMoved | RebalanceRecommended | MachineBought) -> str:
+    match event:
+        case NodeRequested():
+            most = f", for at most {event.most_usd_per_h:.2f} USD an hour" if event.most_usd_per_h else ""
+            return f"{event.node} was asked for {market_words(event.market)}{most}: {event.reason}"
+        case NodeMoved(phase=NodePhase.REFUSED):
+            why = _REFUSALS[event.refusal or Refusal.UNKNOWN]
+            return f"{event.node} was refused, {why}: {event.reason}"
+        case NodeMoved():
+            return f"{event.node} {_NODE_VERBS[event.phase]}: {event.reason}"
+        case RebalanceRecommended():
+            return f"{event.node} has a rebalance recommendation of its cloud: {event.reason}"
+        case MachineBought():
+            where = event.where or "here"
+            price = f"{event.price_usd_per_h:.2f} USD an hour"
+            dearer = event.on_demand_usd_per_h > event.price_usd_per_h
+            other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if dearer else ""
+            return f"{event.node} has a machine {market_words(event.market)}, {where}, at {price}{other}"
         case _:
             assert_never(event)
 

@@ -1,4 +1,4 @@
-"""What there is to see of a run at one moment: the model that every view draws, and its JSON twin."""
+"""A run at one moment: the model that every view draws, and its JSON twin."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine, event_json
-from orchestrator.views.measured.lanes import LaneState, Stretch
-from orchestrator.views.measured.step_split import StepSplit
-from orchestrator.views.weights import WeightsView
+from orchestrator.views.measured import NodeState, StepSplit, WeightsView
+from orchestrator.views.words import duration, moment
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
@@ -37,8 +36,7 @@ class NodeView:
     engines: int = 1  # of a rollout node, as it says itself
     engines_serving: int = 0
     pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
-    state: LaneState = LaneState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
-    lane: tuple[Stretch, ...] = ()  # what its slot was at in the last hour, the newest last
+    state: NodeState = NodeState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
     tokens_per_s: float | None = None  # as its engines count; None before two looks
 
 
@@ -77,7 +75,6 @@ class MoneyView:
     usd_per_million_tokens: float | None  # that were trained on, so far
     forecast_usd: float | None  # at the end, as it goes now
     budget_usd: float | None
-    budget_usd_per_h: float | None
     not_counted: str
 
 
@@ -87,15 +84,6 @@ class CheckpointView:
 
     version: str
     age_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipView:
-    """A change of the gateway's members, as old as it was when the gateway wrote it down."""
-
-    seq: int
-    ago_s: float
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +137,6 @@ class DaemonView:
     alive: bool
     host: str | None = None
     pid: int | None = None
-    renewed_s_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +172,6 @@ class RunView:
     set_aside: tuple[SetAsideView, ...]  # what could not be read so far, each object once
     daemon: DaemonView
     recent: tuple[Row, ...]
-    membership: tuple[MembershipView, ...]  # the newest last; empty when the gateway is not heard from
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # the newest policy on its way; None before the first
     parked_s: float | None = None  # for how long it has been parked; None: it is not
@@ -215,3 +201,34 @@ def health_of(state: RunState) -> HealthView:
     if state.watched is not None:
         return HealthView(Health.WATCH, state.watched.step, state.watched.onset_step, state.watched.evidence)
     return HealthView()
+
+
+# The way to a run's deadline in words, for the terminal and the run page.
+
+
+def deadline_words(view: RunView) -> list[str]:
+    """When it is, where the run is on the way, and what keeps it, the most important first; empty without one."""
+    told = view.deadline
+    if told is None:
+        return []
+    words = [moment(told.deadline_s)]
+    if told.ended_s is not None:
+        apart_s = told.deadline_s - told.ended_s
+        return [*words, f"kept, {duration(apart_s)} before" if apart_s >= 0 else f"missed by {duration(-apart_s)}"]
+    if told.end_s is not None:
+        words.append(f"ends {moment(told.end_s)}")
+    if told.expected_step is not None:
+        words.append(f"step {view.step:,}, {told.expected_step:,.0f} expected{': behind' * bool(told.behind)}")
+    if told.nodes is not None:
+        many = "1 node keeps it" if told.nodes == 1 else f"{told.nodes} nodes keep it"
+        words.append(many if told.nodes else "out of reach")
+    return words
+
+
+def is_late(view: RunView) -> bool:
+    """Whether the deadline is missed, or will be as it goes now."""
+    told = view.deadline
+    if told is None:
+        return False
+    ends_s = told.end_s if told.ended_s is None else told.ended_s
+    return told.nodes == 0 or (ends_s is not None and ends_s > told.deadline_s)

@@ -18,7 +18,7 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.views.words.numbers import NOT_KNOWN, duration, moment, short, usd
+from orchestrator.views.words import NOT_KNOWN, duration, moment, short, usd
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 

@@ -1,6 +1,6 @@
 """A run as a picture: the four panels people know, and KL against its limit, as PNG.
 
-Lines are those of the run's present timeline. What rollbacks abandoned is drawn in grey, below them.
+A run's lines are those of its present timeline. What rollbacks abandoned is drawn in grey, below them.
 """
 
 from __future__ import annotations

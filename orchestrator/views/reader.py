@@ -23,7 +23,7 @@ from checkpoint.store.run_store import Entry, Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
-from orchestrator.views.measured.lanes import LANE_S, Lanes, LaneState, phase_state
+from orchestrator.views.measured import NodeState, phase_state
 from policies.control.snapshot import Trainer
 from policies.ledger.accounting import split_by_line, surviving_rows
 from policies.ledger.rentals import ControllerRental
@@ -34,7 +34,6 @@ from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
 
-LANE_SEGMENTS = (1, 8)  # of the journal before its end; more where one does not reach back as far as a lane
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)
 KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
@@ -53,7 +52,7 @@ class Reader:
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node has gone
-        self.lanes = Lanes()
+        self.states: dict[str, NodeState] = {}  # by slot
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
         self.rows: list[Row] = []  # every step, as last logged
@@ -124,10 +123,7 @@ class Reader:
 
     def _recent(self) -> list[Record]:
         """The entries to begin with: enough for the newest events, and for the last node of every slot."""
-        for overlap in LANE_SEGMENTS:
-            recent = journal.recover(self.store, overlap)
-            if not recent.before.epoch or recent.before.told_s <= recent.state.told_s - LANE_S:
-                break
+        recent = journal.recover(self.store, overlap=1)
         told = {node.slot for node in recent.before.nodes.values()}
         told |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}
         if recent.state.slots.keys() - told:
@@ -135,7 +131,7 @@ class Reader:
         self.state = recent.before
         self._see_nodes()
         for slot, node in self.newest_node.items():
-            self.lanes.told(slot, LaneState(node.phase), node.since_s)
+            self.states[slot] = NodeState(node.phase)
         return recent.records
 
     def _read_record(self, record: Record) -> None:
@@ -149,11 +145,11 @@ class Reader:
         self._see_nodes()
         match event:
             case NodeRequested():
-                self.lanes.told(event.slot, LaneState.REQUESTED, time_s)
+                self.states[event.slot] = NodeState.REQUESTED
             case NodeMoved():
                 node = before.nodes[event.node]
                 if self.newest_node[node.slot].id == node.id:
-                    self.lanes.told(node.slot, phase_state(event.phase, node.phase), time_s)
+                    self.states[node.slot] = phase_state(event.phase, node.phase)
                     if event.phase in ENDED:  # the fold forgets it, people want to see it
                         left = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
                         self.newest_node[node.slot] = left

@@ -17,20 +17,23 @@ from checkpoint.records.metrics import Row, logged
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
 from checkpoint.stream.transfer import export_of
-from orchestrator.plan.store_place import store_place
+from orchestrator.plan.prices import store_place
+from orchestrator.views.measured import WeightsView, policy_stage_words, weights_view, weights_words
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader
-from orchestrator.views.weights import WeightsView, policy_stage_words, weights_view, weights_words
-from orchestrator.views.words.lineage import (
+from orchestrator.views.words import (
+    NOT_KNOWN,
     Change,
     change_words,
     changes_of,
+    duration,
+    short,
     skipped_of,
     skipped_words,
     stage_words,
     start_words,
+    usd,
 )
-from orchestrator.views.words.numbers import NOT_KNOWN, duration, short, usd
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
 from policies.fleet.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of

@@ -1,24 +1,30 @@
-"""Looks at a run: its store and what its gateway last wrote, as a RunView."""
+"""A run as a RunView, from its store and its gateway's last status; `Looker` looks again and again."""
 
 from __future__ import annotations
 
 import math
+import socket
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
+from checkpoint.records.documents import Lease
 from checkpoint.records.metrics import Row, logged, step_times
+from checkpoint.store.run_store import Store
+from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
 from orchestrator.control.metrics_watch import RECENT_ROWS
-from orchestrator.views.measured.step_split import step_split
+from orchestrator.control.observe import GatewayWatch
+from orchestrator.control.run_clock import awake_or_asleep_s
+from orchestrator.views.measured import newest_weights, state_now, step_split
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
     DeadlineView,
     FleetView,
-    MembershipView,
     MoneyView,
     NodeView,
     RollbackView,
@@ -28,8 +34,7 @@ from orchestrator.views.model import (
     health_of,
 )
 from orchestrator.views.reader import Reader
-from orchestrator.views.weights import newest_weights
-from orchestrator.views.words.lineage import stage_words
+from orchestrator.views.words import stage_words
 from policies.control.fleet.deadline import course_of
 from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
 from policies.control.fleet.spending import caps_of
@@ -49,7 +54,6 @@ from policies.serving.joining import Stage
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now
 EVENTS_SHOWN = 20
-MEMBERSHIP_SHOWN = 5
 NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -100,7 +104,7 @@ def described(
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=tuple(
-            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway, now_s)
+            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway)
         ),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, beat, now_s, eta_s),
@@ -111,7 +115,6 @@ def described(
         set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
-        membership=_membership(gateway),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
         step_split=step_split(pace),
         weights=newest_weights(rows, gateway.versions if gateway else ()),
@@ -186,7 +189,6 @@ def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> Mone
         usd_per_million_tokens=spent / tokens * 1e6 if tokens else None,
         forecast_usd=None if eta_s is None else spent + rate * eta_s / 3600,
         budget_usd=caps.usd,
-        budget_usd_per_h=caps.usd_per_h,
         not_counted=not_counted(reader.spec),
     )
 
@@ -205,7 +207,6 @@ def _nodes(
     reader: Reader,
     beat: Trainer | None,
     gateway: GatewayStatus | None,
-    now_s: float,
 ) -> tuple[NodeView, ...]:
     """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
@@ -216,11 +217,9 @@ def _nodes(
     return tuple(
         replace(
             _node(reader, node, beat, members[node.id], coming.get(node.id)),
-            state=state,
-            lane=lane,
+            state=state_now(reader.states[node.slot], node.role, members[node.id]),
         )
         for node in newest
-        for state, lane in [reader.lanes.look(node.slot, node.role, members[node.id], now_s)]
     )
 
 
@@ -259,13 +258,6 @@ def _unfit_words(member: MemberStatus) -> str:
     return member.unfit if member.engines == 1 else f"{member.node}: {member.unfit}"
 
 
-def _membership(gateway: GatewayStatus | None) -> tuple[MembershipView, ...]:
-    if gateway is None:
-        return ()
-    last = gateway.changes[-MEMBERSHIP_SHOWN:]
-    return tuple(MembershipView(one.seq, gateway.up_s - one.at_s, " ".join(one.reason.split())) for one in last)
-
-
 def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
     listed = reader.listed
     if not listed:
@@ -284,8 +276,7 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
     lease = reader.lease
     if lease is None:
         return DaemonView(alive=False)
-    ago_s = max(0.0, now_s - lease.renewed_at_s)
-    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid, ago_s)
+    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid)
 
 
 def _step_s(rows: Sequence[Row]) -> float | None:
@@ -298,3 +289,122 @@ def _tokens_per_s(rows: Sequence[Row]) -> float | None:
     if len(rows) < 2 or rows[-1].time_s <= rows[0].time_s:
         return None
     return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)
+
+
+# Looking: what was read is kept, so that each look reads what is new.
+
+
+class Looker:
+    """Keeps what was read, so that each look reads what is new. Raises NotFound when there is no run."""
+
+    def __init__(self, store: Store) -> None:
+        self.reader = Reader(store)
+        self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
+        self.rates = Rates()
+        self._time = RunTime()
+        self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
+
+    def look(self) -> RunView:
+        """The run as it is now. Raises StoreError."""
+        self.gateway = self._watch.look()
+        self.rates.see(self.gateway)
+        self.reader.refresh()
+        return described(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
+
+    def settle(self, wait: Callable[[float], object] = time.sleep) -> float:
+        """Read the run and return its time, for a command that looks once. Raises StoreError.
+
+        Where another machine steers and this one's clock disagrees with the lease, it waits some seconds for the
+        lease to be renewed. No renewal: the holder is dead, and this machine's clock has to do.
+        """
+        self.reader.refresh()
+        now_s = self._now_s()
+        for _ in range(LOOKS):
+            if self.reader.state.phase in TERMINAL_RUN or self._time.is_settled(self.reader.lease):
+                break
+            wait(LOOK_EVERY_S)
+            self.reader.refresh()
+            now_s = self._now_s()
+        return now_s
+
+    def _now_s(self) -> float:
+        return self._time.now_s(self.reader.lease, self.reader.state.told_s)
+
+
+class Rates:
+    """Tokens a second of each machine, from its engines' counts in two statuses.
+
+    An engine that restarted is counted from its restart.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, int]] = {}  # by member: when its engine had counted how many tokens
+        self.by_machine: Mapping[str, float] = {}
+
+    def see(self, gateway: GatewayStatus | None) -> None:
+        """The gateway's newest status; None when it is not heard from."""
+        members = [] if gateway is None else gateway.members
+        counts = {one.node: (gateway.up_s, one.engine.tokens) for one in members if one.engine and gateway}
+        rates = defaultdict[str, float](float)
+        moved = False
+        for node, (at_s, tokens) in counts.items():
+            before_s, before = self._counts.get(node, (at_s, tokens))
+            moved |= at_s != before_s
+            if at_s > before_s and tokens >= before:
+                rates[machine_of(node)] += (tokens - before) / (at_s - before_s)
+        if moved or not counts:
+            self.by_machine = dict(rates)
+        self._counts = counts
+
+
+class RunTime:
+    """The clock of the run: that of the controller that journals, not the viewer's, which may be hours off.
+
+    The holder of the lease writes its own time with each renewal. `wall` is this machine's clock, used until a
+    renewal was seen; `clock` is one that is never set.
+    """
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, clock: Callable[[], float] = awake_or_asleep_s
+    ) -> None:
+        self._wall, self._clock = wall, clock
+        self._lease: Lease | None = None
+        self._looked_at_s: float | None = None
+        self._ahead_s: float | None = None  # of `clock`; as of the renewal that was seen soonest
+        self._epoch = 0  # of whose clock that is
+
+    def now_s(self, lease: Lease | None, told_s: float) -> float:
+        """Return the seconds since the epoch, for the run.
+
+        Args:
+            lease: as just read.
+            told_s: when the last event was journalled: it is later than that.
+        """
+        at_s = self._clock()
+        if lease is not None and self._is_fresh(lease, at_s):
+            self._see(lease, at_s)
+        self._lease, self._looked_at_s = lease, at_s
+        reckoned_s = self._wall() + _set_by_s(lease) if self._ahead_s is None else at_s + self._ahead_s
+        return max(reckoned_s, told_s, 0.0 if lease is None else lease.run_time_s)
+
+    def is_settled(self, lease: Lease | None) -> bool:
+        """Whether the run's time is known, or no renewal of this lease can be expected to tell it."""
+        if self._ahead_s is not None or lease is None or lease.host == socket.gethostname():
+            return True
+        behind_s = self._wall() - lease.renewed_at_s
+        return abs(behind_s) < lease.ttl_s or behind_s > NO_SKEW_S
+
+    def _is_fresh(self, lease: Lease, at_s: float) -> bool:
+        """Whether it was written since a look shortly before."""
+        looked_at_s = self._looked_at_s
+        return lease != self._lease and looked_at_s is not None and at_s - looked_at_s <= TTL_S
+
+    def _see(self, lease: Lease, at_s: float) -> None:
+        ahead_s = lease.run_time_s - at_s
+        known_s = self._ahead_s if lease.epoch == self._epoch else None
+        self._ahead_s, self._epoch = max(ahead_s, ahead_s if known_s is None else known_s), lease.epoch
+
+
+def _set_by_s(lease: Lease | None) -> float:
+    """How far the run's clock is ahead of that of the holder's machine, which was set since the holder started."""
+    return 0.0 if lease is None else lease.run_time_s - lease.renewed_at_s

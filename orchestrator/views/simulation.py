@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from orchestrator.simulate.outcome import ON_DEMAND, THIS_RUN, Outcome
 from orchestrator.simulate.stories import Told
+from orchestrator.simulate.world import ON_DEMAND, THIS_RUN, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from checkpoint.security import identity
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.surface.listener import listening
+from orchestrator.web.access import browser_context
 from orchestrator.web.app import Site
-from orchestrator.web.certificate import browser_context
 from orchestrator.web.watch import Watch
 
 HERE = "127.0.0.1"

@@ -22,8 +22,8 @@ from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from orchestrator.views.events import EventLine, lines, rehearsed_line
-from orchestrator.views.looker import Looker
 from orchestrator.views.model import RunView
+from orchestrator.views.run_view import Looker
 from policies.control.snapshot import Trainer
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event

@@ -20,7 +20,7 @@ import yaml
 from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.processes import carries_mark, kill_all, marked_processes, on_record
+from orchestrator.clouds.local import carries_mark, kill_all, marked_processes, on_record
 from policies.model.node_contract import MACHINE
 from policies.model.state import RunState
 from tests.budget import HANG_S

@@ -19,7 +19,7 @@ from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog
-from orchestrator.clouds.local.processes import marked_processes
+from orchestrator.clouds.local import marked_processes
 from policies.model import exit_codes
 from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import RUN_TIMEOUT_S, finish, make_tiny, tiny_run

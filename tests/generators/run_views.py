@@ -8,22 +8,19 @@ from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
 from orchestrator.views.events import EventLine
-from orchestrator.views.measured.lanes import LANE_S, LaneState, Stretch
-from orchestrator.views.measured.step_split import StepSplit
+from orchestrator.views.measured import NodeState, StepSplit, WeightsView
 from orchestrator.views.model import (
     CheckpointView,
     DaemonView,
     DeadlineView,
     FleetView,
     HealthView,
-    MembershipView,
     MoneyView,
     NodeView,
     RollbackView,
     RunView,
     StoppedKindView,
 )
-from orchestrator.views.weights import WeightsView
 from policies.detect.divergence import Health
 from policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
 from policies.serving.joining import BASE_MODEL, Stage
@@ -60,9 +57,6 @@ seconds = st.one_of(st.floats(0, 100), st.floats(0, 1e6))
 steps = st.integers(0, 10**6)
 numbers = st.one_of(st.none(), st.floats(-1e12, 1e12), st.floats(-1, 1))
 versions = st.builds(lambda timeline, step: f"{timeline}-{step}", st.integers(0, 40), steps)
-lanes = st.lists(st.tuples(st.floats(0, 2 * LANE_S), st.sampled_from(LaneState)), max_size=6).map(
-    lambda told: tuple(Stretch(NOW_S - ago_s, state) for ago_s, state in sorted(told, key=lambda one: -one[0]))
-)
 
 
 @st.composite
@@ -86,8 +80,7 @@ def node_views(draw: st.DrawFn) -> NodeView:
         engines=engines,
         engines_serving=draw(st.integers(0, engines)),
         pool=draw(st.sampled_from(["", "aws/us-east-1/us-east-1b p5.48xlarge H100:8 spot", f"k8s/{'z' * 60} m"])),
-        state=draw(st.sampled_from(LaneState)),
-        lane=draw(lanes),
+        state=draw(st.sampled_from(NodeState)),
         tokens_per_s=draw(st.none() | amounts),
     )
 
@@ -110,7 +103,6 @@ moneys = st.builds(
     usd_per_million_tokens=st.none() | amounts,
     forecast_usd=st.none() | amounts,
     budget_usd=st.none() | amounts,
-    budget_usd_per_h=st.none(),
     not_counted=st.just(""),
 )
 rollbacks = st.builds(
@@ -193,11 +185,8 @@ run_views = st.builds(
     checkpoint=st.none() | st.builds(CheckpointView, versions, seconds),
     store_slow=st.booleans(),
     set_aside=st.just(()),
-    daemon=st.builds(DaemonView, st.booleans(), reasons, st.integers(1, 10**7), seconds),
+    daemon=st.builds(DaemonView, st.booleans(), reasons, st.integers(1, 10**7)),
     recent=st.lists(rows, max_size=5).map(lambda some: tuple(some)),
-    membership=st.lists(st.builds(MembershipView, steps, seconds, reasons), max_size=5).map(
-        lambda some: tuple(some)
-    ),
     events=st.lists(event_lines, max_size=8).map(lambda some: tuple(some)),
     weights=st.none() | weights,
     deadline=st.none() | deadlines,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
-from orchestrator.config.rules.foreign_keys import grpo_table, vllm_table
-from orchestrator.config.tables import make
+from tests.generators import config_tables as make
 
 FILES = [*(source[0] for source in make.SOURCES), make.VLLM_FILE]
 
@@ -26,11 +26,11 @@ def test_the_shipped_table_is_what_the_installed_package_says(
     installed: dict[str, dict[str, Any]], file: str
 ) -> None:
     shipped = json.loads((make.FOLDER / file).read_text())
-    assert shipped == json.loads(json.dumps(installed[file])), "run python -m orchestrator.config.tables.make"
+    assert shipped == json.loads(json.dumps(installed[file])), "run python -m tests.generators.config_tables"
 
 
 def test_every_key_that_we_refuse_exists() -> None:
-    from orchestrator.config.rules import foreign_keys as keys
+    from orchestrator.config import foreign_keys as keys
 
     for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
         assert set(table.refused) <= set(table.keys)
@@ -105,8 +105,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
     """Steps at which TRL generates anew, by its own rule, are the multiples of our window."""
     from trl import GRPOConfig
 
-    from orchestrator.config.reading.problems import Findings
-    from orchestrator.config.rules.effective import EffectiveRun
+    from orchestrator.config.effective import EffectiveRun
+    from orchestrator.config.problems import Findings
 
     for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
         grpo = {

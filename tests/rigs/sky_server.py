@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.clouds.sky.sdk.requests import end_orphans
+from orchestrator.clouds.sky.calls import end_orphans
 from tests.budget import HANG_S
 
 # A server starts an executor, which ignores SIGTERM and starts a tool. Server and executor have the server's log

@@ -1,5 +1,5 @@
 """A thousand of the simulated stories, each under a cap that it may reach: while a controller can see and act no
-cap is passed (`orchestrator.simulate.safety`), and what is spent beyond one while none could is printed.
+cap is passed (`orchestrator.simulate.world`), and what is spent beyond one while none could is printed.
 
 STORIES=n says how many, SEED=n where to begin.
 """
@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from benchmarks.contest.markets import MARKETS, market
-from orchestrator.simulate.physics import Prices
+from orchestrator.simulate.cloud import Prices
 from orchestrator.simulate.stories import tell
 from policies.model.spec import Budget
 from tests.stand_ins.world import spec

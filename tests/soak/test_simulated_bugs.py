@@ -19,7 +19,7 @@ from orchestrator.control import actuate
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
 from orchestrator.simulate import stories, work
-from orchestrator.simulate.safety import Broken
+from orchestrator.simulate.world import Broken
 from policies.control import decide as deciding
 from policies.control.decide import done
 from policies.control.fleet import fill, spending

@@ -18,12 +18,11 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import marked_processes, on_record
+from orchestrator.clouds.local import LocalCloud, marked_processes, on_record
 from orchestrator.clouds.protocol import Cloud, CloudRefused
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.sdk.types import Cluster
+from orchestrator.clouds.sky.records import Cluster
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal, slot_and_incarnation
 from tests.stand_ins.sky_table import PREFIX, Table

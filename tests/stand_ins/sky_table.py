@@ -1,4 +1,4 @@
-"""SkyPilot played by a table: what `orchestrator.clouds.sky.sdk.skypilot` promises, without a cloud."""
+"""SkyPilot played by a table: what `orchestrator.clouds.sky.skypilot` promises, without a cloud."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState, Instance, SkyOffer
+from orchestrator.clouds.sky.records import Cluster, ClusterState, Instance, SkyOffer
 from orchestrator.clouds.sky.work import Work
 from policies.model.vocabulary import Refusal
 

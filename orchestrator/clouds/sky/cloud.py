@@ -16,16 +16,12 @@ import structlog
 
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local.cloud import lines_of
+from orchestrator.clouds.local import lines_of
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from orchestrator.clouds.sky.clusters import Clusters, Entry
-from orchestrator.clouds.sky.pinning import offers_of, pool_of, resources_in
-from orchestrator.clouds.sky.quotas import quota_lines
-from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
-from orchestrator.clouds.sky.sdk.types import ClusterState, nodes_name
-from orchestrator.clouds.sky.suspicion import Suspicions
-from orchestrator.clouds.sky.unrecorded import ELSEWHERE, UnrecordedClusters
-from orchestrator.clouds.sky.watch import Watch
+from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
+from orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
+from orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
+from orchestrator.clouds.sky.watch import ELSEWHERE, Clusters, KnownCluster, Suspicions, UnrecordedClusters, Watch
 from orchestrator.clouds.sky.work import (
     Work,
     names_markets,
@@ -36,7 +32,7 @@ from orchestrator.clouds.sky.work import (
     work_for,
 )
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 from policies.control.fleet.fill import wanted_slots
 from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
@@ -45,7 +41,7 @@ from policies.model.pools import PoolOffer
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 log = structlog.get_logger()
 
@@ -221,7 +217,7 @@ class SkyCloud:
             raise KeyError(name)
         return max(in_slot, key=lambda node: slot_and_incarnation(node)[1], default=name)
 
-    def _attempt(self, node: str, entry: Entry) -> int:
+    def _attempt(self, node: str, entry: KnownCluster) -> int:
         report = self._watch.reports.said.get(node)
         return max(entry.attempt, report.attempt if report else 0)
 
@@ -276,7 +272,7 @@ class SkyCloud:
             self._clusters.failed(name)
 
 
-def _machine(node: str, entry: Entry, report: MachineReport | None) -> Machine:
+def _machine(node: str, entry: KnownCluster, report: MachineReport | None) -> Machine:
     attempt = max(entry.attempt, report.attempt if report else 0)
     exit_code = report.exit_code if report and report.attempt == attempt else None
     if exit_code is None and entry.failed:
@@ -338,3 +334,32 @@ class FailedLaunches:
             return error
         self._clusters.saw(left)
         return CloudRefused(error.refusal, str(error), left=True)
+
+
+# Quotas of zero: AWS and GCP report them.
+
+QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
+ASKED_MAX = 8  # of a role: a machine that may be anywhere has dozens of regions, a second or so each
+
+
+def quota_lines(sky: SkyPilot, role: Role, resources: dict[str, Any], market: Market) -> list[str]:
+    """Which of the kinds that SkyPilot offers for these resources, the cheapest first, have a quota of zero.
+
+    A quota is a kind's on a market of a region. Empty also where no offers or quotas can be told.
+    """
+    try:
+        offers = sky.offers(resources, spot=market is Market.SPOT)
+        kinds: dict[tuple[str, str], SkyOffer] = {}
+        for offer in offers:
+            kinds.setdefault((region_of(offer.infra), offer.instance_type), offer)
+        asked = list(kinds.items())[:ASKED_MAX]
+        lacking = [kind for kind, offer in asked if not sky.has_quota(offer)]
+    except (CloudRefused, CloudUnavailable):
+        return []
+    words = market.replace("_", " ")
+    return [f"{role}: {zero_quota(kind, words, region)}" for region, kind in lacking]
+
+
+def zero_quota(kind: str, market: str, places: str) -> str:
+    """What to tell of a quota of zero."""
+    return f"the account's quota for {kind} {market} is zero in {places}; ask for more: {QUOTA_HELP}"

@@ -24,18 +24,16 @@ from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.clouds.sky.sdk.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
-from orchestrator.clouds.sky.sdk.types import SkyOffer, controller_name, nodes_name
+from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
+from orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
 from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home.folder import kept_run_digest, run_dir
-from orchestrator.home.run_secrets import all_secrets, handed_on
-from orchestrator.home.trust import DIGEST_ENV, known_run
+from orchestrator.home import DIGEST_ENV, all_secrets, handed_on, kept_run_digest, known_run, run_dir
 from policies.model.node_contract import RUN_ENV
 from policies.model.vocabulary import Market, Role
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.sdk.skypilot import SkyPilot
+    from orchestrator.clouds.sky.skypilot import SkyPilot
 
 SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone holds 1 GB
 SKY_SETTINGS = "~/.sky/config.yaml"

@@ -1,7 +1,8 @@
-"""What SkyPilot is asked to do for one node: its machine in SkyPilot's words, the scripts, files and environment.
+"""What SkyPilot is asked to do for one node: resources, scripts, files, environment, and credentials that stay
+here.
 
-No call of SkyPilot's is made here, and nothing of it imported. Secrets are apart from the rest of the environment,
-for SkyPilot hides them in what it writes and prints.
+Calls nothing of SkyPilot's and imports none of it. Secrets are apart from the rest of the environment, for
+SkyPilot hides them in what it writes and prints.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources as package_data
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from checkpoint.security.redaction import secret_names
 from checkpoint.store.run_store import OPTIONS_ENV
@@ -204,3 +207,26 @@ def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
 def script(name: str) -> str:
     """One of the scripts in `tasks/sky`."""
     return (package_data.files("tasks") / "sky" / name).read_text()
+
+
+# Credentials that no machine gets: SkyPilot puts those of every cloud that it finds on each machine.
+
+# Those whose `remote_identity` SkyPilot's settings have. Files of others go along, and no setting keeps them.
+SETTABLE = frozenset({"aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", "ssh", "vast"})
+_SAME_FILE = frozenset({"kubernetes", "ssh"})  # both ship the kubeconfig
+_OF_STORE = {"s3": "aws", "gs": "gcp", "az": "azure"}
+
+
+def unused_clouds(places: Iterable[str | None], store_url: str) -> list[str]:
+    """The clouds that a run neither has machines on nor its store at; none where that cannot be told.
+
+    Args:
+        places: where its machines may be, as in `aws/us-east-1`; None: anywhere.
+        store_url: as in `s3://bucket/run`.
+    """
+    named = {(place or "*").partition("/")[0].lower() for place in places}
+    store = _OF_STORE.get(urlsplit(store_url).scheme)
+    if "*" in named or store is None:
+        return []
+    used = named | {store} | (_SAME_FILE if named & _SAME_FILE else frozenset())
+    return sorted(SETTABLE - used)

@@ -25,10 +25,9 @@ from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for
 from orchestrator.config.load import ConfigError, load
-from orchestrator.config.rules.secrets import looks_like_secret
+from orchestrator.config.rules import looks_like_secret
 from orchestrator.control import daemon
-from orchestrator.home.folder import run_id_of
-from orchestrator.home.run_secrets import all_secrets, handed_on, missing, secrets_for, usual
+from orchestrator.home import all_secrets, handed_on, missing, run_id_of, secrets_for, usual
 from policies.control.snapshot import Machine
 from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec

@@ -21,10 +21,10 @@ from checkpoint.security.vouched import NotVouched, Proof, read_vouched_run, vou
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
+from orchestrator import home as trust
 from orchestrator.control import daemon
 from orchestrator.control.launcher import start_daemon
-from orchestrator.home import trust
-from orchestrator.home.folder import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
+from orchestrator.home import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
 from policies.model import exit_codes
 from tests.stand_ins.world import spec
 

@@ -21,8 +21,7 @@ from checkpoint.records.documents import Lease, RunRecord
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.control import launcher, lease
-from orchestrator.home.folder import keep_run_digest
-from orchestrator.home.trust import run_digest
+from orchestrator.home import keep_run_digest, run_digest
 from policies.model import exit_codes
 from policies.model.events import RunMoved
 from policies.model.vocabulary import RunPhase

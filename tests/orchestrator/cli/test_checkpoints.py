@@ -20,7 +20,7 @@ from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import CHUNK_BYTES
 from checkpoint.stream.manifest import files_below
-from orchestrator.views.words.kept import kept_as
+from orchestrator.views.words import kept_as
 from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec

@@ -1,4 +1,4 @@
-"""`detect` on logs of other frameworks: names, nulls, records without steps, notebooks, any content."""
+"""`detect` on logs of other frameworks: names, nulls, records without steps, any content."""
 
 from __future__ import annotations
 
@@ -60,20 +60,6 @@ def test_lists_of_rewards_are_averaged(detect: Detect) -> None:
     Path("log").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     [found] = detect("log")
     assert found["looked_at"]["reward"] == {"points": 30, "start": 0.5, "end": 0.5}
-
-
-def test_notebook_tables_and_output_are_read(detect: Detect) -> None:
-    rows = [f"<tr><td>{at}</td><td>0.{at:03}</td><td>0.01</td></tr>" for at in range(1, 31)]
-    table = f"<table><tr><th>Step</th><th>reward</th><th>kl</th></tr>{''.join(rows)}</table>"
-    printed = [f"{{'loss': 0.1, 'reward': 0.5, 'kl': 0.0{at}, 'step': {at}}}\n" for at in range(1, 31)]
-    for name, output in (
-        ("table", {"data": {"text/html": [table], "text/plain": "<IPython.core.display.HTML object>"}}),
-        ("stream", {"name": "stdout", "text": printed}),
-    ):
-        cell = {"cell_type": "code", "outputs": [output], "source": []}
-        Path(f"{name}.ipynb").write_text(json.dumps({"cells": [cell], "nbformat": 4}))
-        [found] = detect(f"{name}.ipynb")
-        assert (found["points"], found["unit"]) == (30, "step")
 
 
 def test_wandb_run_file_is_refused_with_the_command_that_reads_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
 from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, passing_credentials
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.types import ApiServer, CloudCheck, SkyOffer
+from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import PolicyVersion, Refusal
 from tests.generators import config_world

@@ -11,7 +11,7 @@ import pytest
 from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.cli.steering.down import Stopping, _at_work
+from orchestrator.cli.down import Stopping, _at_work
 from policies.control.snapshot import Trainer
 from policies.control.stopping import DOWN, DOWN_NOW
 from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved

@@ -21,8 +21,8 @@ from checkpoint.stream.catalog import Catalog, Revision
 from checkpoint.stream.manifest import files_below
 from orchestrator.cli import main
 from orchestrator.cli.checkpoints import NEWEST
-from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
+from orchestrator.cli.options import Stop
 from policies.model import exit_codes
 from policies.model.spec import (
     BASE,
@@ -205,7 +205,6 @@ def test_other_tools_environments_or_modules_that_they_import_are_another_questi
         ("envs/rungs.py", "from envs.ladder import Ladder\n"),
         ("helper.py", "import tools, not_here, broken\n"),
         ("broken.py", "def (\n"),
-        ("beside.py", ""),
     ):
         (tmp_path / name).write_text(text)
 
@@ -214,7 +213,7 @@ def test_other_tools_environments_or_modules_that_they_import_are_another_questi
         return run_of(parent, replace(record, spec=spec), subjects, problems, None)[0].url
 
     before = name_of()
-    (tmp_path / "beside.py").write_text("# nobody imports it")
+    (tmp_path / "notes.md").write_text("no code")
     assert name_of() == before
     (tmp_path / changed).write_text((tmp_path / changed).read_text() + "# another")
     assert name_of() != before

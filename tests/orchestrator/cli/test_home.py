@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.home.folder import (
+from orchestrator.home import (
     HomeUnusable,
     keep_store_options,
     kept_store_options,

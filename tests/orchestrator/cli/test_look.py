@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.stream.transfer import export_weights
-from orchestrator.cli.console import Stop
 from orchestrator.cli.look import attach
+from orchestrator.cli.options import Stop
 from policies.model import exit_codes
 from policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
 from policies.model.vocabulary import PolicyVersion, RunPhase

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.write import write_recipe
+from orchestrator.cli.prepare import write_recipe
 from tests.budget import HANG_S
 from tests.generators.model_configs import put_in_cache
 from tests.rigs.sky.home import make_outside

@@ -15,7 +15,8 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator.cli.steering import rollback, start
+from orchestrator.cli import start
+from orchestrator.cli import start as rollback
 from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
 from policies.model import exit_codes

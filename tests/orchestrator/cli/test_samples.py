@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from checkpoint.records import documents
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
-from orchestrator.cli.samples import COMPLETION, excerpt
-from orchestrator.views.words.text import _UNSEEN
+from orchestrator.cli.look import COMPLETION, excerpt
+from orchestrator.views.words import _UNSEEN
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.console import Stop
-from orchestrator.cli.steering import start
+from orchestrator.cli import start
+from orchestrator.cli.options import Stop
 from policies.model import exit_codes
 from tests.generators.views_world import World
 

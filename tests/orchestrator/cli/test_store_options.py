@@ -12,7 +12,7 @@ import pytest
 from checkpoint.store.run_store import OPTIONS_ENV
 from orchestrator.cli.target import keep_options, open_store, storage_of
 from orchestrator.config.load import Storage
-from orchestrator.home.folder import keep_store_options, kept_store_options
+from orchestrator.home import keep_store_options, kept_store_options
 
 URL = "s3://bucket/run"
 BASE = {"region": "here", "access_key_id": "key"}

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.cli.target import NoSuchRun, open_run, storage_of
-from orchestrator.config.rules.storage import PASSWORD
+from orchestrator.config.shorthand import PASSWORD
 from policies.model import exit_codes
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec

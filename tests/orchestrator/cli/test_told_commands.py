@@ -15,7 +15,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.control.lease import own_lease
-from orchestrator.views.words.going_on import going_on
+from orchestrator.views.words import going_on
 from policies.model import exit_codes
 from policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli

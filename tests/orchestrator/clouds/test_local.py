@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.processes import MARK, carries_mark, marked_processes, on_record
+from orchestrator.clouds.local import MARK, LocalCloud, carries_mark, marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.control.lease import process_started
 from policies.control.snapshot import Machine

@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.clouds.local.cloud import LocalCloud
-from orchestrator.clouds.local.gpus import gpus_here
-from orchestrator.clouds.local.processes import kill_all, marked_processes
+from orchestrator.clouds.local import LocalCloud, gpus_here, kill_all, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from policies.model.gpus import VISIBLE, DriverFailed
 from policies.model.spec import RunSpec

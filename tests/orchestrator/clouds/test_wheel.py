@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.write import recipe_lines
+from orchestrator.cli.prepare import recipe_lines
 from orchestrator.clouds.wheel import PACKAGES, build_wheel
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ import importlib.resources, os
 import checkpoint.store.run_store, policies.control.decide, tasks
 from importlib import metadata
 from orchestrator.config.load import load_spec
-from orchestrator.cli.write import recipe_lines
+from orchestrator.cli.prepare import recipe_lines
 
 print(tasks.__file__)
 print((importlib.resources.files("tasks") / "sky" / "setup.sh").is_file())

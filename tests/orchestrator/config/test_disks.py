@@ -19,7 +19,7 @@ from sky.utils import schemas
 from orchestrator.config import model_size as sizes
 from orchestrator.config.load import Loaded, load
 from orchestrator.config.model_size import NotKnown, find_size
-from orchestrator.config.reading.problems import ConfigError
+from orchestrator.config.problems import ConfigError
 from policies.weights.disks import ModelSize, gb_of
 from tests.budget import HANG_S
 from tests.generators.config_world import VALID, furnish

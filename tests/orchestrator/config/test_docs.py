@@ -11,10 +11,13 @@ import pytest
 import yaml
 
 from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.config import load
-from orchestrator.config.reading.structure import NOT_IN_FILE
-from orchestrator.config.rules import batches, checks, foreign_keys, rehearsal, storage
-from orchestrator.home.run_secrets import SINKS
+from orchestrator.config import effective as batches
+from orchestrator.config import foreign_keys, load
+from orchestrator.config import rules as checks
+from orchestrator.config import shorthand as rehearsal
+from orchestrator.config import shorthand as storage
+from orchestrator.config.structure import NOT_IN_FILE
+from orchestrator.home import SINKS
 from policies.model import spec
 from policies.model.spec import generates_itself
 from tests.generators.config_world import furnish
@@ -122,7 +125,7 @@ def test_the_usual_secrets() -> None:
 
 
 def test_storage() -> None:
-    assert [row[0].strip("`") for row in tables("storage")[0]] == list(storage.KEYS)
+    assert [row[0].strip("`") for row in tables("storage")[0]] == list(storage.STORAGE_KEYS)
     assert OPTIONS_ENV in DOCS.read_text()
 
 

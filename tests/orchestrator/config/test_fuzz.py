@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
-from orchestrator.config.rules.foreign_keys import grpo_table, vllm_table
 from policies.model.spec import RunSpec
 from tests.budget import examples
 from tests.generators.config_world import VALID, furnish

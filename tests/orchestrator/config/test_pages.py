@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from orchestrator.cli.write import recipe_lines
+from orchestrator.cli.prepare import recipe_lines
 from policies.sizing.memory import GIB
 from tests.generators.recorded import recorded
 from tests.orchestrator.plan.recipes import plan_of, spec_of

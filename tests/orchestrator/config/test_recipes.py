@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from orchestrator.cli.write import RECIPES, recipe_lines, write_recipe
+from orchestrator.cli.prepare import RECIPES, recipe_lines, write_recipe
 from orchestrator.config.load import load
 from policies.model.spec import Dataset, Replicas, RunSpec, datasets_of, generates_itself
 from tests.rigs.command_line import Cli

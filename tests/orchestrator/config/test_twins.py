@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import write
+from orchestrator.cli import prepare as write
 from orchestrator.config.load import load_spec
 from policies.model.spec import RunSpec, datasets_of, generates_itself
 

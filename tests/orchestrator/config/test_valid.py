@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.cli.write import init_text
+from orchestrator.cli.prepare import init_text
 from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
 from orchestrator.config.load import load as load_config
 from policies.model.spec import (

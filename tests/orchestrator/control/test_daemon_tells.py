@@ -18,8 +18,7 @@ from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.home.folder import keep_run_digest
-from orchestrator.home.trust import run_digest
+from orchestrator.home import keep_run_digest, run_digest
 from policies.model.events import RunCreated, RunMoved
 from policies.model.spec import Notify
 from policies.model.vocabulary import RunPhase

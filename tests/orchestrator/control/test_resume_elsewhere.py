@@ -19,13 +19,12 @@ from checkpoint.records import documents
 from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
-from orchestrator.cli import main
-from orchestrator.cli.steering import down, start
+from orchestrator.cli import down, main, start
 from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
-from orchestrator.clouds.sky.unrecorded import UnrecordedClusters
+from orchestrator.clouds.sky.records import Cluster, ClusterState
+from orchestrator.clouds.sky.watch import UnrecordedClusters
 from orchestrator.control import daemon
-from orchestrator.home.folder import run_token, token_file
+from orchestrator.home import run_token, token_file
 from policies.model import exit_codes
 from policies.model.events import SpecProved
 from policies.model.vocabulary import NodePhase

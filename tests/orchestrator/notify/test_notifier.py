@@ -14,10 +14,9 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from orchestrator.home.run_secrets import all_secrets, secrets_for
+from orchestrator.home import all_secrets, secrets_for
 from orchestrator.notify import notifier as module
-from orchestrator.notify.channels import Undelivered
-from orchestrator.notify.message import Message
+from orchestrator.notify.channels import Message, Undelivered
 from orchestrator.notify.notifier import Notifier, start_notifier
 from policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
 from policies.model.spec import Notify

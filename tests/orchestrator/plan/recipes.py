@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.cli.write import RECIPES
-from orchestrator.clouds.sky.sdk.types import ListPrice, PriceList
+from orchestrator.cli.prepare import RECIPES
+from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.config.load import load
 from orchestrator.config.model_size import NotKnown
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.measured import Measured
+from orchestrator.plan.machines import KnownModel, know_model
 from orchestrator.plan.model import Plan
-from orchestrator.plan.models import KnownModel, know_model
 from orchestrator.plan.prices import by_catalog, by_rehearsal
+from orchestrator.plan.steps import Measured
 from policies.fleet.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of

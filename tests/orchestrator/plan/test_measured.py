@@ -6,7 +6,7 @@ import pytest
 
 from checkpoint.records import metrics
 from checkpoint.store.run_store import Store
-from orchestrator.plan.measured import measure
+from orchestrator.plan.steps import measure
 from tests.generators.views_world import World
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.model_size import NotKnown, find_config, find_size
-from orchestrator.config.reading.problems import Findings
-from orchestrator.config.rules.notices import find_notices
+from orchestrator.config.notices import find_notices
+from orchestrator.config.problems import Findings
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.models import active_params, asked_once, know_model
+from orchestrator.plan.machines import active_params, asked_once, know_model
 from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of

@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.plan import pitfalls
 from orchestrator.plan.gather import make_plan
+from orchestrator.plan.machines import know_model
 from orchestrator.plan.model import Warned
-from orchestrator.plan.models import know_model
 from orchestrator.plan.prices import by_catalog
 from policies.model.spec import Replicas, RunSpec
 from tests.generators.model_configs import CONFIGS

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.sdk.types import PriceList
+from orchestrator.clouds.sky.records import PriceList
 from orchestrator.plan.prices import by_catalog, by_offers, by_rehearsal, cloud_prices, clouds_of
 from policies.model.spec import Prices as Rehearsed
 from policies.model.spec import Rehearsal, RunSpec

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.measured import Measured
 from orchestrator.plan.model import MachinePlan, to_json
 from orchestrator.plan.prices import PriceBook
+from orchestrator.plan.steps import Measured
 from policies.fleet.how_many import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Role
@@ -212,7 +212,7 @@ def test_a_runs_own_log_takes_the_place_of_estimates() -> None:
     log = Measured(steps=40, step_s=70.0, generated_s=50.0, shape=shape, completion_tokens=300.0, sent_share=0.02)
     plan = plan_of(spec_of("qwen-32b"), log)
     assert plan.step is not None
-    assert (plan.step.source, plan.step.step_s, plan.step.measured_steps) == ("measured", 70.0, 40)
+    assert (plan.step.source, plan.step.step_s) == ("measured", 70.0)
     assert (plan.step.generate_s, plan.step.train_s, plan.step.completion_tokens) == (50.0, 20.0, 300.0)
     assert plan.hours == pytest.approx(1000 * 70 / 3600)
     assert plan.lost is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.store.run_store import Store
-from orchestrator.plan.store_place import store_place
+from orchestrator.plan.prices import store_place
 from policies.fleet.store_costs import Place
 
 

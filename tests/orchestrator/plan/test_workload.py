@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.plan.workload import passes_of, prompt_tokens, window, work_of
+from orchestrator.plan.machines import passes_of, prompt_tokens, window, work_of
 from policies.model.spec import Replicas, RunSpec
 from tests.orchestrator.plan.recipes import spec_of
 

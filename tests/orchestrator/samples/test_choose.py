@@ -9,8 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.store.run_store import Store
-from orchestrator.samples.choose import Found, Order, Wanted, choose
-from orchestrator.samples.steps import Link, NoSamples, Step, find_step, groups_of, stored_steps, why_none
+from orchestrator.samples import (
+    Found,
+    Link,
+    NoSamples,
+    Order,
+    Step,
+    Wanted,
+    choose,
+    find_step,
+    groups_of,
+    stored_steps,
+    why_none,
+)
 from tests.generators.samples import group, handed_over, sample, store_step
 
 _names = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from checkpoint import journal
-from orchestrator.simulate.physics import Physics
+from orchestrator.simulate.cloud import Physics
 from orchestrator.simulate.store import SimulatedStore
 from orchestrator.simulate.weather import Zone
 from orchestrator.simulate.world import World

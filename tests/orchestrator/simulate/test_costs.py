@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.simulate.physics import Physics, Prices
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.world import COARSE, World
 from policies.model.spec import RunSpec

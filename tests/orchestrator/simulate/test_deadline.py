@@ -9,10 +9,9 @@ import pytest
 
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
-from orchestrator.simulate.outcome import ON_DEMAND
-from orchestrator.simulate.physics import EPOCH_S, Physics
+from orchestrator.simulate.cloud import EPOCH_S, Physics
 from orchestrator.simulate.weather import Weather
-from orchestrator.simulate.world import COARSE, World
+from orchestrator.simulate.world import COARSE, ON_DEMAND, World
 from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import RunPhase
 

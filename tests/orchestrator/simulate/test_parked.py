@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint import journal
-from orchestrator.simulate.faults import (
+from orchestrator.simulate.stories import (
     HOUR_S,
     Fault,
     answers_lost,

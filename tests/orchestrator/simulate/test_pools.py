@@ -13,8 +13,7 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
 from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.simulate.cloud import SimulatedCloud
-from orchestrator.simulate.physics import BRISK, Physics, Prices
+from orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
 from orchestrator.simulate.store import Objects
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import Weather, Zone

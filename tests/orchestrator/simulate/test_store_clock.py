@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from orchestrator.simulate.daemon import SimulatedDaemon
-from orchestrator.simulate.faults import HOUR_S
 from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.world import World
+from orchestrator.simulate.stories import HOUR_S
+from orchestrator.simulate.world import SimulatedDaemon, World
 from policies.fleet.budget import spent_usd
 from policies.model.spec import Budget
 from policies.model.vocabulary import Role

@@ -1,4 +1,4 @@
-"""Spot weather: what the climates promise, files in public formats, and what a run met, replayed."""
+"""Spot weather: what the climates promise, and files in public formats."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
-from orchestrator.simulate.outcome import ON_DEMAND
-from orchestrator.simulate.physics import Physics, Prices
-from orchestrator.simulate.recorded import LAUNCH, LOSS, NOTICE, REFUSAL, RETURN, recorded, replayed, to_plain
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.traces import NotWeather, read_weather
-from orchestrator.simulate.weather import Zone
-from orchestrator.simulate.world import COARSE, World
+from orchestrator.simulate.weather import (
+    NotWeather,
+    Zone,
+    read_weather,
+)
+from orchestrator.simulate.world import COARSE, ON_DEMAND, World
 from policies.control.fleet.markets import market_of
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.pools import Pool
 from policies.model.spec import Budget
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.model.vocabulary import Market, Role, RunPhase
 from tests.stand_ins.world import spec
-
-LINE = '{"time_s": %f, "what": "refusal", "node": "n", "role": "rollout", "market": "spot", "where": "z"}'
 
 
 @pytest.mark.parametrize("name", MARKETS)
@@ -84,7 +81,6 @@ def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
         ("0,1\n1e12,1\n", "in seconds"),
         ("x" * 200_000, "field larger"),
         ('{"a":' * 100_000, "recursion"),
-        (f"{LINE % 0}\n{LINE % 1e14}\n", "in seconds"),
     ],
 )
 def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, text: str, told: str) -> None:
@@ -92,51 +88,6 @@ def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, tex
     file.write_text(text)
     with pytest.raises(NotWeather, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
         read_weather(file, 4)
-
-
-def test_a_spreadsheet_with_decimal_commas_is_read(tmp_path: Path) -> None:
-    plain, european = tmp_path / "plain.csv", tmp_path / "european.csv"
-    plain.write_text("time,count\n0,2\n90.5,0\n200,3.0\n")
-    european.write_text("\ufefftime;count\r\n0;2\r\n90,5;0\r\n200;3,0\r\n")
-    assert read_weather(european, 3) == read_weather(plain, 3)
-    assert len(read_weather(european, 3)[0].counts) == 4
-
-
-def test_what_a_run_met_is_told_and_replayed(tmp_path: Path) -> None:
-    there = Pool("aws", "r", "z1", "p5", "H100:8", Market.SPOT)
-
-    def asked(node: str, pool: Pool | None = None) -> NodeRequested:
-        return NodeRequested(node, Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first", pool=pool)
-
-    history: list[tuple[int, float, tuple[Event, ...]]] = [
-        (1, 0.0, (asked("rollout-0-i1"),)),
-        (2, 60.0, (NodeMoved("rollout-0-i1", NodePhase.BOOTING, "the machine is there"),)),
-        (3, 60.0, (MachineBought("rollout-0-i1", Market.SPOT, "aws/r/z1 H100:8", 2.0, 6.0),)),
-        (4, 300.0, (NodeMoved("rollout-0-i1", NodePhase.DRAINING, "the cloud will take it back"),)),
-        (5, 420.0, (NodeMoved("rollout-0-i1", NodePhase.GONE, "preempted"), asked("rollout-0-i2", there))),
-        (6, 480.0, (NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY),)),
-        (7, 540.0, (asked("rollout-0-i3"),)),
-        (8, 600.0, (NodeMoved("rollout-0-i3", NodePhase.SERVING, "in the membership"),)),
-        (9, 660.0, (NodeMoved("rollout-0-i3", NodePhase.TERMINATING, "the run is finished"),)),
-        (10, 720.0, (NodeMoved("rollout-0-i3", NodePhase.GONE, "taken down"),)),
-    ]
-    met = recorded(history)
-    assert [one.what for one in met] == [LAUNCH, NOTICE, LOSS, REFUSAL, LAUNCH, RETURN]
-    assert (met[0].where, met[0].usd_per_h, met[0].after_s) == ("aws/r/z1 H100:8", 2.0, 60.0)
-    assert (met[3].why, met[3].time_s, met[3].where) == ("none left", 480.0, "aws/r/z1 p5 H100:8")
-    file = tmp_path / "weather.jsonl"
-    file.write_text("".join(json.dumps(to_plain(one)) + "\n" for one in met))
-    [zone] = read_weather(file, 2)
-    assert zone.name == "aws/r/z1"
-    assert zone.counts == (2, 2, 2, 2, 0, 0, 0, 0, 0, 2, 2, 2), "none from the notice to the next launch"
-    assert replayed([to_plain(one) for one in met], 2) == (zone,)
-
-
-def test_lines_of_several_runs_may_be_in_any_order(tmp_path: Path) -> None:
-    file = tmp_path / "weather.jsonl"
-    file.write_text(f"{LINE % 600}\n{LINE % 0}\n")
-    [zone] = read_weather(file, 2)
-    assert zone.counts == (0,) * 11
 
 
 def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:

@@ -76,22 +76,6 @@ def test_a_notebooks_table_has_tabs(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("header", "ruler", "row"),
-    [
-        ("Step | Training Loss | reward | kl", "-- | -- | -- | --", "{} | 0.003 | {} | {}"),
-        ("| Step | Training Loss | reward | kl |", "|---:|:---:|---|---|", "| {} | 0.003 | {} | {} |"),
-    ],
-)
-def test_a_table_that_was_pasted_into_an_issue(header: str, ruler: str, row: str, tmp_path: Path) -> None:
-    about = "| | |\n|--|--|\n| GPU | one |\n"
-    rows = "\n".join([row.format(1, 0.5, "No Log"), row.format(2, 0.6, 0.25)])
-    text = f"My KL explodes | why?\n\n{about}\n{header}\n{ruler}\n{rows}\n\n9 | 9 | 9 | 9\n"
-    assert told(text, tmp_path) == {
-        "": {1: {"loss": 0.003, "reward": 0.5}, 2: {"loss": 0.003, "reward": 0.6, "kl": 0.25}}
-    }
-
-
 def test_a_starts_end_is_an_empty_line(tmp_path: Path) -> None:
     rows = "".join(f"{step},500,0.01,0.5,300\n" for step in range(1, 6))
     again = "".join(f"{step},500,0.02,0.1,90,\n" for step in range(1, 4))

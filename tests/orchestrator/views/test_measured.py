@@ -1,57 +1,41 @@
-"""Lanes, tokens a second and the split of a step, from what was journalled, counted and logged."""
+"""States of machines, tokens a second and the split of a step, from what was journalled, counted and logged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from checkpoint.records.metrics import Row
-from orchestrator.views.looker import Rates
-from orchestrator.views.measured.lanes import (
-    LANE_S,
-    SPAN_LEAST_S,
-    Lanes,
-    LaneState,
-    Stretch,
-    cells,
-    phase_state,
-    shares_at_work,
-    span_of,
-)
-from orchestrator.views.measured.step_split import step_split
+from orchestrator.views.measured import NodeState, phase_state, state_now, step_split
 from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import view_of
+from orchestrator.views.run_view import Rates, view_of
 from policies.model.vocabulary import NodePhase, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import EngineWord
 from tests.generators.views_world import T0, World
 
-S = LaneState
+S = NodeState
 
 
 def member(serving: bool = True, running: int = 0, tokens: int = 0, node: str = "rollout-0-i1") -> MemberStatus:
     return MemberStatus(node, "b", "h:1", "0-1", serving, False, running, 0.1, engine=EngineWord(tokens=tokens))
 
 
-def lane_of(world: World, slot: str, at_s: float) -> list[tuple[float, LaneState]]:
+def state_of(world: World, slot: str, at_s: float) -> NodeState:
     nodes = {node.slot: node for node in view_of(Reader(world.store), T0 + at_s, None).nodes}
-    return [(one.since_s - T0, one.state) for one in nodes[slot].lane]
+    return nodes[slot].state
 
 
-def test_a_lane_tells_the_lives_of_a_slots_machines() -> None:
+def test_state_of_a_slot_is_that_of_its_newest_machine() -> None:
     world = World()
     world.starts()
+    assert state_of(world, "rollout-1", 50) is S.SERVING
     world.moves(100, "rollout-1-i1", NodePhase.GONE, "preempted")
+    assert state_of(world, "rollout-1", 100) is S.LOST
     world.asks_for(101, "rollout-1-i2")
+    assert state_of(world, "rollout-1", 120) is S.REQUESTED
     world.moves(140, "rollout-1-i2", NodePhase.REFUSED)
-    begun = [(1, S.REQUESTED), (4, S.BOOTING), (10, S.SERVING)]
-    assert lane_of(world, "rollout-0", 200) == begun
-    assert lane_of(world, "rollout-1", 200) == [*begun, (100, S.LOST), (101, S.REQUESTED), (140, S.REFUSED)]
-    assert lane_of(world, "rollout-0", 10 + LANE_S) == begun[2:]
-    assert lane_of(world, "rollout-1", 102 + LANE_S) == [(101, S.REQUESTED), (140, S.REFUSED)]
+    assert state_of(world, "rollout-1", 200) is S.REFUSED
+    assert state_of(world, "rollout-0", 200) is S.SERVING
 
 
 def test_what_was_taken_down_was_not_lost() -> None:
@@ -63,8 +47,6 @@ def test_what_was_taken_down_was_not_lost() -> None:
 
 
 def test_gateway_adds_what_a_serving_node_does_now() -> None:
-    lanes = Lanes()
-    lanes.told("r", S.SERVING, 100.0)
     leaving = MemberStatus("rollout-0-i1", "b", "h:1", "0-1", False, True, 0, 0.1)
     looks = [
         ([member(serving=False)], S.LOADING),
@@ -75,55 +57,9 @@ def test_gateway_adds_what_a_serving_node_does_now() -> None:
         ([], S.SERVING),
     ]
     for members, state in looks:
-        assert lanes.look("r", Role.ROLLOUT, members, 1000.0) == (state, (Stretch(100.0, S.SERVING),))
-    assert lanes.look("r", Role.TRAINER, [member()], 1000.0)[0] is S.SERVING
-    lanes.told("r", S.DRAINING, 1001.0)
-    assert lanes.look("r", Role.ROLLOUT, [member()], 1002.0)[0] is S.DRAINING
-
-
-NOW_S = 10_800.0
-LANE = (Stretch(NOW_S - 3000, S.BOOTING), Stretch(NOW_S - 1801, S.LOST), Stretch(NOW_S - 1800, S.SERVING))
-
-
-def strip(lane: Sequence[Stretch], now: LaneState, count: int) -> list[LaneState | None]:
-    return cells(lane, now, NOW_S, count)
-
-
-def test_a_strip_shows_each_loss_however_short_and_ends_with_what_is_now() -> None:
-    assert strip(LANE, S.IDLE, 6) == [None, S.BOOTING, S.LOST, S.SERVING, S.SERVING, S.IDLE]
-    assert strip((), S.REQUESTED, 3) == [None, None, S.REQUESTED]
-    gone = (*LANE, Stretch(NOW_S - 600, S.GONE))
-    assert strip(gone, S.GONE, 6)[-2:] == [S.SERVING, None]
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 9000), st.sampled_from(LaneState)), max_size=9),
-    st.integers(1, 70),
-)
-def test_a_strip_of_any_lane_has_its_length(times: list[tuple[float, LaneState]], count: int) -> None:
-    lane = [Stretch(NOW_S - ago_s, state) for ago_s, state in sorted(times, key=lambda one: -one[0])]
-    now = lane[-1].state if lane else S.REQUESTED
-    assert len(cells(lane, now, NOW_S, count)) == count
-    shares = shares_at_work([lane, lane], NOW_S, count)
-    assert len(shares) == count
-    assert set(shares) <= {0.0, 1.0}
-
-
-def test_of_a_young_run_a_strip_is_as_long_as_the_run() -> None:
-    lane = (Stretch(NOW_S - 410, S.BOOTING), Stretch(NOW_S - 230, S.SERVING))
-    assert span_of([(), lane], NOW_S) == 420
-    assert span_of([lane[1:]], NOW_S) == span_of([()], NOW_S) == SPAN_LEAST_S
-    assert span_of([lane, LANE], NOW_S) == 3000
-    assert span_of([(Stretch(0.0, S.SERVING),)], NOW_S) == LANE_S
-    assert cells(lane, S.SERVING, NOW_S, 7, 420) == [*[S.BOOTING] * 3, *[S.SERVING] * 4]
-    assert shares_at_work([lane], NOW_S, 7, 420) == [0, 0, 0, 1, 1, 1, 1]
-
-
-def test_share_of_several_lanes_that_served() -> None:
-    half = (Stretch(NOW_S - 1800, S.SERVING),)
-    whole = (Stretch(NOW_S - 9000, S.SERVING),)
-    assert shares_at_work([half, whole], NOW_S, 4) == [0.5, 0.5, 1.0, 1.0]
-    assert shares_at_work([], NOW_S, 2) == [0.0, 0.0]
+        assert state_now(S.SERVING, Role.ROLLOUT, members) is state
+    assert state_now(S.SERVING, Role.TRAINER, [member()]) is S.SERVING
+    assert state_now(S.DRAINING, Role.ROLLOUT, [member()]) is S.DRAINING
 
 
 def test_a_machines_rate_is_what_its_engines_counted_between_two_statuses() -> None:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from orchestrator.views import screen as notes
 from orchestrator.views.model import DeadlineView, to_json
-from orchestrator.views.terminal import notes
 from policies.model.events import RunMoved, SpecProved
 from policies.model.vocabulary import RunPhase
 from tests.generators.views_world import T0, World, look, run_view

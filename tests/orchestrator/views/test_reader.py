@@ -89,20 +89,6 @@ def test_a_slot_that_has_been_empty_for_long_is_still_shown() -> None:
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
 
 
-def test_a_busy_run_is_read_as_far_back_as_a_lane_is_long() -> None:
-    world = long_run(3 * SEGMENT_ENTRIES)  # in a moment
-    world.moves(30, "rollout-1-i1", NodePhase.BOOTING, "its work ended")
-    for number in range(SEGMENT_ENTRIES):
-        world.happens(40, GatewayRestarted(f"h{number}"))
-    lanes = {node.slot: node.lane for node in view_of(Reader(world.store), T0 + 50, None).nodes}
-    assert [(one.since_s - T0, one.state) for one in lanes["rollout-1"]] == [
-        (1, "requested"),
-        (4, "booting"),
-        (10, "serving"),
-        (30, "booting"),
-    ]
-
-
 class CountingStore(Store):
     """Remembers which objects were fetched."""
 

@@ -19,7 +19,7 @@ from checkpoint.stream import transfer
 from orchestrator.views.model import HealthView
 from orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
 from orchestrator.views.report import Report, render, to_json
-from orchestrator.views.words.lineage import Change
+from orchestrator.views.words import Change
 from policies.detect.divergence import Health
 from policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
 from policies.model.timelines import Fork

@@ -15,8 +15,8 @@ from orchestrator.cli import checkpoints
 from orchestrator.cli import look as commands
 from orchestrator.cli.options import Output
 from orchestrator.control.lease import LOOKS
-from orchestrator.views import looker as looking
-from orchestrator.views.looker import Looker, RunTime
+from orchestrator.views import run_view as looking
+from orchestrator.views.run_view import Looker, RunTime
 from policies.model.events import RunMoved
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S

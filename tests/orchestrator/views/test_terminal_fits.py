@@ -13,10 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.views.model import RunView
-from orchestrator.views.terminal.head import THERE
-from orchestrator.views.terminal.lines import MORE, fit, in_lines, plain, wrap
-from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.words.numbers import duration, short, usd
+from orchestrator.views.screen import THERE, Screen
+from orchestrator.views.words import MORE, duration, fit, in_lines, plain, short, usd, wrap
 from tests.generators.run_views import WORDS, reasons, run_views
 
 QUICK = set(Phase) - {Phase.shrink, Phase.explain}  # an example is a whole run: smaller ones take minutes
@@ -66,7 +64,7 @@ def told_much(view: RunView) -> bool:
 @given(run_views)
 def test_machines_that_are_shown_are_named_whole(view: RunView) -> None:
     known = {node.node for node in view.nodes}
-    lines = drawn(replace(view, events=(), membership=()), 80, 40)
+    lines = drawn(replace(view, events=()), 80, 40)
     place = next((place for place, line in enumerate(lines) if line.startswith("node ")), None)
     if place is None:
         return

@@ -12,8 +12,14 @@ from rich.console import Console
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row
 from orchestrator.views import report
-from orchestrator.views.terminal.screen import Screen
-from orchestrator.views.weights import WeightsView, newest_weights, policy_stage_words, weights_view, weights_words
+from orchestrator.views.measured import (
+    WeightsView,
+    newest_weights,
+    policy_stage_words,
+    weights_view,
+    weights_words,
+)
+from orchestrator.views.screen import Screen
 from policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World, report_of, run_view
 

@@ -21,8 +21,7 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.home.folder import keep_run_digest
-from orchestrator.home.trust import run_digest
+from orchestrator.home import keep_run_digest, run_digest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import free_port

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.web.pages.lanes import CELLS, SPANS_MOST
+from orchestrator.web.course import CELLS, SPANS_MOST
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase
 from tests.generators.views_world import FIRST_FORK, T0, World, requested

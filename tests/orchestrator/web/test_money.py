@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.web.pages.run import MONEY_POINTS
+from orchestrator.web.pages import MONEY_POINTS
 from policies.model.events import BudgetSet, RunMoved
 from policies.model.vocabulary import NodePhase, RunPhase
 from tests.generators.views_world import T0, World

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.web.pages.samples import ON_A_PAGE
+from orchestrator.web.pages import SAMPLES_ON_A_PAGE as ON_A_PAGE
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.orchestrator.web.test_site import HOSTILE, Client, browse, check_headers, run_of
 

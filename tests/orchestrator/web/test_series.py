@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from checkpoint.records.metrics import Row
-from orchestrator.web.pages.series import table
+from orchestrator.web.course import table
 
 
 def test_a_spike_of_one_step_shows_among_ten_thousand() -> None:

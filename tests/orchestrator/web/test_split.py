@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
-from orchestrator.web.pages.series import split_table
+from orchestrator.web.course import split_table
 from tests.orchestrator.web.test_site import Client, browse, run_of
 
 

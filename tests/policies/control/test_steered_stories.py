@@ -9,11 +9,9 @@ import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.simulate.faults import HOUR_S
-from orchestrator.simulate.machine import Box
-from orchestrator.simulate.physics import BRISK
+from orchestrator.simulate.cloud import BRISK, Box
 from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.stories import OUTAGES_S, tell
+from orchestrator.simulate.stories import HOUR_S, OUTAGES_S, tell
 from orchestrator.simulate.world import DT_S, World
 from policies.model.vocabulary import Role
 from tests.budget import examples

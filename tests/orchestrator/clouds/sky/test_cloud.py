@@ -18,10 +18,11 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import suspicion, watch
+from orchestrator.clouds.sky import watch
+from orchestrator.clouds.sky import watch as suspicion
 from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
-from orchestrator.home.folder import run_dir
+from orchestrator.clouds.sky.records import Cluster, ClusterState
+from orchestrator.home import run_dir
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
@@ -205,7 +206,7 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
         time.sleep(0.2)
         return False
 
-    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
     monkeypatch.setattr(clouds.sky, "is_idle", slowly)
     monkeypatch.setattr(sky_cloud, "REST", 1000.0)
     cloud = running(clouds)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.clouds.sky.clusters import Clusters
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
+from orchestrator.clouds.sky.records import Cluster, ClusterState
+from orchestrator.clouds.sky.watch import Clusters
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
 UP = Cluster(

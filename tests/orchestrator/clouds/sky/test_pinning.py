@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.clouds.sky.pinning import offers_of, resources_in
-from orchestrator.clouds.sky.sdk.types import SkyOffer
+from orchestrator.clouds.sky.offers import offers_of, resources_in
+from orchestrator.clouds.sky.records import SkyOffer
 from policies.model.pools import Pool
 from policies.model.vocabulary import Market, Role
 
@@ -31,8 +31,8 @@ from tests.rigs.sky import home
 home._make_catalog(Path(os.environ["HOME"]) / ".sky/catalogs/v8")
 import sky
 from sky.utils import resources_utils
-from orchestrator.clouds.sky.pinning import offers_of, resources_in
-from orchestrator.clouds.sky.sdk.skypilot import _offers
+from orchestrator.clouds.sky.offers import offers_of, resources_in
+from orchestrator.clouds.sky.skypilot import _offers
 from policies.model.vocabulary import Role
 wanted = {WANTED!r}
 for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(asked, spot, ["aws"])):

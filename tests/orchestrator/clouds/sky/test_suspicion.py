@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky import suspicion
-from orchestrator.clouds.sky.clusters import Clusters
-from orchestrator.clouds.sky.sdk.types import Cluster, ClusterState
-from orchestrator.clouds.sky.suspicion import DEAD, Suspicions, accepts_connections
+from orchestrator.clouds.sky import watch as suspicion
+from orchestrator.clouds.sky.records import Cluster, ClusterState
+from orchestrator.clouds.sky.watch import DEAD, Clusters, Suspicions, accepts_connections
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
 UP = Cluster(NAME, ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, ("198.18.0.7", 22))
@@ -32,7 +31,7 @@ class World:
         self.suspicions = Suspicions(self, self.clusters, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
-        assert (name, timeout_s) == (NAME, suspicion.TIMEOUT_S)
+        assert (name, timeout_s) == (NAME, suspicion.ASK_TIMEOUT_S)
         self.asked += 1
         if isinstance(self.says, Exception):
             raise self.says
@@ -54,7 +53,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(suspicion, "EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
     return World()
 
 
@@ -149,7 +148,7 @@ def test_what_is_lost_is_not_asked_about(world: World) -> None:
 
 
 def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspicion, "EVERY_S", 1000.0)
+    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 1000.0)
     world.answers = False
     for _ in range(5):
         world.look()

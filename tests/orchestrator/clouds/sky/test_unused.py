@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.clouds.sky.unused import SETTABLE, unused_clouds
+from orchestrator.clouds.sky.work import SETTABLE, unused_clouds
 
 
 def test_only_what_a_run_surely_does_not_use_is_withheld() -> None:

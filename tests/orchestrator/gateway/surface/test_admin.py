@@ -14,7 +14,7 @@ import structlog
 
 from checkpoint.records import documents
 from orchestrator.gateway.surface.describe import State, describe, state_of
-from orchestrator.home.folder import run_dir
+from orchestrator.home import run_dir
 from policies.serving.gateway_status import MembershipChange, MemberStatus
 from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, Coming, Stage
 from policies.serving.wire import Announce, AnnounceReply, BatchLine

@@ -15,7 +15,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from orchestrator import clouds
-from orchestrator.cli.steering import remote
+from orchestrator.cli import remote
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud

@@ -13,7 +13,7 @@ import yaml
 
 from checkpoint.records import documents
 from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator.cli.steering import down, remote
+from orchestrator.cli import down, remote
 from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.control import daemon
 from policies.model import exit_codes

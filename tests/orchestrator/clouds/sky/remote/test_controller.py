@@ -15,8 +15,7 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store import layout
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
-from orchestrator.home.folder import keep_run_digest
-from orchestrator.home.trust import DIGEST_ENV, run_digest
+from orchestrator.home import DIGEST_ENV, keep_run_digest, run_digest
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal
 from tests.budget import HANG_S

@@ -16,7 +16,7 @@ from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.sky.sdk.types import CloudCheck, Cluster
+from orchestrator.clouds.sky.records import CloudCheck, Cluster
 from orchestrator.clouds.sky.work import Work
 from orchestrator.control import daemon
 from policies.model.events import TookOver

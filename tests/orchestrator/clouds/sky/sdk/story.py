@@ -21,7 +21,7 @@ needs_sky = pytest.mark.skipif(
 PRELUDE = """
     import json, os, sys
     import structlog
-    from orchestrator.clouds.sky.sdk import aws, skypilot
+    from orchestrator.clouds.sky import aws, skypilot
     from orchestrator.clouds.protocol import CloudUnavailable
     from orchestrator.clouds.sky.work import Work
     from sky.utils import annotations

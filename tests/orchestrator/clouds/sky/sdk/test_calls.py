@@ -8,8 +8,8 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.clouds.sky.sdk import calls
-from orchestrator.clouds.sky.sdk.calls import Call, timed
+from orchestrator.clouds.sky import calls
+from orchestrator.clouds.sky.calls import Call, timed
 from tests.budget import HANG_S
 
 
@@ -84,7 +84,7 @@ def test_a_cancellation_that_fails_is_nobodys_concern() -> None:
 
 
 def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.clouds.sky.sdk.calls.CANCEL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
     server = Server()
     server.may_submit.set()
     cancelled = threading.Event()

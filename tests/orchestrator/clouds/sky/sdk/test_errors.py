@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.sdk.errors import DETAIL_CHARS, Failure, understand
+from orchestrator.clouds.sky.errors import DETAIL_CHARS, Failure, understand
 from policies.model.vocabulary import Refusal
 
 exceptions = pytest.importorskip(

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.sdk.log import lines_from
+from orchestrator.clouds.sky.calls import lines_from
 from tests.budget import HANG_S
 
 

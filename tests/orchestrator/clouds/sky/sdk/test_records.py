@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.clouds.sky.sdk.prices import list_price_of
-from orchestrator.clouds.sky.sdk.records import cluster_of, offer_of
-from orchestrator.clouds.sky.sdk.types import ClusterState
+from orchestrator.clouds.sky.offers import list_price_of
+from orchestrator.clouds.sky.records import ClusterState, cluster_of, offer_of
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_credentials_of_clouds_that_a_run_does_not_use_stay_home(tmp_path: Path)
         import contextlib, io
         from pathlib import Path
         from moto import mock_aws
-        from orchestrator.clouds.sky.unused import unused_clouds
+        from orchestrator.clouds.sky.work import unused_clouds
         from sky import clouds
         from sky.backends import backend_utils
         from sky.utils import yaml_utils
@@ -148,7 +148,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
     found = run(
         tmp_path,
         """
-        from orchestrator.clouds.sky.sdk.types import Instance
+        from orchestrator.clouds.sky.records import Instance
         from sky import core, global_user_state, models
         from sky.backends import CloudVmRayResourceHandle
 
@@ -301,7 +301,7 @@ def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is
         import inspect
         from dataclasses import replace
         from sky.utils.status_lib import ClusterStatus
-        from orchestrator.clouds.sky.sdk import records
+        from orchestrator.clouds.sky import records
 
         asked, launch = [], skypilot.sdk.launch
         skypilot._requests.ask = lambda submit, _: (submit(), None)
@@ -334,7 +334,7 @@ def test_a_quota_is_zero_only_where_the_cloud_says_so(tmp_path: Path) -> None:
         from botocore.awsrequest import AWSResponse
         from botocore.exceptions import NoCredentialsError
         from botocore.session import Session
-        from orchestrator.clouds.sky.sdk.types import SkyOffer
+        from orchestrator.clouds.sky.records import SkyOffer
 
         quotas = {"L-1": 0.0, "L-2": 96.0}
         skypilot.CHECK_TIMEOUT_S = 1e4  # a busy machine is no answer

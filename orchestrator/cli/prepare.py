@@ -1,0 +1,220 @@
+"""Commands around a run.yaml before a run: init, validate, plan. Nothing is started or bought."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+import orchestrator
+from checkpoint.store.errors import StoreError
+from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from orchestrator.cli.target import open_store
+from orchestrator.clouds import list_prices
+from orchestrator.clouds.local import gpus_here
+from orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load, load_storage
+from orchestrator.config.model_size import find_size
+from orchestrator.config.rules import name_problem
+from orchestrator.plan.gather import NOWHERE, make_plan
+from orchestrator.plan.machines import asked_once
+from orchestrator.plan.model import to_json
+from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
+from orchestrator.plan.steps import Measured, measure
+from orchestrator.views import plan as views
+from policies.fleet.store_costs import Place
+from policies.model import exit_codes
+from policies.model.spec import RunSpec
+
+
+class Init(TyperCommand):
+    """`--recipe` without a name asks which there are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [*args, ""] if args[-1:] == ["--recipe"] else args)
+
+
+def init(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Where to write it: run.yaml, or the recipe's folder.", show_default=False),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's name: my-run, or the recipe's.", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Write a recipe's folder instead; without a name: list them.")
+    ] = None,
+) -> None:
+    """Write a commented run.yaml to start from, or a recipe that runs."""
+    if name is not None and (problem := name_problem(name)):
+        raise Stop(f"--name: {problem}", exit_codes.USAGE)
+    if recipe is not None:
+        _init_recipe(recipe, path, name)
+        return
+    path = path or Path("run.yaml")
+    try:
+        with path.open("x") as out:
+            out.write(init_text(name or "my-run"))
+    except FileExistsError:
+        raise Stop(f"{path} exists already; remove it or name another", exit_codes.USAGE) from None
+    except OSError as error:
+        raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
+    told = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
+    console.print(told, highlight=False, soft_wrap=True)
+
+
+def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
+    lines = recipe_lines()
+    if recipe not in lines:
+        width = max(map(len, lines))
+        listed = "\n".join(f"  {one:{width}}  {line}" for one, line in lines.items())
+        if recipe:
+            raise Stop(f"there is no recipe {recipe}; expected --recipe with one of\n{listed}", exit_codes.USAGE)
+        raise Stop(listed, exit_codes.OK)
+    folder = folder or Path(recipe)
+    try:
+        files = write_recipe(recipe, folder, name)
+    except OSError as error:
+        if os.path.lexists(folder):
+            raise Stop(f"{folder} exists already; remove it or name another", exit_codes.USAGE) from None
+        raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
+    told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"
+    console.print(told, highlight=False, soft_wrap=True)
+    then = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
+    console.print(then, highlight=False, soft_wrap=True)
+
+
+def validate(
+    run_yaml: Annotated[Path, typer.Argument(help="The file to check.")] = Path("run.yaml"),
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Check a run.yaml without starting anything."""
+    if output is Output.JSON:
+        _validate_for_programs(run_yaml)
+        return
+    loaded = load(run_yaml, count_gpus, find_size)
+    console.print(f"{run_yaml}: {loaded.spec.name} is valid", highlight=False, soft_wrap=True)
+    print_notices(loaded)
+
+
+def count_gpus() -> int:
+    """How many this machine has for a run's nodes. Raises CloudUnavailable, DriverFailed."""
+    return len(gpus_here().names)
+
+
+def print_notices(loaded: Loaded) -> None:
+    """Say what the user of a valid file should know before it is run, a line each."""
+    for notice in loaded.notices:
+        console.print(f"notice: {notice}", highlight=False, soft_wrap=True)
+
+
+def _validate_for_programs(run_yaml: Path) -> None:
+    try:
+        loaded = load(run_yaml, count_gpus, find_size)
+    except ConfigError as error:
+        print_json(_checked(run_yaml, None, error.problems, ()))
+        raise typer.Exit(exit_codes.USAGE) from None
+    print_json(_checked(run_yaml, loaded.spec.name, (), loaded.notices))
+
+
+def _checked(
+    run_yaml: Path, name: str | None, problems: Sequence[Problem], notices: Sequence[Problem]
+) -> dict[str, Any]:
+    """Every key is always there; `name` is null and `problems` is not empty where the file is not valid."""
+    return {
+        "file": str(run_yaml),
+        "name": name,
+        "valid": not problems,
+        "problems": [_plain(one) for one in problems],
+        "notices": [_plain(one) for one in notices],
+    }
+
+
+def _plain(found: Problem) -> dict[str, Any]:
+    return {"file": found.file, "line": found.line or None, "key": found.key, "message": found.message}
+
+
+# The run.yaml that `grpo-orch init` writes.
+
+
+def init_text(name: str) -> str:
+    """The commented template, for a run of that name."""
+    text = resources.files("orchestrator.config").joinpath("template.yaml").read_text("utf-8")
+    return text.replace("name: my-run", f"name: {name}", 1)
+
+
+# The recipes that come with grpo-orch: folders that run, with what there is to change in them.
+# They lie in `orchestrator/recipes`, so that an installed package has them as a checkout does.
+RECIPES = Path(orchestrator.__file__).parent / "recipes"
+
+
+def recipe_lines() -> dict[str, str]:
+    """What each recipe trains, by its name: the heading of its README.md."""
+    headings = (path.read_text("utf-8").partition("\n")[0] for path in sorted(RECIPES.glob("*/README.md")))
+    named = (heading.removeprefix("# ").partition(": ") for heading in headings)
+    return {name: line for name, _, line in named}
+
+
+def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
+    """Write a recipe's folder as `target`, whole or not at all; return the names of its files.
+
+    Args:
+        recipe: one of `recipe_lines`.
+        name: the run's, in the place of the recipe's own.
+
+    Raises:
+        OSError: there is something of that name already, or it cannot be written.
+    """
+    files = [path for path in sorted((RECIPES / recipe).iterdir()) if path.is_file()]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as part:
+        folder = Path(part, "recipe")
+        folder.mkdir()
+        for path in files:
+            text = path.read_text("utf-8")
+            if name is not None and path.name == "run.yaml":
+                text = text.replace(f"\nname: {recipe}\n", f"\nname: {name}\n", 1)
+            (folder / path.name).write_text(text, "utf-8")
+        folder.rename(target)  # which takes the place of an empty folder and of nothing else
+    return [path.name for path in files]
+
+
+# plan: what a run takes of memory, time and money.
+
+
+def plan(
+    run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
+    output: AsJson = Output.TEXT,
+) -> None:
+    """Say whether a run fits its GPUs, how long a step takes and what it costs; nothing is started or bought."""
+    sizes = asked_once(find_size)
+    with errors.status("looking up the model, the prices and the store"):
+        spec = load(run_yaml, find_size=sizes).spec
+        measured, why, place = _in_store(load_storage(run_yaml))
+        made = make_plan(spec, sizes, _prices(spec), measured, why, place)
+    if output is Output.JSON:
+        print_json(to_json(made))
+    else:
+        console.print(views.render(made), highlight=False)
+
+
+def _prices(spec: RunSpec) -> PriceBook:
+    return by_catalog(spec, list_prices) if spec.cloud == "sky" else by_rehearsal(spec)
+
+
+def _in_store(storage: Storage) -> tuple[Measured | None, str, Place]:
+    """What the run in the store has logged, if there is one, and where that is; a plan needs no store that can be
+    reached."""
+    place = NOWHERE
+    try:
+        store = open_store(storage)
+        place = store_place(store)
+        return measure(store), "", place
+    except StoreError as error:
+        return None, f"whether the store holds a run: {error}", place

@@ -1,0 +1,219 @@
+"""The run as it takes effect, the file's values or else defaults; TRL's arithmetic on it; bounds of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from orchestrator.config.foreign_keys import grpo_table
+from orchestrator.config.problems import Findings, KeyPath
+from policies.model.spec import processes_in
+
+
+class Doubtful(Exception):
+    """A value that a check needs was reported already."""
+
+
+class EffectiveRun:
+    """A run.yaml's values, with the defaults of TRL where it has none. Each raises Doubtful."""
+
+    def __init__(self, data: Mapping[str, Any], findings: Findings) -> None:
+        self._data = data
+        self._findings = findings
+
+    def at(self, *path: str) -> Any:
+        """The value in the file, None where there is none."""
+        if self._findings.doubtful(path):
+            raise Doubtful
+        value: Any = self._data
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def grpo(self, key: str) -> Any:
+        """A GRPOConfig key: the file's value or TRL's default. Ours are not in force yet."""
+        value = self.at("grpo", key)
+        return grpo_table().default(key) if value is None else value
+
+    @property
+    def processes(self) -> int:
+        """How many processes train."""
+        return processes_in(self.at("trainer", "accelerate") or {}, self.at("trainer", "resources") or {})
+
+    @property
+    def generation_batch(self) -> int:
+        """Completions generated at once, as `GRPOConfig.__post_init__` computes it."""
+        explicit = self.grpo("generation_batch_size")
+        if explicit is not None:
+            return int(explicit)
+        return int(self.grpo("per_device_train_batch_size")) * self.processes * self.steps_per_generation
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Batches per generation, as `GRPOConfig.__post_init__` computes it."""
+        explicit = self.grpo("generation_batch_size")
+        if explicit is not None:
+            return int(explicit) // (int(self.grpo("per_device_train_batch_size")) * self.processes)
+        return int(self.grpo("steps_per_generation") or self.grpo("gradient_accumulation_steps"))
+
+    @property
+    def window(self) -> int:
+        """Optimizer steps from one that begins with a generation to the next: only there a resume is exact."""
+        micro_batches = max(1, self.steps_per_generation * int(self.grpo("num_iterations")))
+        return micro_batches // math.gcd(micro_batches, int(self.grpo("gradient_accumulation_steps")))
+
+
+# How batches, groups and saves must divide one another.
+
+SAVE_STEPS = 50
+
+
+def one_batch_key(run: EffectiveRun, findings: Findings) -> None:
+    if run.at("grpo", "generation_batch_size") and run.at("grpo", "steps_per_generation"):
+        message = "TRL takes this or generation_batch_size, not both; remove one"
+        findings.add(("grpo", "steps_per_generation"), message)
+
+
+def batch_holds_groups(run: EffectiveRun, findings: Findings) -> None:
+    group = run.grpo("num_generations")
+    explicit = run.at("grpo", "generation_batch_size")
+    each = run.grpo("per_device_train_batch_size") * run.processes
+    if explicit and explicit % each:
+        message = f"{explicit} is not divisible by per_device_train_batch_size x processes, {each}"
+        findings.add(("grpo", "generation_batch_size"), f"{message}; expected a multiple of {each}")
+    elif run.generation_batch % group:
+        here = next(
+            key
+            for key in ("generation_batch_size", "num_generations", "per_device_train_batch_size", "")
+            if not key or run.at("grpo", key)
+        )
+        sum_up = "" if explicit else f" = {each} x {run.steps_per_generation}"
+        findings.add(
+            ("grpo", here) if here else ("grpo",),
+            f"the generation batch, {run.generation_batch}{sum_up}, is not divisible by num_generations, {group}"
+            "; expected per_device_train_batch_size x steps_per_generation (default gradient_accumulation_steps) "
+            f"to be a multiple of {group}",
+        )
+
+
+def eval_batch_holds_groups(run: EffectiveRun, findings: Findings) -> None:
+    if run.at("trainer", "eval_dataset") is None or run.at("grpo", "eval_strategy") == "no":
+        return
+    group = run.grpo("num_generations_eval") or run.grpo("num_generations")
+    batch = run.grpo("per_device_eval_batch_size") * run.processes
+    if batch % group:
+        key = "per_device_eval_batch_size" if run.at("grpo", "per_device_eval_batch_size") else ""
+        named = "num_generations_eval" if run.grpo("num_generations_eval") else "num_generations"
+        findings.add(
+            ("grpo", key) if key else ("trainer", "eval_dataset"),
+            f"the evaluation batch, {batch} (grpo.per_device_eval_batch_size), is not divisible by {named}, "
+            f"{group}; expected a multiple of {group}",
+        )
+
+
+def save_steps(run: EffectiveRun, findings: Findings) -> None:
+    steps = run.at("grpo", "save_steps")
+    if steps is None:
+        return
+    if steps != int(steps):
+        findings.add(("grpo", "save_steps"), f"expected a whole number of steps, got {steps:g}")
+    elif steps % run.window:
+        findings.add(
+            ("grpo", "save_steps"),
+            f"{steps:g} is no multiple of {run.window}, the optimizer steps that share one generation: between "
+            f"them no checkpoint resumes exactly; expected e.g. {_next_multiple(steps, run.window)}",
+        )
+
+
+def save_steps_of(run: EffectiveRun) -> int:
+    """The file's, or the default. Raises Doubtful."""
+    return int(run.at("grpo", "save_steps") or _next_multiple(SAVE_STEPS, run.window))
+
+
+def _next_multiple(steps: float, window: int) -> int:
+    return math.ceil(steps / window) * window
+
+
+# Bounds of single numbers.
+
+# The least that a number may be; strictly more where the flag is set.
+_LEAST: dict[KeyPath, tuple[float, bool]] = {
+    ("rollout", "replicas", "min"): (0, False),
+    ("rollout", "replicas", "max"): (0, False),
+    ("rollout", "deadline_s"): (0, True),
+    ("rollout", "max_staleness"): (0, False),
+    ("rollout", "own_generation_after_s"): (0, False),
+    ("rollout", "vllm", "gpu-memory-utilization"): (0, True),  # vLLM's own bounds (0.32, `config/cache.py`)
+    ("policies", "kl", "limit"): (0, True),
+    ("policies", "kl", "on_rollback", "beta_factor"): (1, False),
+    ("policies", "kl", "on_rollback", "epsilon_factor"): (0, True),
+    ("policies", "kl", "on_rollback", "learning_rate_factor"): (0, True),
+    ("policies", "kl", "budget", "total"): (0, False),
+    ("policies", "kl", "budget", "recent"): (1, False),
+    ("policies", "kl", "budget", "recent_steps"): (1, False),
+    ("policies", "fleet", "dead_man_min"): (0, False),
+    ("policies", "fleet", "loss_half_life_h"): (0, True),
+    ("policies", "fleet", "launch_half_life_h"): (0, True),
+    ("policies", "resume_state_steps"): (1, False),
+    ("policies", "boot_timeout_s"): (0, True),
+    ("policies", "reward_timeout_s"): (0, True),
+    ("policies", "trainer_restarts"): (0, False),
+    ("policies", "min_completion_length"): (1, False),
+    ("metrics_port",): (1, False),
+    ("budget", "usd"): (0, True),
+    ("budget", "usd_per_h"): (0, True),
+    ("checkpoints", "keep_last"): (1, False),
+    ("checkpoints", "keep_every_steps"): (1, False),
+    ("checkpoints", "keep_rollouts_every_steps"): (1, False),
+    ("checkpoints", "spool_gib"): (0, True),
+    ("checkpoints", "max_behind_steps"): (1, False),
+    ("rehearse", "trainer_prices", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "trainer_prices", "spot_usd_per_h"): (0, False),
+    ("rehearse", "rollout_prices", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "rollout_prices", "spot_usd_per_h"): (0, False),
+    ("grpo", "per_device_train_batch_size"): (1, False),
+    ("grpo", "per_device_eval_batch_size"): (1, False),
+    ("grpo", "gradient_accumulation_steps"): (1, False),
+    ("grpo", "generation_batch_size"): (1, False),
+    ("grpo", "steps_per_generation"): (1, False),
+    ("grpo", "num_iterations"): (1, False),
+    ("grpo", "num_generations"): (2, False),
+    ("grpo", "num_generations_eval"): (1, False),
+    ("grpo", "max_completion_length"): (1, False),
+    ("grpo", "temperature"): (0, True),
+    ("grpo", "beta"): (0, False),
+    ("grpo", "save_steps"): (1, False),
+    ("grpo", "logging_steps"): (0, True),
+    ("grpo", "eval_steps"): (0, True),
+    ("trainer", "peft", "r"): (1, False),
+}
+# The most, both included.
+_MOST: dict[KeyPath, float] = {
+    ("metrics_port",): 65535,
+    ("rollout", "max_staleness"): 2,
+    ("rollout", "vllm", "gpu-memory-utilization"): 1,
+    ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
+    ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps
+    ("policies", "kl", "on_rollback", "learning_rate_factor"): 1,
+}
+
+
+def check_bounds(run: EffectiveRun, findings: Findings) -> None:
+    """Report each number that is out of its bounds."""
+    for path, (least, strictly) in _LEAST.items():
+        value = _value(run, path)
+        if value is not None and (value <= least if strictly else value < least):
+            findings.add(path, f"expected {'more than' if strictly else 'at least'} {least:g}, got {value:g}")
+    for path, most in _MOST.items():
+        value = _value(run, path)
+        if value is not None and value > most:
+            findings.add(path, f"expected at most {most:g}, got {value:g}")
+
+
+def _value(run: EffectiveRun, path: KeyPath) -> float | None:
+    """None where the file has none, or one that was reported already."""
+    try:
+        return cast("float | None", run.at(*cast("tuple[str, ...]", path)))
+    except Doubtful:
+        return None
