@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.rig.divergence.diverging import DIVERGING, SAVE_STEPS
+from benchmarks.rig.divergence.families import CAUSES
+from benchmarks.rig.divergence.healthy import Family
+from benchmarks.rig.divergence.recorded import as_trace
+from benchmarks.rig.divergence.score import LINE_POINTS, Outcome, Score, by_family, judge, judge_by_line, score
+from benchmarks.rig.divergence.signals import Setting, points
+from benchmarks.rig.divergence.traces import LOGGING_STEPS, Trace, trace, traces
 from policies.detect.divergence import Point
-from tests.generators.divergence.diverging import DIVERGING, SAVE_STEPS
-from tests.generators.divergence.families import CAUSES
-from tests.generators.divergence.healthy import Family
-from tests.generators.divergence.recorded import as_trace
-from tests.generators.divergence.score import LINE_POINTS, Outcome, Score, by_family, judge, judge_by_line, score
-from tests.generators.divergence.signals import Setting, points
-from tests.generators.divergence.traces import LOGGING_STEPS, Trace, trace, traces
 from tests.generators.recorded import Label
 
 SETTING = Setting(seed=1)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
+from benchmarks.rig.divergence.diverging import SAVE_STEPS
+from benchmarks.rig.divergence.traces import Trace
 from orchestrator.simulate.work import stored
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
-from tests.generators.divergence.diverging import SAVE_STEPS
-from tests.generators.divergence.traces import Trace
 
 LINE_POINTS = 5
 
