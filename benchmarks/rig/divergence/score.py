@@ -177,14 +177,6 @@ def score(outcomes: Sequence[Outcome]) -> Score:
     )
 
 
-def by_family(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of each family, in the order in which they came."""
-    families: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        families.setdefault(one.trace.family, []).append(one)
-    return families
-
-
 def _median(values: Iterable[int]) -> float | None:
     found = list(values)
     return median(found) if found else None
