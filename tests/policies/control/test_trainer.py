@@ -14,8 +14,7 @@ from policies.control.snapshot import Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.events import JobExited, NodeMoved
 from policies.model.vocabulary import NodePhase, Role, RunPhase
-from tests.policies.control.fleet.worlds import HOUR_S, let_pass
-from tests.stand_ins.world import World, spec, until_training
+from tests.stand_ins.world import HOUR_S, World, spec, until_training
 
 
 def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
@@ -219,7 +218,7 @@ def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> Non
     notice(world, "trainer-0-i1")
     decision = decide(world.state, world.snapshot(), world.spec)
     assert any(isinstance(action, Launch) and action.node == "trainer-0-i2" for action in decision.actions)
-    let_pass(world, 0.05, dt_s=0.5)
+    world.let_pass(0.05, dt_s=0.5)
     assert world.up(Role.TRAINER) == ["trainer-0-i2"]
     assert [node.id for node in world.state.live(Role.TRAINER)] == ["trainer-0-i2"]
     assert world.state.trainer_failures == 0  # it was replaced, and has not failed
@@ -232,10 +231,10 @@ def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had() -> None:
     world.refusing = True
     notice(world, "trainer-0-i1")
     before = world.steps
-    let_pass(world, 1.0)
+    world.let_pass(1.0)
     assert world.steps > before + HOUR_S / 2
     world.refusing = False
-    let_pass(world, 0.05, dt_s=0.5)
+    world.let_pass(0.05, dt_s=0.5)
     assert len(world.up(Role.TRAINER)) == 1
     assert world.up(Role.TRAINER) != ["trainer-0-i1"]
 

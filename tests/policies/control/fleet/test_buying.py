@@ -24,8 +24,7 @@ from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeR
 from policies.model.folding.fold import fold
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
-from tests.policies.control.fleet.worlds import HOUR_S, let_pass
-from tests.stand_ins.world import World, spec, until_training
+from tests.stand_ins.world import HOUR_S, World, spec, until_training
 
 KIND = "rollout on spot"
 
@@ -33,7 +32,7 @@ KIND = "rollout on spot"
 def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> None:
     world = World()
     world.refusing = True
-    let_pass(world, 1.0)
+    world.let_pass(1.0)
     assert {event.role for event in world.of(NodeRequested)} == {Role.TRAINER}
     world.refusing = False
     world.run()
@@ -80,14 +79,14 @@ def test_what_has_trained_once_is_not_proved_again() -> None:
 def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
     """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
-    bought = let_pass(world, 24.0)
+    bought = world.let_pass(24.0)
     assert len(bought.machines) <= 15
     state = world.state
     assert state.phase is RunPhase.TRAINING
     assert "policies.boot_timeout_s" in state.kinds[KIND].stopped
     assert len(world.of(BuyingStopped)) == 1
     world.boot_s = {Role.ROLLOUT: 5.0}  # it is mended: the next try shows it
-    let_pass(world, PROBE_MAX_S / HOUR_S + 0.1)
+    world.let_pass(PROBE_MAX_S / HOUR_S + 0.1)
     assert not world.state.kinds[KIND].stopped
     assert len(world.of(BuyingResumed)) == 1
     assert len(world.up(Role.ROLLOUT)) == 2
@@ -95,7 +94,7 @@ def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> No
 
 def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever() -> None:
     world = World(launch_s=1200.0, max_steps=10**6)
-    let_pass(world, 24.0)
+    world.let_pass(24.0)
     assert len(world.of(NodeRequested)) <= 15
     assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
 
@@ -109,7 +108,7 @@ def test_a_machine_that_takes_its_time_within_the_deadline_serves() -> None:
 
 def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
     world = World(fails={Role.ROLLOUT: 1}, max_steps=10**6)
-    assert len(let_pass(world, 24.0).machines) <= 15
+    assert len(world.let_pass(24.0).machines) <= 15
     assert "its work failed 5 times" in world.state.kinds[KIND].stopped
 
 
@@ -167,7 +166,7 @@ def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(
     assert len(machines) < first + 12  # the first ones, until it is known how long a start takes, and tries
     assert world.state.kinds[KIND].stopped
     broken = False
-    let_pass(world, 5.0)
+    world.let_pass(5.0)
     assert not world.state.kinds[KIND].stopped
     assert len(world.up(Role.ROLLOUT)) == 8
 
@@ -188,7 +187,7 @@ def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goe
         world.advance()
     world.tick()
     world.exit("rollout-0-i1", exit_codes.UNFIT_MACHINE)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is RunPhase.TRAINING
     assert world.up(Role.ROLLOUT) == ["rollout-0-i2"]
     assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
@@ -222,7 +221,7 @@ def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() 
     world.tick()
     world.advance()
     world.exit("rollout-1-i2", exit_codes.BAD_SPEC)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is RunPhase.TRAINING
     assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
 
@@ -231,7 +230,7 @@ def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_wor
     world = until_training(World(max_steps=10**6))
     world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
     world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is not RunPhase.FAILED
 
 
@@ -239,11 +238,11 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> 
     world = until_training(World(spec(8), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
-    bought = let_pass(world, 11.0)
+    bought = world.let_pass(11.0)
     assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
     assert world.machines == {}
     world.refusing = False
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert len(world.up(Role.ROLLOUT)) == 8
 
 
@@ -251,9 +250,9 @@ def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines() -> None:
     world = until_training(World(spec(4), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
-    let_pass(world, (HOLD_MIN_S - 60) / HOUR_S)
+    world.let_pass((HOLD_MIN_S - 60) / HOUR_S)
     world.refusing = False
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.up(Role.ROLLOUT) == [f"rollout-{i}-i1" for i in range(4)]
 
 
@@ -262,17 +261,17 @@ def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
-    let_pass(world, 2.0, dt_s=1.0)
+    world.let_pass(2.0, dt_s=1.0)
     assert "nothing to be had" in world.state.kinds[KIND].stopped
     assert len(world.of(NodeRequested)) < 2 * HOUR_S / 15 + 30  # one at a time
     world.refusing_rollouts = False
-    let_pass(world, (BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
+    world.let_pass((BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
     assert len(world.up(Role.ROLLOUT)) == 4
 
 
 def test_who_resumes_after_a_repair_does_not_wait() -> None:
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
-    let_pass(world, 2.0)
+    world.let_pass(2.0)
     assert world.state.kinds[KIND].stopped
     world.fails[Role.TRAINER] = exit_codes.BAD_SPEC
     for node in world.up(Role.TRAINER):
@@ -281,7 +280,7 @@ def test_who_resumes_after_a_repair_does_not_wait() -> None:
     world.fails.clear()
     world.boot_s.clear()
     world.resume()
-    let_pass(world, 0.05)
+    world.let_pass(0.05)
     assert len(world.up(Role.ROLLOUT)) == 2
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from policies.model.events import BudgetNeared, CapacityMissing
 from policies.model.vocabulary import Role
-from tests.policies.control.fleet.worlds import Priced, capped
-from tests.stand_ins.world import World, spec
+from tests.stand_ins.world import World, capped, priced, spec
 
 
 def live(world: World, seconds: float) -> None:
@@ -59,7 +58,7 @@ def test_a_run_that_nobody_steered_for_hours_has_not_lacked_anything() -> None:
 
 
 def test_four_fifths_of_the_budget_are_told_once_a_budget() -> None:
-    world = Priced(capped(100.0), max_steps=10**6)
+    world = priced(capped(100.0), max_steps=10**6)
     world.run(10**5)
     neared = world.of(BudgetNeared)
     assert [event.usd for event in neared] == [100.0]

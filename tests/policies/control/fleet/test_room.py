@@ -14,10 +14,8 @@ from policies.model.events import BudgetReached, BudgetRefused
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import RunPhase
 from tests.budget import examples
-from tests.policies.control.fleet.worlds import TwoMarkets, serving_on_spot
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import HOUR_S, World, spec, two_markets
 
-HOUR_S = 3600.0
 ONE = 9.0  # USD an hour: a trainer and one node on demand, at the most that it may cost
 
 
@@ -26,20 +24,20 @@ def capped(usd_per_h: float, low: int, high: int) -> RunSpec:
     return replace(run, rollout=replace(run.rollout, replicas=Replicas(min=low, max=high)))
 
 
-def hourly_usd(world: TwoMarkets) -> float:
+def hourly_usd(world: World) -> float:
     return sum(node.usd_per_h for node in world.state.nodes.values())
 
 
-def until_spot_alone(world: TwoMarkets, within_s: float) -> None:
+def until_spot_alone(world: World, within_s: float) -> None:
     ends_s = world.now_s + within_s
-    while stand_ins_of(world.state) or not serving_on_spot(world):
+    while stand_ins_of(world.state) or not world.serving_on_spot:
         world.let_pass(20.0 / HOUR_S)
         assert hourly_usd(world) <= (world.spec.budget.usd_per_h or 0.0)
         assert world.now_s < ends_s, (world.state.live, world.state.kinds)
 
 
 def test_the_only_node_goes_back_so_that_spot_can_be_asked() -> None:
-    world = TwoMarkets(capped(ONE, 1, 2))
+    world = two_markets(capped(ONE, 1, 2))
     world.let_pass(1.0)
     assert len(stand_ins_of(world.state)) == 1
     world.no_spot = False
@@ -48,7 +46,7 @@ def test_the_only_node_goes_back_so_that_spot_can_be_asked() -> None:
 
 
 def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
-    world = TwoMarkets(capped(ONE, 1, 2))
+    world = two_markets(capped(ONE, 1, 2))
     world.let_pass(1.0)
     bought, steps, told = len(world.stood_in), world.steps, len(world.of(BudgetRefused))
     world.let_pass(24.0)
@@ -59,7 +57,7 @@ def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
 
 
 def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
-    world = TwoMarkets(capped(ONE + 2.0, 1, 1))
+    world = two_markets(capped(ONE + 2.0, 1, 1))
     world.let_pass(24.0)
     assert len(world.stood_in) == 1
 
@@ -77,11 +75,11 @@ def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
 def test_spot_that_comes_back_is_found_under_any_cap(
     cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
 ) -> None:
-    world = TwoMarkets(capped(cap, low, low + more), shape=shape, no_spot=not again)
+    world = two_markets(capped(cap, low, low + more), shape=shape, no_spot=not again)
     world.let_pass(1.0)
     if again:
         world.no_spot = True
-        for node in serving_on_spot(world):
+        for node in world.serving_on_spot:
             world.lose(node)
     world.let_pass(away_h)
     world.no_spot = False

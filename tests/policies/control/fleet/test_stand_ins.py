@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.decide import decide
 from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Snapshot
@@ -16,16 +15,15 @@ from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
 from policies.model.folding.fold import fold
 from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Budget, Replicas, RunSpec
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
-from tests.policies.control.fleet.worlds import ON_DEMAND, USD, TwoMarkets, serving_on_spot
-from tests.stand_ins.world import spec
+from policies.model.spec import Budget, Replicas
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from tests.stand_ins.world import ON_DEMAND, USD, World, capped, spec, two_markets
 
 
 @pytest.mark.parametrize("failed", [1, 2])
 def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_that_fits(failed: int) -> None:
     run = replace(spec(1, boot_timeout_s=200.0), budget=Budget(usd_per_h=9.0))
-    world = TwoMarkets(run, no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
+    world = two_markets(run, no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
     assert world.most is not None
     while (kind := world.state.kinds.get("rollout on spot")) is None or kind.unserved_in_a_row < failed:
         world.let_pass(10.0 / 3600)
@@ -39,14 +37,14 @@ def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_t
 
 
 def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     assert (
         len(stand_ins_of(world.state)) == len(world.stood_in) == 1
     )  # what the trainer needs, with nothing measured
     assert world.steps > 0.8 * 3600
     world.no_spot = False
-    while not serving_on_spot(world):
+    while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
     world.let_pass((HELD_S - 60.0) / 3600)
     assert len(stand_ins_of(world.state)) == 1
@@ -59,21 +57,20 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
 
 
 def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_may_be_lost() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     world.no_spot = False
-    while not serving_on_spot(world):
+    while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
-    looked = world.snapshot
-    world.snapshot = lambda: replace(looked(), machines=None)  # type: ignore[method-assign]
+    world.away = True
     world.no_spot = True
-    for node in serving_on_spot(world):
+    for node in world.serving_on_spot:
         world.lose(node)
     world.let_pass(2 * HELD_S / 3600)
     assert len(stand_ins_of(world.state)) == 1
-    world.snapshot = looked  # type: ignore[method-assign]
+    world.away = False
     world.let_pass(2 * HELD_S / 3600)
-    assert serving_on_spot(world) == []
+    assert world.serving_on_spot == []
     assert len(stand_ins_of(world.state)) == 1
 
 
@@ -82,7 +79,7 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
     low: int, shape: StepShape | None
 ) -> None:
     wanted = replace(spec(3), rollout=replace(spec(3).rollout, replicas=Replicas(min=low, max=3)))
-    world = TwoMarkets(wanted, shape=shape)
+    world = two_markets(wanted, shape=shape)
     world.let_pass(1.0)
     assert len(stand_ins_of(world.state)) == 3
     world.no_spot = False
@@ -93,12 +90,12 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
         assert world.now_s < ends_s, world.up(Role.ROLLOUT)
     assert most == 4
     world.let_pass(0.5)
-    assert len(serving_on_spot(world)) == len(world.up(Role.ROLLOUT)) == 3
+    assert len(world.serving_on_spot) == len(world.up(Role.ROLLOUT)) == 3
 
 
 def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> None:
     """A machine that lasts seven minutes, then none for five, for hours: one stands in all the while."""
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(0.5)
     for _ in range(10):
         world.no_spot = False
@@ -113,7 +110,7 @@ def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> N
 
 
 def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(50 / 3600, 10.0)
     assert any(event.phase is NodePhase.REFUSED for event in world.of(NodeMoved))
     world.no_spot = False
@@ -124,17 +121,13 @@ def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
 def test_who_names_a_market_gets_no_other() -> None:
     for resources in ({"use_spot": True}, {"any_of": [{"use_spot": True}]}):
         run = spec(2)
-        world = TwoMarkets(replace(run, rollout=replace(run.rollout, resources=resources)))
+        world = two_markets(replace(run, rollout=replace(run.rollout, resources=resources)))
         world.let_pass(1.0)
         assert world.stood_in == []
 
 
-def capped(usd_per_h: float, replicas: int) -> RunSpec:
-    return replace(spec(replicas), budget=Budget(usd_per_h=usd_per_h))
-
-
 def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() -> None:
-    world = TwoMarkets(capped(7.5, 1))  # a trainer at 4 and a node on spot at 2, and no node at 5
+    world = two_markets(capped(usd_per_h=7.5, max_replicas=1))
     world.let_pass(1.0)
     assert [event.role for event in world.of(BudgetRefused)] == [ON_DEMAND]
     assert (world.of(BudgetReached), world.stood_in) == ([], [])
@@ -143,9 +136,9 @@ def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() 
     assert world.state.phase is RunPhase.TRAINING
 
 
-def too_dear() -> TwoMarkets:
+def too_dear() -> World:
     """Beside a trainer at 4, a node on spot may cost 6 and one on demand 5, and there is money for 5.5."""
-    world = TwoMarkets(capped(9.5, 2), no_spot=False)
+    world = two_markets(capped(usd_per_h=9.5, max_replicas=2), no_spot=False)
     assert world.most is not None
     world.most["rollout on spot"] = 6.0
     return world
@@ -155,7 +148,7 @@ def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> No
     world = too_dear()
     world.let_pass(1.0)
     assert world.of(BudgetReached) == []
-    assert (len(world.stood_in), serving_on_spot(world)) == (1, [])
+    assert (len(world.stood_in), world.serving_on_spot) == (1, [])
     assert world.steps > 0.9 * 3600
     world.lose(world.stood_in[0])
     world.let_pass(0.2)
@@ -163,7 +156,7 @@ def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> No
     assert world.most is not None
     world.most["rollout on spot"] = 1.0  # and then it is not
     world.let_pass(1.0)
-    assert (stand_ins_of(world.state), len(serving_on_spot(world))) == ([], 2)
+    assert (stand_ins_of(world.state), len(world.serving_on_spot)) == ([], 2)
 
 
 def test_where_neither_fits_the_budget_is_reached() -> None:
@@ -199,8 +192,12 @@ def test_one_on_demand_that_is_given_up_has_a_successor_where_spot_is_too_dear()
 @pytest.mark.parametrize("refused_after_s", [0.0, 30.0])
 def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refused_after_s: float) -> None:
     """The cap has room for one of the two."""
-    world = TwoMarkets(
-        capped(9.0, 1), no_spot=False, boot_s={Role.ROLLOUT: 900.0}, refused_after_s=refused_after_s
+    run = capped(usd_per_h=9.0, max_replicas=1)
+    world = two_markets(
+        run,
+        no_spot=False,
+        boot_s={Role.ROLLOUT: 900.0},
+        refused_after_s=refused_after_s,
     )
     world.let_pass(0.5, 5.0)
     world.no_spot = True
@@ -210,7 +207,7 @@ def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refuse
 
 
 def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() -> None:
-    world = TwoMarkets(capped(10.5, 2), no_spot=False)
+    world = two_markets(capped(usd_per_h=10.5, max_replicas=2), no_spot=False)
     assert world.most is not None
     world.most["rollout on spot"] = 11.0
     world.let_pass(1.0)
@@ -223,29 +220,24 @@ def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() ->
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_a_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
-    class Unpriced(TwoMarkets):
-        """At the look that finds the trainer's machine its cloud tells neither price nor pool."""
+def test_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
+    """At the first look that finds the trainer's machine its cloud tells neither price nor pool."""
+    pools = {kind: Pool("aws", "r", "z", "m", "A:1", kind[1]) for kind in USD}
+    priceless: list[str] = []
 
-        looks = 0
+    def sees(seen: Snapshot) -> Snapshot:
+        assert seen.machines is not None
+        there = {}
+        for name, one in seen.machines.items():
+            role = role_of(name)
+            there[name] = replace(one, pool=pools[role, world.markets[name]])
+            if role is Role.TRAINER and not priceless:
+                priceless.append(name)
+                there[name] = replace(one, price_usd_per_h=0.0, on_demand_usd_per_h=0.0, pool=None)
+        offers = tuple(PoolOffer(kind[0], pool, USD[kind]) for kind, pool in pools.items())
+        return replace(seen, machines=there, pools=offers)
 
-        def snapshot(self) -> Snapshot:
-            seen = super().snapshot()
-            assert seen.machines is not None
-            there, pools = (
-                {},
-                {role_market: Pool("aws", "r", "z", "m", "A:1", role_market[1]) for role_market in USD},
-            )
-            for name, one in seen.machines.items():
-                role = Role(name.partition("-")[0])
-                there[name] = replace(one, pool=pools[role, self.markets[name]])
-                if role is Role.TRAINER and (looks := self.looks) < 1:
-                    self.looks = looks + 1
-                    there[name] = replace(one, price_usd_per_h=0.0, on_demand_usd_per_h=0.0, pool=None)
-            offers = tuple(PoolOffer(role, pool, USD[role, market]) for (role, market), pool in pools.items())
-            return replace(seen, machines=there, pools=offers)
-
-    world = Unpriced(spec(2))
+    world = two_markets(spec(2), sees=sees)
     world.let_pass(1.0)
     (trainer,) = world.state.live(Role.TRAINER)
     assert (trainer.id, trainer.price_usd_per_h) == ("trainer-0-i1", 4.0)
@@ -253,7 +245,7 @@ def test_a_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
 
 
 def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
-    world = TwoMarkets(capped(100.0, 2), shape=StepShape(60.0, 1200.0), no_spot=False)
+    world = two_markets(capped(usd_per_h=100.0, max_replicas=2), shape=StepShape(60.0, 1200.0), no_spot=False)
     assert world.most is not None
     del world.most[ON_DEMAND]
     world.let_pass(0.2)
@@ -266,14 +258,14 @@ def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
 
 
 def test_without_prices_there_is_no_fallback() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.most = None
     world.let_pass(1.0)
     assert world.stood_in == []
 
 
 def test_when_on_demand_cannot_be_had_either_tries_are_paced() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(0.1)
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
@@ -286,17 +278,10 @@ def test_when_on_demand_cannot_be_had_either_tries_are_paced() -> None:
 
 
 def test_a_new_controller_keeps_them() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     (there,) = stand_ins_of(world.state)
     world.take_over()
     assert stand_ins_of(fold(world.history)) == [there]
     again = decide(world.state, world.snapshot(), world.spec).events
     assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
-
-
-def test_journals_without_stand_ins_still_read() -> None:
-    asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first")
-    plain = event_to_plain(asked)
-    del plain["stand_in"]
-    assert event_from_plain(plain, "here") == asked
