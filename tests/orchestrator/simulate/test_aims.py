@@ -3,10 +3,7 @@ that refused credentials cost."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-import structlog
 
 from checkpoint.journal import journal
 from orchestrator.simulate.physics import Physics
@@ -17,15 +14,11 @@ from policies.model.events import BuyingStopped, NodeRequested
 from policies.model.vocabulary import Market, Role, role_of
 from tests.stand_ins.world import spec
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 HOUR_S = 3600.0
 RHYTHM = (4.0, 26.0)  # two looks in half a minute
 GAP_S = 300.0
 SPOT = Zone("a", GAP_S, (4,), region="r")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def on_demand(*counts: int) -> Zone:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from orchestrator.simulate.physics import Physics, Prices
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.world import COARSE, World
-from policies.model.spec import RunSpec
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import spec, with_disks
 
 DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB
 
 
-def with_disks(max_replicas: int) -> RunSpec:
-    run, disk = spec(max_replicas), {"infra": "aws", "disk_tier": "best"}
-    sections = replace(run.trainer, resources=disk), replace(run.rollout, resources=disk)
-    return replace(run, cloud="sky", trainer=sections[0], rollout=sections[1])
-
-
 def test_disks_cost_what_they_cost() -> None:
     instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
-    world = World(0, with_disks(2), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
+    world = World(0, with_disks(spec(2)), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
     world.run_for(3600.0)
     before = world.cloud.spent_usd
     world.run_for(4 * 3600.0)
@@ -33,4 +24,4 @@ def test_disks_cost_what_they_cost() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 16, 4))  # every fourth story has a budget
 def test_the_cap_is_never_passed(seed: int) -> None:
-    tell(seed, with_disks(2))
+    tell(seed, with_disks(spec(2)))

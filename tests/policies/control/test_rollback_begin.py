@@ -321,15 +321,6 @@ def test_no_rollback_begins_in_a_run_that_ends() -> None:
     assert RunMoved(RunPhase.STOPPED, "every machine is gone") in world.of(RunMoved)
 
 
-def test_targets_are_versions_of_the_present_line() -> None:
-    world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    world.until(lambda w: bool(w.of(FleetMoved)))
-    assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
-    world.run()
-    assert world.begun[1].fork.start == "1-26"
-    assert PolicyVersion(0, 12) not in world.checkpoints  # nor kept once the probation has passed
-
-
 def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: w.state.diverged is not None)

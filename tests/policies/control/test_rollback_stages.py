@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.rollback.stages import FENCE_WAIT_S
 from policies.control.snapshot import Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
 from policies.model.events import (
@@ -24,7 +23,7 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.timelines import Skipped
-from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.model.vocabulary import Role, RunPhase
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [
@@ -121,20 +120,6 @@ def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
     world.until(lambda w: bool(w.of(TimelineForked)))
     assert [fork.timeline for fork in world.forks] == [1]
     assert ("trainer-0-i1", 2) not in world.launches
-
-
-def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
-    world = world_of({0: (13, 9)})
-    world.until(lambda w: bool(w.of(TimelineForked)))
-    # It neither ends nor sees the fork.
-    world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], exit_code=None)
-    stuck = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
-    state = replace(world.state, nodes={**world.state.nodes, stuck.id: stuck})
-    early = decide(state, world.snapshot(), world.spec)
-    assert not [event for event in early.events if isinstance(event, TrainerFenced)]
-    world.now_s += FENCE_WAIT_S + 1
-    late = decide(state, world.snapshot(), world.spec)
-    assert NodePhase.TERMINATING in [getattr(event, "phase", None) for event in late.events]
 
 
 def test_a_pitfall_is_journalled_once() -> None:

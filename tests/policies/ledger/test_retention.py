@@ -114,8 +114,17 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
 def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
     _, forks, text, keep_last, keep_every_steps, before, going = case
     rules = RetentionRules(keep_last, keep_every_steps, before)
-    found = versions_to_retire(held(text), forked(forks), rules)
-    assert " ".join(map(str, found)) == going
+    assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
+
+
+@pytest.mark.parametrize(
+    ("forks", "text", "since", "going"),
+    [("", TO_80, 60, "0-20 0-30"), ("", TO_80, 0, ""), ("0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80")],
+    ids=["all since then", "all there are", "on the line alone"],
+)
+def test_what_stays_for_an_unnoticed_divergence(forks: str, text: str, since: int, going: str) -> None:
+    rules = RetentionRules(1, keep_since_step=since)
+    assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
 
 
 @pytest.mark.parametrize(
@@ -199,23 +208,6 @@ def test_what_was_abandoned_goes_once_the_line_has_one(
         versions_to_retire(checkpoints, forks, rules)
     )
     assert all(version in line or version.timeline > newest for version in left)
-
-
-# what it shows, the forks, what the store holds, keep_since_step, what may go
-SINCE: list[tuple[str, str, str, int, str]] = [
-    ("all since then", "", TO_80, 60, "0-20 0-30"),
-    ("all there are", "", TO_80, 0, ""),
-    ("on the line alone", "0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80"),
-]
-
-
-@pytest.mark.parametrize("case", SINCE, ids=[case[0] for case in SINCE])
-def test_what_stays_for_a_divergence_that_is_not_noticed_yet(case: tuple[str, str, str, int, str]) -> None:
-    _, forks, text, since, going = case
-    assert (
-        " ".join(map(str, versions_to_retire(held(text), forked(forks), RetentionRules(1, keep_since_step=since))))
-        == going
-    )
 
 
 @given(save_steps=st.integers(1, 60), logging_steps=st.integers(1, 20), steps=st.integers(1, 200))

@@ -8,7 +8,7 @@ import pytest
 
 from policies.sizing.read_shape import UnknownShape, shape_of
 from policies.sizing.shapes import with_all_params
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 
 @pytest.mark.parametrize(

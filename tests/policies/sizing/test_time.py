@@ -10,7 +10,7 @@ from policies.sizing.gpus import gpu_named
 from policies.sizing.read_shape import shape_of
 from policies.sizing.speed import Engine, Passes, StepWork, generate_s, shared_by_nodes, token_s, train_s
 from policies.sizing.sync import delta_s, delta_share, whole_s
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 H200 = gpu_named("h200")
 assert H200 is not None

@@ -13,7 +13,7 @@ from policies.sizing.engine import Engine, engine_memory
 from policies.sizing.read_shape import shape_of
 from policies.sizing.trainer import moments, trainer_memory
 from policies.sizing.training import Lora, Training, lora_of, training_of
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)
 LARGE = shape_of(known.QWEN_2_5_32B)

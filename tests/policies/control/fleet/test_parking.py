@@ -122,18 +122,6 @@ def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> N
     world.until(RunPhase.PARKED)
 
 
-def test_a_drain_that_never_ends_is_waited_for_an_hour() -> None:
-    world = drought(storing_s=10**9)
-    world.until(RunPhase.PARKED)
-    world.wait(MACHINE_LOST_S - 60.0)
-    assert world.up(Role.TRAINER)
-    world.wait(120.0)
-    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
-    world.stops_at_s = None
-    world.refusing_rollouts = False
-    world.until(RunPhase.TRAINING)
-
-
 def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
     world = drought(storing_s=120.0)
     world.launch_s = 60.0
@@ -231,10 +219,3 @@ def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> 
     world.let_pass(0.5)  # on demand is bought once the wait has cost what its start does
     assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]
     assert len(stand_ins_of(world.state)) == 1
-
-
-def test_stand_ins_are_tried_before_a_run_parks() -> None:
-    world = two_markets(spec(2))
-    world.let_pass(3.0)
-    assert world.stood_in
-    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]
