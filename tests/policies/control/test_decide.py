@@ -142,9 +142,7 @@ def test_no_capacity_backs_off_and_recovers() -> None:
     world.refusing = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
-    for _ in range(100):
-        world.tick()
-        world.advance()
+    world.wait(50.0, 0.5)
     requests = world.of(NodeRequested)
     # Capacity is often away for an hour; a refusal is not answered at once with the next request.
     assert (world.state.phase, len(requests) < 20) == (RunPhase.TRAINING, True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from policies.detect.divergence import Health, Point
+from policies.detect.signals import Series, follow_series, lucky
 from tests.policies.detect.runs import ONSET, Metric, after, level, run, trip, verdicts
 
 OVER, STEPS = 80, 400
@@ -19,6 +20,18 @@ def one_prompt(right: Callable[[int], float], seed: int = 1, steps: int = STEPS)
     drawn = random.Random(seed)
     easy = [drawn.random() < right(step) for step in range(1, steps + 1)]
     return [sum(drawn.random() < (0.95 if one else 0.05) for _ in range(8)) / 8 for one in easy]
+
+
+def test_what_wanders_for_long_is_more_often_far_off() -> None:
+    drawn, value = random.Random(1), 0.0
+    even, wandering = Series(), Series()
+    for step in range(1, 401):
+        value = 0.95 * value + drawn.gauss(0.0, 1.0)
+        wandering = follow_series(wandering, step, value)
+        even = follow_series(even, step, drawn.gauss(0.0, 1.0))
+    assert 0.6 / 4 < lucky(even, 16) < 1.4 / 4
+    assert lucky(even, 64) == pytest.approx(lucky(even, 16) / 2)
+    assert lucky(wandering, 64) > 2 * wandering.wobble / 8
 
 
 def losing(step: int) -> float:

@@ -129,3 +129,46 @@ def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineWord | 
     assert table.rows[0].allowed == allowed
     table.first_token("a", table.rows[0].term, ONE)
     assert table.rows[0].allowed == min(allowed + 1, 1000)
+
+
+def test_failed_request_costs_a_member_one_place_and_its_own_failure_all() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    for _ in range(100):
+        table.started("a", ONE)
+    table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == 99
+    for _ in range(100):
+        table.finished("a", term, ONE, begun=True)
+        table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == EASE_IN_REQUESTS
+    table.doubt("a", term, "stands still", whole=True)
+    assert table.rows[0].allowed == 1
+
+
+def test_stuck_member_is_taken_only_when_no_other_has_room_and_until_a_token_or_policy() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    stuck, well = table.rows
+
+    def chosen() -> str | None:
+        row = choose(table)
+        return None if row is None else row.node
+
+    def a_hangs() -> None:
+        table.doubt("a", stuck.term, "no token", whole=True)
+        table.announce("a", say("boot-a", max_requests=1000), 0.1)
+
+    a_hangs()
+    table.started("b", Load("p", 9))
+    assert chosen() == "b"
+    while well.places:
+        table.started("b", ONE)
+    assert chosen() == "a"
+    table.first_token("a", stuck.term, ONE)
+    assert not stuck.stuck
+    a_hangs()
+    table.announce("a", say("boot-a", "0-2"), 0.2)
+    assert not stuck.stuck

@@ -155,9 +155,7 @@ def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> Non
 
 def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goes_on() -> None:
     world = World(spec(1), proved=True, max_steps=10**6)
-    while not world.state.live(Role.ROLLOUT):
-        world.tick()
-        world.advance()
+    world.until(lambda it: bool(it.state.live(Role.ROLLOUT)))
     world.tick()
     world.exit("rollout-0-i1", exit_codes.UNFIT_MACHINE)
     world.let_pass(0.1)
@@ -168,14 +166,10 @@ def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goe
 
 def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
     world = World(spec(8), proved=True, max_steps=10**6)
-    while not world.up(Role.ROLLOUT):
-        world.tick()
-        world.advance(0.25)
+    world.until(lambda it: bool(it.up(Role.ROLLOUT)), dt_s=0.25)
     assert len(world.launches) == 1 + 3
     world.advance(20.0)
-    for _ in range(4):
-        world.tick()
-        world.advance(0.25)
+    world.wait(1.0, 0.25)
     assert len(world.launches) == 1 + 8
 
 

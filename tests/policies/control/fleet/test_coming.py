@@ -14,12 +14,8 @@ from policies.model.vocabulary import NodePhase, Refusal, Role
 from policies.serving.joining import (
     BASE_MODEL,
     ENGINE,
-    ENGINE_ANEW,
     HUB,
-    READ_BYTES_PER_S,
     Stage,
-    gets_on,
-    limit_s,
 )
 from tests.stand_ins.world import HOUR_S, World, spec
 
@@ -155,39 +151,6 @@ def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) 
     assert world.state.slots["rollout-0"].incarnations == 2
     [gone] = [one for one in world.of(NodeMoved) if one.refusal is Refusal.NEVER_SERVED]
     assert "and no member after" in gone.reason
-
-
-@pytest.mark.parametrize(
-    ("mark", "now", "on"),
-    [
-        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 5, 100), False),
-        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 6, 100), True),
-        (Stage(BASE_MODEL, 50, 100), Stage(BASE_MODEL, 40, 100), False),  # fetched again
-        (Stage(BASE_MODEL, 0, 0), Stage(BASE_MODEL, 1, 0), True),
-        (Stage(BASE_MODEL, 95, 100), Stage(HUB, 0, 100), True),
-        (Stage(BASE_MODEL, 100, 100), Stage(ENGINE, 0, 100), True),
-        (Stage(ENGINE, 0, 100), Stage(ENGINE, 0, 100), False),
-    ],
-)
-def test_what_counts_as_getting_on(mark: Stage, now: Stage, on: bool) -> None:
-    assert gets_on(mark, now) is on
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected_s"),
-    [
-        (Stage(BASE_MODEL, 0, OF_70B_BYTES), 900.0),
-        (Stage(ENGINE), 900.0),
-        (Stage(ENGINE, 0, 1_200_000_000), 912.0),  # 0.6B
-        (Stage(ENGINE, 0, OF_32B_BYTES), 1555.0),
-        (Stage(ENGINE, 0, OF_70B_BYTES), 2310.0),
-        (Stage(ENGINE_ANEW, 0, OF_70B_BYTES), 2310.0),
-        (Stage(ENGINE, 0, 2 * OF_70B_BYTES), 3720.0),  # in float32
-    ],
-)
-def test_how_long_a_node_may_stay_where_it_is(stage: Stage, expected_s: float) -> None:
-    assert limit_s(stage, LIMIT_S) == pytest.approx(expected_s)
-    assert READ_BYTES_PER_S < 218e6, "less than the disk that SkyPilot asks for by default gives"
 
 
 def test_the_gateway_counts_each_time_that_one_gets_on() -> None:

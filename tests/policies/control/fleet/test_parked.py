@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.snapshot import Command, Trainer
 from policies.control.stopping import DOWN
 from policies.fleet.parking import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.events import TimelineForked
-from policies.model.folding.fold import fold
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
 from tests.stand_ins.world import HOUR_S, capped, drought, parked, priced
 
@@ -110,20 +108,14 @@ def test_a_run_that_reached_its_last_step_as_it_parks_has_finished() -> None:
 
 def test_parked_a_run_costs_nothing_and_its_cap_holds() -> None:
     world = priced(capped(30.0), max_steps=10**9)
-    for _ in range(200):
-        world.tick()
-        world.advance(1.0)
+    world.wait(200.0, 1.0)
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
-    for _ in range(200):
-        world.tick()
-        world.advance(5.0)
+    world.wait(1000.0, 5.0)
     assert world.is_at(RunPhase.PARKED)
     spent = world.spent
-    for _ in range(500):
-        world.tick()
-        world.advance(20.0)
+    world.wait(10000.0, 20.0)
     assert world.spent - spent < 0.05  # what its probe would cost, if it came
     assert f"{36.0 * IDLE_MIN_S / 3600:.2f} USD" in world.state.reason
 
@@ -149,13 +141,3 @@ def test_a_controller_that_dies_after_any_tick_of_a_parking_changes_nothing() ->
         world.until(RunPhase.TRAINING)
         assert len(world.up(Role.TRAINER)) == 1
     assert ticks > 100
-
-
-def test_a_fold_and_the_journal_tell_the_same() -> None:
-    world = parked()
-    plain = [
-        (number, at, tuple(event_from_plain(event_to_plain(event), "here") for event in events))
-        for number, at, events in world.history
-    ]
-    assert fold(plain) == world.state
-    assert world.state.parked_at_s is not None

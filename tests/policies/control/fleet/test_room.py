@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from policies.control.fleet.fill import STAYS_S
 from policies.control.fleet.stand_ins import stand_ins_of
 from policies.fleet.how_many import StepShape
-from policies.model.events import BudgetReached, BudgetRefused
+from policies.model.events import BudgetRefused
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import RunPhase
 from tests.budget import examples
@@ -29,15 +29,6 @@ def until_spot_alone(world: World, within_s: float) -> None:
     while stand_ins_of(world.state) or not world.serving_on_spot:
         world.let_pass(20.0 / HOUR_S)
         assert world.now_s < ends_s, (world.state.live, world.state.kinds)
-
-
-def test_the_only_node_goes_back_so_that_spot_can_be_asked() -> None:
-    world = two_markets(capped(ONE, 1, 2))
-    world.let_pass(1.0)
-    assert len(stand_ins_of(world.state)) == 1
-    world.no_spot = False
-    until_spot_alone(world, STAYS_S)
-    assert world.of(BudgetReached) == []
 
 
 def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
@@ -66,6 +57,7 @@ def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
     away_h=st.floats(0.5, 12.0),
     again=st.booleans(),
 )
+@example(cap=ONE, low=1, more=1, shape=None, away_h=0.5, again=False)  # the only node goes back for it
 @example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
 def test_spot_that_comes_back_is_found_under_any_cap(
     cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool

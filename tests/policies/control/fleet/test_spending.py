@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Command, LaunchRefused, Snapshot
 from policies.fleet.budget import on_demand_usd
@@ -91,9 +90,7 @@ def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_
 def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it() -> None:
     """A trainer's launch hangs until the budget is reached by what it might have cost, and is then refused."""
     world = priced(patient(capped(30.0)), launch_s=10**6, max_steps=20, ends_in_s=300.0)
-    while not world.of(BudgetReached):
-        world.tick()
-        world.advance(60.0)
+    world.until(lambda it: bool(it.of(BudgetReached)), dt_s=60.0)
     assert world.spent > 10.0
     world.machines.clear()
     world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "nothing to be had"))
@@ -142,13 +139,6 @@ def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone(
     assert world.state.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
     assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
     assert world.state.kinds["trainer on demand"].unserved_in_a_row == 1
-
-
-def test_nothing_is_bought_before_prices_are_known() -> None:
-    world = priced(capped(100.0), most=None)
-    assert decide(world.state, world.snapshot(), world.spec).events == ()
-    world.most = {"trainer on demand": 40.0, "rollout on spot": 4.0}
-    assert decide(world.state, world.snapshot(), world.spec).events != ()
 
 
 ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
@@ -241,9 +231,7 @@ def test_the_cap_is_never_passed(
 def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
     """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
     world = priced(capped(10**4), max_steps=10**6)
-    for _ in range(360):
-        world.tick()
-        world.advance(10.0)
+    world.wait(3600.0, 10.0)
     world.lose("rollout-0-i1")  # of which the journal tells at the end of the hour
     world.tick()
     before = world.spent

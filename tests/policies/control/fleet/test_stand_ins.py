@@ -12,7 +12,7 @@ from policies.control.snapshot import Snapshot
 from policies.fleet.how_many import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
-from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
+from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
 from policies.model.folding.fold import fold
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas
@@ -262,19 +262,6 @@ def test_without_prices_there_is_no_fallback() -> None:
     world.most = None
     world.let_pass(1.0)
     assert world.stood_in == []
-
-
-def test_when_on_demand_cannot_be_had_either_tries_are_paced() -> None:
-    world = two_markets(spec(2))
-    world.let_pass(0.1)
-    world.refusing_rollouts = True
-    for node in world.up(Role.ROLLOUT):
-        world.lose(node)
-    before = len(world.of(NodeRequested))
-    world.let_pass(1.0, 5.0)
-    tries = world.of(NodeRequested)[before:]
-    assert len([one for one in tries if one.stand_in]) < 3600 / 15 + 5
-    assert len([one for one in world.of(BuyingStopped) if one.kind == ON_DEMAND]) <= 1
 
 
 def test_a_new_controller_keeps_them() -> None:
