@@ -102,12 +102,7 @@ def test_change_without_effect_says_so(
 
 # what it shows, grpo, min_completion_length, what is changed
 SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
-    (
-        "TRL's defaults",
-        {},
-        None,
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    ),
+    ("TRL's defaults", {}, None, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     (
         "an odd batch, with its steps for a generation",
         {"per_device_train_batch_size": 9, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
