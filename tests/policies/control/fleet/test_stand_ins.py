@@ -1,13 +1,20 @@
-"""Rollout nodes on demand in place of spot, as the controller steers them: bought late, returned late."""
+"""Rollout nodes on demand in place of spot, as the controller steers them: bought late, returned late.
+
+They are those that make a step cheapest, after a wait no dearer than they are; and those that took the room under
+`budget.usd_per_h` which spot needs make place for it again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.fleet.stand_ins import stand_ins_of
+from policies.control.fleet.fill import STAYS_S
+from policies.control.fleet.stand_ins import WAIT_MIN_S, stand_ins, stand_ins_of, wait_s
 from policies.control.snapshot import Snapshot
 from policies.fleet.how_many import StepShape
 from policies.model import exit_codes
@@ -15,9 +22,10 @@ from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
 from policies.model.folding.fold import fold
 from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Budget, Replicas
+from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
-from tests.stand_ins.world import ON_DEMAND, USD, World, capped, spec, two_markets
+from tests.budget import examples
+from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, spec, two_markets
 
 
 @pytest.mark.parametrize("failed", [1, 2])
@@ -272,3 +280,102 @@ def test_a_new_controller_keeps_them() -> None:
     assert stand_ins_of(fold(world.history)) == [there]
     again = decide(world.state, world.snapshot(), world.spec).events
     assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
+
+
+ONE = 9.0  # USD an hour: a trainer and one node on demand, at the most that it may cost
+
+
+def ranged(usd_per_h: float, low: int, high: int) -> RunSpec:
+    run = replace(spec(high), budget=Budget(usd_per_h=usd_per_h))
+    return replace(run, rollout=replace(run.rollout, replicas=Replicas(min=low, max=high)))
+
+
+def until_spot_alone(world: World, within_s: float) -> None:
+    ends_s = world.now_s + within_s
+    while stand_ins_of(world.state) or not world.serving_on_spot:
+        world.let_pass(20.0 / HOUR_S)
+        assert world.now_s < ends_s, (world.state.live, world.state.kinds)
+
+
+def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
+    world = two_markets(ranged(ONE, 1, 2))
+    world.let_pass(1.0)
+    bought, steps, told = len(world.stood_in), world.steps, len(world.of(BudgetRefused))
+    world.let_pass(24.0)
+    assert len(world.stood_in) - bought <= 24 * HOUR_S / STAYS_S
+    assert world.steps - steps > 0.98 * 24 * HOUR_S
+    assert len(world.of(BudgetRefused)) - told <= 1
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
+    world = two_markets(ranged(ONE + 2.0, 1, 1))
+    world.let_pass(24.0)
+    assert len(world.stood_in) == 1
+
+
+@settings(max_examples=examples(10), deadline=None, derandomize=True)
+@given(
+    cap=st.sampled_from([9.0, 10.0, 13.0, 17.0, 18.0]),
+    low=st.integers(0, 2),
+    more=st.integers(1, 3),
+    shape=st.sampled_from([None, StepShape(1.0, 100.0), StepShape(10.0, 60.0)]),
+    away_h=st.floats(0.5, 12.0),
+    again=st.booleans(),
+)
+@example(cap=ONE, low=1, more=1, shape=None, away_h=0.5, again=False)  # the only node goes back for it
+@example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
+def test_spot_that_comes_back_is_found_under_any_cap(
+    cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
+) -> None:
+    world = two_markets(ranged(cap, low, low + more), shape=shape, no_spot=not again)
+    world.let_pass(1.0)
+    if again:
+        world.no_spot = True
+        for node in world.serving_on_spot:
+            world.lose(node)
+    world.let_pass(away_h)
+    world.no_spot = False
+    until_spot_alone(world, STAYS_S + 3 * HOUR_S)
+    stood_in = len(world.stood_in)
+    world.let_pass(2.0)
+    assert len(world.stood_in) == stood_in
+
+
+usd = st.floats(0.5, 50.0)
+seconds = st.floats(1.0, 2000.0)
+
+
+def step_usd(shape: StepShape, beside: float, price: float, spot: int, spot_usd: float, extra: int) -> float:
+    return (beside + spot * spot_usd + extra * price) * shape.seconds(spot + extra)
+
+
+@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 8), st.integers(1, 8))
+def test_no_other_number_makes_a_step_cheaper(
+    a: float, b: float, beside: float, price: float, share: float, spot: int, high: int
+) -> None:
+    shape, spot_usd = StepShape(a, b), share * price
+    found = stand_ins(shape, beside, price, spot, spot_usd, 0, high)
+    choices = [extra for extra in range(high - spot + 1) if spot + extra] or [0]
+    costs = {extra: step_usd(shape, beside, price, spot, spot_usd, extra) for extra in choices}
+    assert costs[found] <= min(costs.values()) * (1 + 1e-9)
+
+
+@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 7))
+def test_one_more_on_spot_never_asks_for_more_on_demand(
+    a: float, b: float, beside: float, price: float, share: float, spot: int
+) -> None:
+    """So what is bought by all that is there is never at once returned for what has held."""
+    counts = [stand_ins(StepShape(a, b), beside, price, k, share * price, 0, 8) for k in (spot, spot + 1)]
+    assert counts[1] <= counts[0]
+
+
+@given(usd, usd, st.integers(1, 8), st.floats(60.0, 3600.0), st.floats(0.0, 1e5))
+def test_the_wait_and_a_start_cost_at_most_twice_the_best(
+    beside: float, price: float, nodes: int, boot_s: float, outage_s: float
+) -> None:
+    start_usd = nodes * price * boot_s
+    waits_s = wait_s(nodes, price, beside, boot_s)
+    paid = beside * min(outage_s, waits_s) + (start_usd if outage_s > waits_s else 0.0)
+    best = min(beside * outage_s, start_usd)
+    assert paid <= 2 * best * (1 + 1e-9) + beside * WAIT_MIN_S
