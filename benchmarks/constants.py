@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig.detect_runs import SEEN
+from benchmarks.rig.divergence.families import CAUSES
+from benchmarks.rig.divergence.recorded import recorded_traces
+from benchmarks.rig.divergence.score import Score, judge, score
+from benchmarks.rig.divergence.signals import Setting
+from benchmarks.rig.divergence.traces import traces
 from benchmarks.rig.local_run import ROOT
 from policies.detect import divergence, signals, slides, symptoms
-from tests.generators.divergence.families import CAUSES
-from tests.generators.divergence.recorded import recorded_traces
-from tests.generators.divergence.score import Score, judge, score
-from tests.generators.divergence.signals import Setting
-from tests.generators.divergence.traces import traces
 
 HOMES = {
     signals: ("WINDOW_POINTS", "OUTLIERS", "PAST_POINTS", "DOUBT_SHARE", "BLOCKS_OF_A_SIZE"),

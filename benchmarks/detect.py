@@ -1,7 +1,7 @@
 """How soon divergence is told, how often wrongly, and how far back a run would go: `make bench-detect`.
 
 Three sets of labelled runs, each by itself: synthetic ones, healthy and diverging, logged as TRL would
-(`tests/generators/divergence/families.py`); recorded ones that the detectors were made with in sight; and recorded
+(`benchmarks/rig/divergence/families.py`); recorded ones that the detectors were made with in sight; and recorded
 ones that nobody looked at meanwhile. Beside the detector, what most people would do: a fixed line for KL.
 """
 
@@ -14,8 +14,8 @@ from rich.console import Console
 
 from benchmarks.rig.detect_runs import Judged, judge_all, microseconds_a_point
 from benchmarks.rig.detect_tables import by_family, by_run, by_set, figures
+from benchmarks.rig.divergence.diverging import SAVE_STEPS
 from benchmarks.rig.local_run import ROOT
-from tests.generators.divergence.diverging import SAVE_STEPS
 
 console = Console()
 

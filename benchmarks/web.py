@@ -20,7 +20,7 @@ from rich.table import Table
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.generators.long_run import LongRun
+from benchmarks.rig.long_run import LongRun
 
 STEPS, NODES, TIMES = 10_000, 1000, 7
 LONGEST_S = 120.0

@@ -6,6 +6,7 @@ import os
 
 os.environ["COLUMNS"] = "200"  # the terminal of the commands, which is measured when they are imported
 
+import logging
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -105,6 +106,12 @@ def own_log() -> Iterator[None]:
     """What a test has the log configured to, the command line above all, ends with it: its stderr does."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def quiet_log(own_log: None) -> None:  # noqa: ARG001  # which ends it
+    """The log of thousands of ticks is of no use."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @pytest.fixture(scope="session")

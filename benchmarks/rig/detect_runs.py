@@ -10,13 +10,13 @@ from functools import partial
 from multiprocessing import get_context
 from statistics import median
 
+from benchmarks.rig.divergence.families import CAUSES
+from benchmarks.rig.divergence.healthy import Family
+from benchmarks.rig.divergence.recorded import recorded_traces
+from benchmarks.rig.divergence.score import Outcome, judge, judge_by_line
+from benchmarks.rig.divergence.signals import Setting
+from benchmarks.rig.divergence.traces import LOGGING_STEPS, Trace, trace
 from policies.detect.divergence import Detector, Point, follow
-from tests.generators.divergence.families import CAUSES
-from tests.generators.divergence.healthy import Family
-from tests.generators.divergence.recorded import recorded_traces
-from tests.generators.divergence.score import Outcome, judge, judge_by_line
-from tests.generators.divergence.signals import Setting
-from tests.generators.divergence.traces import LOGGING_STEPS, Trace, trace
 
 SETTINGS = {
     "as in the tests": Setting(seed=2),

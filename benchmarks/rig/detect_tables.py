@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.rig.detect_runs import DETECTOR, JUDGES, SEEN, SYNTHETIC, UNSEEN, Judged, outcomes_of
-from tests.generators.divergence.score import Outcome, Score, score
+from benchmarks.rig.divergence.score import Outcome, Score, score
 
 COLUMNS = ("missed", "false", "per 1,000", "delay", "p90", "targets", "good lost")
 

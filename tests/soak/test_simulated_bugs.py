@@ -4,7 +4,6 @@ needed."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -12,7 +11,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import structlog
 
 from checkpoint.journal import Journal
 from orchestrator.control import actuate
@@ -31,7 +29,7 @@ from policies.model.state import Node, RunState
 from policies.model.vocabulary import PolicyVersion
 from tests.stand_ins.world import spec
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quiet_log")]
 
 STORIES = 400
 
@@ -137,11 +135,6 @@ BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     _looks_at_its_money_only_before_it_buys,
     _forgets_what_a_machine_cost_before_its_last_phase,
 )
-
-
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__.strip("_"))

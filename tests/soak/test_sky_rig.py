@@ -95,24 +95,6 @@ def test_a_machine_is_a_machine_of_its_own(owner: Owner) -> None:
     assert "PYTEST" not in owner.ssh(one, "sudo cat /proc/1/environ").stdout
 
 
-def test_a_machine_has_the_prepared_environment(owner: Owner, sky_rig: SkyRig) -> None:
-    if not sky_rig.prepared:
-        pytest.skip("there is no .venv-node: run `make node-env`")
-    machine = owner.launch_and_wait()
-    imports = "import obstore, s3fs, torch, trl, vllm; print(torch.ones(2).sum().item())"
-    assert owner.ssh(machine, f"/opt/grpo-orch/env/bin/python -c '{imports}'").stdout.endswith("2.0\n")
-    assert owner.ssh(machine, "touch /opt/grpo-orch/env/x", check=False).returncode
-
-
-def test_machines_and_the_test_reach_one_store(owner: Owner, sky_rig: SkyRig) -> None:
-    machine = owner.launch_and_wait()
-    with sky_rig.inside():
-        s3 = sky_rig.client("s3")
-        s3.create_bucket(Bucket="shared", ACL="public-read-write")
-        s3.put_object(Bucket="shared", Key="a", Body=b"from the test")
-    assert owner.ssh(machine, f"curl -s {sky_rig.endpoint}/shared/a").stdout == "from the test"
-
-
 def test_the_notice_is_read_by_the_right_machine_alone(owner: Owner, sky_rig: SkyRig) -> None:
     struck, other = owner.launch_and_wait(), owner.launch_and_wait()
     assert owner.ssh(struck, _NOTICE).stdout.endswith(" 401")
@@ -194,13 +176,6 @@ def test_nothing_is_left_after_the_end(sky_image: Path) -> None:
         assert _leftovers(rig)
     assert not _leftovers(rig)
     rig.close()  # a second time is no error
-
-
-def test_nothing_is_left_of_a_rig_that_did_not_start(tmp_path: Path) -> None:
-    rig = SkyRig(tmp_path / "there-is-no-image")
-    with pytest.raises(FileNotFoundError, match="there-is-no-image"):
-        rig.start()
-    assert not _leftovers(rig)
 
 
 def test_a_rig_of_a_killed_process_is_swept(sky_image: Path) -> None:

@@ -1,13 +1,16 @@
-"""A world to decide in: a cloud, a gateway and a trainer that exist only as numbers, with a clock that tests set.
+"""The simulated environment of the policy layer: a cloud, a gateway and a trainer as numbers, with a set clock.
 
-It stands in for machines and processes in tests of `policies` alone; the real ones are tested elsewhere.
+It stands in for machines and processes in tests of `policies` alone; the real ones are tested elsewhere. Steer a
+`World` by `tick` and `advance`, or by `run`, `until`, `wait` and `let_pass`; its fields are what tests disturb.
+`priced`, `two_markets`, `drought`, `parked` and `world_of` make those that several tests begin with.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestrator.simulate.work import stored
 from policies.control.decide import decide, done
@@ -28,11 +31,25 @@ from policies.control.snapshot import (
     WriteFork,
 )
 from policies.detect.divergence import Health, Verdict
+from policies.fleet.budget import spent_usd
+from policies.fleet.how_many import StepShape
+from policies.fleet.parking import IDLE_MIN_S
 from policies.model import exit_codes
-from policies.model.events import Event, RunCreated, RunMoved, SpecProved, TookOver
+from policies.model.events import (
+    Event,
+    NodeRequested,
+    RollbackBegun,
+    RunCreated,
+    RunMoved,
+    SpecProved,
+    TookOver,
+)
 from policies.model.fold import apply
+from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import (
+    Budget,
     Dataset,
+    KlPolicy,
     PoliciesSpec,
     Replicas,
     RolloutSpec,
@@ -44,6 +61,8 @@ from policies.model.state import RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
     MachineState,
+    Market,
+    NodePhase,
     PolicyVersion,
     Refusal,
     Role,
@@ -56,6 +75,21 @@ from policies.serving.gateway_status import MemberStatus
 E = TypeVar("E", bound=Event)
 BOOT_S = 5.0
 STEP_S = 1.0
+HOUR_S = 3600.0
+PARKS_IN_S = IDLE_MIN_S + 60.0  # a trainer of this world boots in seconds
+ON_DEMAND = "rollout on demand"
+MOST = {"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
+# USD an hour, by kind of machine.
+Paid = Mapping[tuple[Role, Market], float]
+PAID: Paid = {(Role.TRAINER, Market.ON_DEMAND): 36.0, (Role.ROLLOUT, Market.SPOT): 3.6}
+USD: Paid = {
+    (Role.TRAINER, Market.ON_DEMAND): 4.0,
+    (Role.ROLLOUT, Market.ON_DEMAND): 4.0,
+    (Role.ROLLOUT, Market.SPOT): 1.0,
+}
+# SkyPilot's `best` on AWS: 1.82 USD an hour for the disk of each machine.
+DISKS = {"infra": "aws/us-east-1", "disk_tier": "best"}
+GRPO = {"beta": 0.04, "learning_rate": 1e-3, "save_steps": 2}
 
 
 class Folded:
@@ -79,6 +113,30 @@ def spec(max_replicas: int = 2, **policies: float) -> RunSpec:
         rollout=RolloutSpec(replicas=Replicas(min=1, max=max_replicas)),
         policies=PoliciesSpec(**policies),  # type: ignore[arg-type]  # keys are PoliciesSpec's own
     )
+
+
+def capped(
+    usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2, at: str = "pause"
+) -> RunSpec:
+    return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h, at=at))  # type: ignore[arg-type]
+
+
+def with_disks(run: RunSpec) -> RunSpec:
+    sections = replace(run.trainer, resources=DISKS), replace(run.rollout, resources=DISKS)
+    return replace(run, cloud="sky", trainer=sections[0], rollout=sections[1])
+
+
+def with_kl(**kl: object) -> RunSpec:
+    base, policy = spec(), KlPolicy(**kl)  # type: ignore[arg-type]  # keys are KlPolicy's own
+    return replace(base, grpo=dict(GRPO), policies=replace(base.policies, kl=policy))
+
+
+@dataclass
+class Bought:
+    """The machines that rollout nodes were on in a stretch of time, and their hours."""
+
+    machines: set[str] = field(default_factory=set)
+    hours: float = 0.0
 
 
 @dataclass
@@ -117,6 +175,25 @@ class World:
     stops_at_s: float | None = None
     moved_at_s: float = -math.inf  # when what its machine stores last got on
     looking: bool = True  # whether a look finds the checkpoints
+    dt_s: float = 0.5  # of `advance`, `run` and `until`
+    pace_s: float = 10.0  # of `wait` and `let_pass`
+    paid: Paid | None = None  # what machines cost; None: nobody knows, nor where they are
+    most: dict[str, float] | None = None  # what the cloud says that each kind may cost
+    offers: tuple[PoolOffer, ...] = ()
+    has: frozenset[str] | None = None  # the zones that have machines for rollout nodes
+    no_spot: bool = False
+    no_demand: bool = False  # for rollout nodes
+    refusal: Refusal = Refusal.NO_CAPACITY
+    refused_after_s: float = 0.0
+    answers: dict[str, float] = field(default_factory=dict)  # by node: when its refusal is told
+    markets: dict[str, Market] = field(default_factory=dict)
+    pools: dict[str, Pool | None] = field(default_factory=dict)
+    ends_in_s: float = 0.0  # how long the cloud takes to have a machine back
+    away: bool = False  # the cloud does not answer
+    cut_off: bool = False  # the trainer: nobody hears it, nor can it store
+    one_trainer: bool = False  # whether a second one beside the first is an error
+    shape: StepShape | None = None  # of a step, as measured
+    sees: Callable[[Snapshot], Snapshot] = lambda seen: seen  # what the controller takes it for
     folded: Folded = field(default_factory=Folded)
 
     def __post_init__(self) -> None:
@@ -153,12 +230,18 @@ class World:
             for name, machine in self.machines.items()
             if name.startswith(Role.ROLLOUT) and self._works(machine)
         }
+        for node in [node for node, at_s in self.answers.items() if at_s <= self.now_s]:
+            self.refused.append(LaunchRefused(node, self.refusal, "nothing to be had"))
+            del self.answers[node]
         refused, self.refused = tuple(self.refused), []
         state = self.state
-        return Snapshot(
+        seen = Snapshot(
             now_s=self.now_s,
-            machines=dict(self.machines),
-            members=members if self._trainer() else None,
+            machines=None if self.away else {name: self._seen(one) for name, one in self.machines.items()},
+            prices=self.most,
+            pools=self.offers,
+            step_shape=self.shape,
+            members=members if self._trainer() and not self.cut_off else None,
             gateway_boot_id="g1" if self._trainer() else None,
             gateway_age_s=self._gateway_age_s(),
             trainer=self.beat,
@@ -171,6 +254,17 @@ class World:
             timeline=max((fork.timeline for fork in self.forks), default=0),
             exported_to=f"exports/{state.healthy}" if state.healthy in self.exports else None,
         )
+        return self.sees(seen)
+
+    def _seen(self, machine: Machine) -> Machine:
+        """The machine with what the cloud tells of its market, its pool and its price."""
+        if self.paid is None:
+            return machine
+        role, market = role_of(machine.node), self.markets.get(machine.node, machine.market)
+        usd = self.paid[role, market]
+        whole = self.paid.get((role, Market.ON_DEMAND), 0.0)
+        pool = self.pools.get(machine.node)
+        return replace(machine, market=market, pool=pool, price_usd_per_h=usd, on_demand_usd_per_h=whole)
 
     def tick(self, *, journal_only: bool = False) -> bool:
         """Run the controller once. Returns whether nothing is left to steer."""
@@ -179,6 +273,8 @@ class World:
         decision = decide(state, snapshot, self.spec)
         if decision.events:
             self.journal(decision.events)
+        if (cap := self.spec.budget.usd_per_h) is not None:
+            assert sum(node.usd_per_h for node in self.state.nodes.values()) <= cap, "over the cap an hour"
         if journal_only:
             return False  # the controller died between intent and action
         for action in decision.actions:
@@ -189,9 +285,14 @@ class World:
         match action:
             case Launch():
                 role = role_of(action.slot)
-                if self.refusing or (self.refusing_rollouts and role is Role.ROLLOUT):
-                    self.refused.append(LaunchRefused(action.node, Refusal.NO_CAPACITY, "nothing to be had"))
+                if self._refuses(action):
+                    self.answers.setdefault(action.node, self.now_s + self.refused_after_s)
                     return
+                if role is Role.TRAINER and self.one_trainer:
+                    others = [one.node for one in self._trainers() if one.node != action.node]
+                    assert not others, f"two trainers: {action.node} beside {others}"
+                self.markets[action.node] = action.market
+                self.pools.setdefault(action.node, action.pool)
                 known = self.machines.get(action.node)
                 if known is None or 0 < known.attempt < action.attempt:
                     self.launches.append((action.node, action.attempt))
@@ -206,7 +307,9 @@ class World:
             case Confirm():
                 self.confirmed.append(action.node)
             case Terminate():
-                self.machines.pop(action.node, None)
+                node = self.state.nodes.get(action.node)
+                if node is None or self.now_s - node.since_s >= self.ends_in_s:
+                    self.machines.pop(action.node, None)
             case AskToStop():
                 if self.stops_at_s is None:
                     self.stops_at_s = self.now_s + self.storing_s
@@ -216,14 +319,22 @@ class World:
             case Export():
                 self.exports.add(action.version)
 
-    def advance(self, dt_s: float = 0.5) -> None:
+    def _refuses(self, launch: Launch) -> bool:
+        is_rollout, on_spot = role_of(launch.slot) is Role.ROLLOUT, launch.market is Market.SPOT
+        if self.refusing or (self.no_spot and on_spot):
+            return True
+        lacks_zone = self.has is not None and launch.pool is not None and launch.pool.zone not in self.has
+        return is_rollout and (self.refusing_rollouts or (self.no_demand and not on_spot) or lacks_zone)
+
+    def advance(self, dt_s: float | None = None) -> None:
         """Let time pass: machines boot, the trainer beats, and steps while a rollout node serves."""
+        dt_s = self.dt_s if dt_s is None else dt_s
         self.now_s += dt_s
         self._boot_machines()
         trainer = self._trainer()
         for older in [m for m in self._trainers() if m is not trainer]:
             self.exit(older.node, exit_codes.FENCED)
-        if trainer is not None:
+        if trainer is not None and not self.cut_off:
             self._advance_trainer(trainer, dt_s)
 
     def _boot_machines(self) -> None:
@@ -293,6 +404,72 @@ class World:
             self.advance()
         raise AssertionError(f"did not converge: {self.state}")
 
+    def until(
+        self, seen: RunPhase | Callable[[World], bool], within_s: float = HOUR_S, dt_s: float | None = None
+    ) -> World:
+        """Let time pass until the run is in the phase, or until this is seen."""
+        end_s = self.now_s + within_s
+        while not (self.state.phase is seen if isinstance(seen, RunPhase) else seen(self)):
+            assert self.now_s < end_s, f"not {seen} within {within_s:.0f} s: {self.state}"
+            self.tick()
+            self.advance(dt_s)
+        return self
+
+    def wait(self, for_s: float, dt_s: float | None = None) -> Bought:
+        """Let time pass. Returns what rollout nodes it took."""
+        bought, end_s, dt_s = Bought(), self.now_s + for_s, dt_s or self.pace_s
+        while self.now_s < end_s:
+            self.tick()
+            rollouts = [name for name in self.machines if name.startswith(Role.ROLLOUT)]
+            bought.machines |= set(rollouts)
+            bought.hours += dt_s / HOUR_S * len(rollouts)
+            self.advance(dt_s)
+        return bought
+
+    def let_pass(self, hours: float, dt_s: float | None = None) -> Bought:
+        return self.wait(hours * HOUR_S, dt_s)
+
+    def notice(self, node: str) -> None:
+        """The cloud says that it will take the machine back."""
+        self.machines[node] = replace(self.machines[node], notice=True)
+
+    def dry_up(self) -> None:
+        """All rollout nodes are lost, and none is to be had."""
+        self.refusing_rollouts = True
+        for node in self.up(Role.ROLLOUT):
+            self.lose(node)
+
+    def is_at(self, phase: RunPhase) -> bool:
+        return self.state.phase is phase
+
+    @property
+    def moves(self) -> list[RunPhase]:
+        return [event.phase for event in self.of(RunMoved)]
+
+    @property
+    def spent(self) -> float:
+        return spent_usd(self.state, self.now_s)
+
+    @property
+    def stood_in(self) -> list[str]:
+        return [event.node for event in self.of(NodeRequested) if event.stand_in]
+
+    @property
+    def begun(self) -> list[RollbackBegun]:
+        return self.of(RollbackBegun)
+
+    @property
+    def serving_on_spot(self) -> list[str]:
+        serving = [one for one in self.state.live(Role.ROLLOUT) if one.phase is NodePhase.SERVING]
+        return [one.id for one in serving if one.market is Market.SPOT]
+
+    def decides(self, stage: type[Event]) -> bool:
+        """Whether the next tick journals such an event."""
+        refused = list(self.refused)
+        decision = decide(self.state, self.snapshot(), self.spec)
+        self.refused = refused
+        return any(isinstance(event, stage) for event in decision.events)
+
     def _verdict(self, timeline: int) -> Verdict:
         step = int(self.steps)
         if timeline not in self.trips or step < self.trips[timeline][1]:
@@ -326,9 +503,42 @@ class World:
 
 
 def until_training(world: World) -> World:
-    for _ in range(100):
-        world.tick()
-        world.advance()
-        if world.steps >= 2:
-            return world
-    raise AssertionError(world.state)
+    return world.until(lambda it: it.steps >= 2, 50.0)
+
+
+def priced(run: RunSpec, **world: object) -> World:
+    """One whose machines cost something; `most` has the dearest of each kind."""
+    most = {"trainer on demand": 40.0, "rollout on spot": 4.0}
+    return World(run, **{"paid": PAID, "most": most, **world})  # type: ignore[arg-type]  # World's own fields
+
+
+def on_two_markets(**world: object) -> dict[str, Any]:
+    """Fields of a `World` without spot, whose machines cost something, and whose cloud says at most how much."""
+    usual = {"max_steps": 10**9, "proved": True, "no_spot": True, "paid": USD, "most": dict(MOST), "pace_s": 20.0}
+    return {**usual, **world}
+
+
+def two_markets(run: RunSpec, **world: object) -> World:
+    return World(run, **on_two_markets(**world))
+
+
+def drought(run: RunSpec | None = None, **world: object) -> World:
+    """A run that has trained, and has now lost its nodes. It stores nothing but when a trainer is asked to end."""
+    usual = {"max_steps": 10**9, "save_steps": 10**9, "dt_s": 5.0, "pace_s": 5.0, "one_trainer": True}
+    dry = World(run or spec(2), **{**usual, **world})  # type: ignore[arg-type]  # World's own fields
+    dry.wait(120.0)
+    assert dry.steps > 60
+    dry.dry_up()
+    return dry
+
+
+def parked(run: RunSpec | None = None, **world: object) -> World:
+    dry = drought(run, **world).until(RunPhase.PARKED)
+    dry.wait(30.0)
+    assert (dry.state.phase, dry.machines) == (RunPhase.PARKED, {})
+    return dry
+
+
+def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
+    """One whose run diverges on these timelines."""
+    return World(spec=with_kl(**kl), max_steps=40, trips=trips)

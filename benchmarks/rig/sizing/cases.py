@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.rig.sizing.planned import compared
 from benchmarks.rig.sizing.step import Case
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 MODELS = {"1.5B": known.QWEN_2_5_1_5B, "7B": known.QWEN_2_5_7B, "32B": known.QWEN_2_5_32B}
 ADAPTERS: dict[str, dict[str, Any] | None] = {

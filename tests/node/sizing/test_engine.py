@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from policies.sizing.engine import BLOCK_TOKENS, Engine, engine_memory
 from policies.sizing.memory import GIB
 from policies.sizing.shapes import shape_of
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 LATENT: dict[str, Any] = {
     **known.LLAMA_3_2_1B,

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.rig.sizing.planned import compared
 from benchmarks.rig.sizing.step import Case, peaks_of
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 # They are bytes that are counted, the same on every machine. Of the whole grid the worst is in docs/benchmarks.md.
 WITHIN = 0.03

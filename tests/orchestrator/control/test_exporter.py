@@ -18,14 +18,14 @@ from checkpoint.records.metrics import Row
 from orchestrator.control import exporter as exporting
 from orchestrator.control.exporter import Exporter, Seen
 from policies.model.vocabulary import Role
-from tests.policies.control.fleet.worlds import Priced, capped
+from tests.stand_ins.world import World, capped, priced
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def lived(exporter: Exporter, *, loses: bool = True) -> Priced:
+def lived(exporter: Exporter, *, loses: bool = True) -> World:
     """A run that trains on priced machines, and has lost one, as the exporter was told of it."""
-    world = Priced(capped(10_000.0), max_steps=1000)
+    world = priced(capped(10_000.0), max_steps=1000)
     while world.steps < 8.0:
         before, known = world.state, len(world.history)
         world.tick()

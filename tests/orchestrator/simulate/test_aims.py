@@ -1,31 +1,27 @@
-"""What the controller promises of money, in the simulated world from end to end; `test_where` has the requests
-that refused credentials cost."""
+"""What the controller promises of money, in the simulated world from end to end, which charges for disks, too.
+
+`test_where` has the requests that refused credentials cost.
+"""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-import structlog
 
 from checkpoint import journal
-from orchestrator.simulate.cloud import Physics
+from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.store import SimulatedStore
+from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import Zone
-from orchestrator.simulate.world import World
+from orchestrator.simulate.world import COARSE, World
 from policies.model.events import BuyingStopped, NodeRequested
 from policies.model.vocabulary import Market, Role, role_of
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import spec, with_disks
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 HOUR_S = 3600.0
 RHYTHM = (4.0, 26.0)  # two looks in half a minute
 GAP_S = 300.0
 SPOT = Zone("a", GAP_S, (4,), region="r")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def on_demand(*counts: int) -> Zone:
@@ -89,3 +85,21 @@ def test_a_trainer_that_is_lost_for_long_costs_less_than_a_rollout_hour(hours: f
     assert trainer.step > 0
     found.cloud.lose(trainer)
     assert 0 < rollout_hours(found, hours) < 0.5
+
+
+DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB
+
+
+def test_disks_cost_what_they_cost() -> None:
+    instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
+    world = World(0, with_disks(spec(2)), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
+    world.run_for(3600.0)
+    before = world.cloud.spent_usd
+    world.run_for(4 * 3600.0)
+    machines_usd_per_h = 3.96 + 2 * 1.19 + 3 * DISK_USD_PER_H
+    assert world.cloud.spent_usd - before == pytest.approx(4 * machines_usd_per_h, rel=5e-3)
+
+
+@pytest.mark.parametrize("seed", range(0, 16, 4))  # every fourth story has a budget
+def test_the_cap_is_never_passed(seed: int) -> None:
+    tell(seed, with_disks(spec(2)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from random import Random
 
 import pytest
-import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +33,7 @@ from policies.model.vocabulary import Role, RunPhase
 from tests.budget import examples
 from tests.stand_ins.world import spec
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BACK_S = 900.0  # two minutes between two tries, two machines' boots, and a trainer's failure or two
 TROUBLES: tuple[Fault, ...] = (
     answers_lost,
@@ -50,11 +49,6 @@ TROUBLES: tuple[Fault, ...] = (
     suspended,
     work_ends,
 )
-
-
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def training(seed: int) -> World:

@@ -5,11 +5,9 @@ One that is wrong itself ends no run.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
-import structlog
 
 from orchestrator.simulate.store import Trouble
 from orchestrator.simulate.stories import HOUR_S
@@ -24,9 +22,7 @@ YEAR_S = 365 * 24 * HOUR_S
 COARSE_USD = 0.01  # what machines cost in the second or two to which stores date what they hold
 
 
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
 def run_without_a_daemon(skew_s: float) -> World:

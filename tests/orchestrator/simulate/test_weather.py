@@ -13,12 +13,8 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import (
-    NotWeather,
-    Zone,
-    read_weather,
-)
-from orchestrator.simulate.world import COARSE, ON_DEMAND, World
+from orchestrator.simulate.weather import NotWeather, Zone, read_weather
+from orchestrator.simulate.world import ON_DEMAND
 from policies.control.fleet.markets import market_of
 from policies.model.spec import Budget
 from policies.model.vocabulary import Market, Role, RunPhase
@@ -127,17 +123,6 @@ def test_a_run_that_stops_at_its_budget_has_ended() -> None:
 
 def test_a_run_that_is_asked_to_stop_as_it_ends_has_ended() -> None:
     assert tell(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
-
-
-def test_hours_without_preemption_cost_what_machines_cost() -> None:
-    """An H200 on demand and a pair on spot: 6.34 USD an hour, 152.16 a day."""
-    instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
-    world = World(0, spec(2), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
-    world.run_for(3600.0)
-    before = world.cloud.spent_usd
-    world.run_for(4 * 3600.0)
-    assert len(world.cloud.bought) == 3
-    assert world.cloud.spent_usd - before == pytest.approx(4 * (3.96 + 2 * 1.19), rel=5e-3)
 
 
 def test_a_run_on_spot_alone_whose_only_zone_is_lost_for_good_waits_and_breaks_no_promise() -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.rig.long_run import LongRun
 from orchestrator.web.app import PAGES
 from policies.model.events import Noticed
 from tests.budget import HANG_S
-from tests.generators.long_run import LongRun
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

@@ -212,6 +212,7 @@ def test_a_trainer_that_drains_is_kept_past_its_notice_while_it_beats() -> None:
 def test_a_trainer_that_is_heard_is_kept_whatever_its_phase() -> None:
     assert decided(*ALL, beat_s=9.0).events == ()
     assert decided(*ALL, beat_s=math.inf, seen={"steady_s": 0.0}).events == ()
+    assert decided(*ALL, beat_s=math.inf, members=None, seen={"steady_s": 60.0}).events == ()
 
 
 @pytest.mark.parametrize(("attempt", "again"), [(4, True), (5, False)])

@@ -82,50 +82,27 @@ def test_several_processes_share_a_generation() -> None:
     assert "epsilon" not in changes_on_rollback(grpo, OnRollback(), 4)
 
 
-NOT_CLIPPED = "nothing: each completion is trained on once, by the weights that made it, so that the ratio is 1"
-EFFECTS: list[tuple[dict[str, float], dict[str, Any], str]] = [
-    ({"learning_rate": 5e-7}, {}, "updates of half the size"),
-    ({"learning_rate": 1e-6}, {"learning_rate": 0.0}, "told to TRL"),
-    ({"beta": 0.08}, {"beta": 0.04}, "the KL term pulls 2 times as hard towards the reference model"),
-    ({"beta": 0.08}, {}, "a KL term where there was none: a reference model is loaded beside the trained one"),
-    ({"beta": 0.0}, {"beta": 0.04}, "no KL term"),
-    ({"epsilon": 0.1}, {}, NOT_CLIPPED),
-    ({"epsilon": 0.1}, {"num_iterations": 2}, "the ratio is clipped below 0.9 and above 1.1"),
-    ({"epsilon": 0.1}, {"loss_type": "sapo"}, "nothing: loss_type sapo clips no ratio"),
-    ({"epsilon_high": 3.0}, {"loss_type": "cispo"}, NOT_CLIPPED),
-    (
-        {"epsilon_high": 3.0},
-        {"loss_type": "cispo", "num_iterations": 2},
-        "the ratio weighs a token by 3 at most",
-    ),
-    ({"epsilon": 0.1}, {"loss_type": "cispo"}, "the ratio weighs a token by 0.1 at most"),
-    (
-        {"epsilon": 0.1},
-        {"loss_type": "cispo", "epsilon_high": 5.0},
-        "nothing: loss_type cispo has no lower bound",
-    ),
-    (
-        {"num_generations": 4, "gradient_accumulation_steps": 2},
-        {},
-        "4 completions for each prompt, of as many prompts as before",
-    ),
-    ({"max_completion_length": 256}, {}, "completions end after 256 tokens"),
-]
-
-
-@pytest.mark.parametrize(("changes", "before", "text"), EFFECTS)
-def test_what_a_change_does(changes: dict[str, float], before: dict[str, Any], text: str) -> None:
-    assert set(effects(changes, before, 1).values()) == {text}
+@pytest.mark.parametrize(
+    ("changes", "before", "does_nothing"),
+    [
+        ({"epsilon": 0.1}, {}, True),
+        ({"epsilon": 0.1}, {"num_iterations": 2}, False),
+        ({"epsilon": 0.1}, {"loss_type": "sapo"}, True),
+        ({"epsilon_high": 3.0}, {"loss_type": "cispo"}, True),
+        ({"epsilon_high": 3.0}, {"loss_type": "cispo", "num_iterations": 2}, False),
+        ({"epsilon": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0}, True),
+        ({"learning_rate": 5e-7, "beta": 0.08}, {}, False),
+    ],
+)
+def test_change_without_effect_says_so(
+    changes: dict[str, float], before: dict[str, Any], does_nothing: bool
+) -> None:
+    assert {text.startswith("nothing") for text in effects(changes, before, 1).values()} == {does_nothing}
 
 
 # what it shows, grpo, min_completion_length, what is changed
 SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
-    (
-        "TRL's defaults",
-        {},
-        None,
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    ),
+    ("TRL's defaults", {}, None, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     (
         "an odd batch, with its steps for a generation",
         {"per_device_train_batch_size": 9, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
@@ -168,15 +145,7 @@ SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
         None,
         None,
     ),
-    ("nor half a batch", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, None, None),
     ("the length where it is allowed", {"per_device_train_batch_size": 1}, 200, {"max_completion_length": 256}),
-    (
-        "and as far",
-        {"per_device_train_batch_size": 1, "max_completion_length": 256},
-        200,
-        {"max_completion_length": 200},
-    ),
-    ("no further", {"per_device_train_batch_size": 1, "max_completion_length": 200}, 200, None),
 ]
 
 

@@ -22,14 +22,13 @@ from policies.model.events import (
 from policies.model.spec import OnRollback, RollbackBudget
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
-from tests.policies.control.rollbacks import begun, decides, until, with_kl, world_of
-from tests.stand_ins.world import World, spec
+from tests.stand_ins.world import World, spec, with_kl, world_of
 
 
 def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_add_up() -> None:
     world = world_of({0: (13, 9), 1: (11, 9)})
-    until(world, lambda w: len(begun(w)) == 2)
-    first, second = begun(world)
+    world.until(lambda w: len(w.begun) == 2)
+    first, second = world.begun
     assert (first.fork.start, second.fork.start) == ("0-8", "0-6")
     assert second.fork.changes == {"beta": 0.16, "learning_rate": 2.5e-4}
     assert second.fork.skipped == (Skipped(0, 9, 13), Skipped(1, 9, 11))
@@ -41,7 +40,7 @@ def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_ad
 def test_a_second_trip_after_the_probation_goes_to_the_new_timelines_own_checkpoint() -> None:
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
     world.run()
-    first, second = begun(world)
+    first, second = world.begun
     assert (first.fork.start, second.fork.start) == ("0-8", "1-26")
     assert first.fork.skipped == (Skipped(0, 9, 13),)
     assert second.fork.skipped == (Skipped(1, 27, 30),), "what has passed its probation sees all prompts again"
@@ -51,7 +50,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     world = world_of({0: (5, 2)})
     world.save_steps = 3
     world.run()
-    assert not begun(world)
+    assert not world.begun
     assert (world.state.phase, world.state.reason) == (
         RunPhase.PAUSED,
         f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_A_TARGET}",
@@ -60,19 +59,19 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     world.commands = [Command("c1", "rollback")]
     world.take_over()
     world.run()
-    assert not begun(world), "nor does a person begin from step 0 without saying so"
+    assert not world.begun, "nor does a person begin from step 0 without saying so"
     told = [one.kind for one in world.of(Noticed) if isinstance(one, Noticed)]
     assert (world.state.phase, told) == (RunPhase.PAUSED, ["no_target"])
     world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
     world.take_over()
     world.run()
-    assert begun(world)[0].fork.start is None
+    assert world.begun[0].fork.start is None
     assert world.state.phase is RunPhase.FINISHED
 
 
 def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
     world = world_of({0: (5, 2)})
-    until(world, lambda w: w.state.diverged is not None)
+    world.until(lambda w: w.state.diverged is not None)
     snapshot = replace(world.snapshot(), checkpoints=(), ever_stored=True)
     state = replace(world.state, rollbacks=(), phase=RunPhase.TRAINING)
     events = decide(state, snapshot, world.spec).events
@@ -83,8 +82,8 @@ def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
 def test_a_trip_before_the_first_checkpoint_begins_the_run_anew() -> None:
     world = world_of({0: (5, 2), 1: (9, 8)})
     world.save_steps = 7
-    until(world, lambda w: len(begun(w)) == 2)
-    first, second = begun(world)
+    world.until(lambda w: len(w.begun) == 2)
+    first, second = world.begun
     assert first.fork.start is None
     assert second.fork.start == "1-7", "the start cannot have been too late"
 
@@ -94,7 +93,7 @@ def test_two_trips_late_in_a_long_run_with_all_defaults() -> None:
     world.steps = 4700
     world.checkpoints = [PolicyVersion(0, step) for step in (50, 3200, 4100, 4500, 4600, 4650, 4700)]
     world.run(limit=4000)
-    assert [one.fork.start for one in begun(world)] == ["0-4950", "0-4900"]
+    assert [one.fork.start for one in world.begun] == ["0-4950", "0-4900"]
     assert world.state.phase is RunPhase.FINISHED
     assert PolicyVersion(0, 50) in world.checkpoints
 
@@ -102,7 +101,7 @@ def test_two_trips_late_in_a_long_run_with_all_defaults() -> None:
 def test_the_budget_within_so_many_steps_ends_the_run() -> None:
     world = world_of({0: (13, 9), 1: (11, 9), 2: (12, 9)})
     world.run()
-    assert len(begun(world)) == 2
+    assert len(world.begun) == 2
     assert world.state.phase is RunPhase.GAVE_UP
     assert world.of(HealthyChosen) == [HealthyChosen("0-4")]
     assert world.of(Exported) == [Exported("0-4", "exports/0-4")]
@@ -114,7 +113,7 @@ def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
     trips = {0: (10, 8), 1: (20, 18), 2: (30, 28), 3: (38, 36)}
     world = world_of(trips, budget=RollbackBudget(recent=9, recent_steps=1))
     world.run()
-    assert len(begun(world)) == 3
+    assert len(world.begun) == 3
     assert world.state.phase is RunPhase.GAVE_UP
     assert "all that policies.kl.budget.total allows" in world.state.reason
 
@@ -131,7 +130,7 @@ def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
 def test_an_export_that_the_controller_did_not_live_to_see_is_requested_again() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=0))
     while world.state.phase is not RunPhase.GAVE_UP:
-        world.tick(journal_only=decides(world, HealthyChosen))
+        world.tick(journal_only=world.decides(HealthyChosen))
         world.advance()
     assert not world.exports
     world.take_over()
@@ -147,8 +146,8 @@ def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
     world.commands = [Command("c1", "rollback")]
     world.take_over()
     world.run()
-    assert begun(world)[0].fork.start == "0-8"
-    assert begun(world)[0].cause is Cause.USER
+    assert world.begun[0].fork.start == "0-8"
+    assert world.begun[0].cause is Cause.USER
     assert world.state.phase is RunPhase.FINISHED
 
 
@@ -157,16 +156,16 @@ def test_alert_tells_once_and_lets_it_run() -> None:
     world.guarded = False  # as the trainer's guard is with this action
     world.run()
     assert len(world.of(Diverged)) == 1
-    assert not begun(world)
+    assert not world.begun
     assert world.state.phase is RunPhase.FINISHED
 
 
 def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_the_command_names() -> None:
     world = world_of({})
-    until(world, lambda w: w.steps >= 9)
+    world.until(lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
     world.run()
-    (one,) = begun(world)
+    (one,) = world.begun
     assert (one.cause, one.fork.start, one.fork.changes, one.fork.skipped) == (
         Cause.USER,
         "0-4",
@@ -179,10 +178,10 @@ def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_the_command_na
 
 def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> None:
     world = world_of({})
-    until(world, lambda w: w.steps >= 9)
+    world.until(lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-3")]
     world.run()
-    assert not begun(world)
+    assert not world.begun
     (told,) = [one for one in world.of(Noticed) if isinstance(one, Noticed)]
     assert told.text.startswith("no rollback was begun: checkpoint 0-3 is not in the store any more; ")
     assert world.state.phase is RunPhase.FINISHED
@@ -191,21 +190,21 @@ def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> No
 def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None:
     for asked, start in (("start", None), (None, "0-8")):
         world = world_of({})
-        until(world, lambda w: w.steps >= 9)
+        world.until(lambda w: w.steps >= 9)
         world.commands = [Command("c1", "rollback", asked)]
-        until(world, lambda w: bool(begun(w)))
-        assert begun(world)[0].fork.start == start
-        assert begun(world)[0].fork.changes["beta"] == 0.08
+        world.until(lambda w: bool(w.begun))
+        assert world.begun[0].fork.start == start
+        assert world.begun[0].fork.changes["beta"] == 0.08
 
 
 def test_a_person_who_steps_in_renews_the_budget() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=1))
-    until(world, lambda w: bool(w.of(FleetMoved)))
+    world.until(lambda w: bool(w.of(FleetMoved)))
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
-    until(world, lambda w: w.state.timeline == 2)
+    world.until(lambda w: w.state.timeline == 2)
     world.trips = {2: (20, 17)}
-    until(world, lambda w: len(begun(w)) == 3)
-    assert begun(world)[2].cause is Cause.DIVERGED
+    world.until(lambda w: len(w.begun) == 3)
+    assert world.begun[2].cause is Cause.DIVERGED
 
 
 def test_finished_run_continues_with_more_steps() -> None:
@@ -216,7 +215,7 @@ def test_finished_run_continues_with_more_steps() -> None:
     world.commands = [Command("c1", "rollback", "0-40", {"max_steps": 50.0})]
     world.take_over()
     world.run()
-    (one,) = begun(world)
+    (one,) = world.begun
     assert (one.cause, one.fork.start, one.fork.changes) == (Cause.USER, "0-40", {"max_steps": 50})
     assert (world.state.phase, world.steps) == (RunPhase.FINISHED, 50)
 
@@ -228,20 +227,20 @@ def test_a_finished_run_does_not_go_back() -> None:
     world.take_over()
     world.run()
     assert world.state.phase is RunPhase.FINISHED
-    assert not begun(world)
+    assert not world.begun
 
 
 def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person() -> None:
     grpo = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     world = World(spec=replace(with_kl(), grpo={**grpo, "gradient_checkpointing": False}), max_steps=40)
     while world.state.phase is not RunPhase.PAUSED:
-        until(world, lambda w: bool(w.up(Role.TRAINER)) and w.steps >= 5)
-        count = len(begun(world))
+        world.until(lambda w: bool(w.up(Role.TRAINER)) and w.steps >= 5)
+        count = len(world.begun)
         (trainer,) = world.up(Role.TRAINER)
         world.exit(trainer, exit_codes.OUT_OF_MEMORY)
         world.beat, world.steps = None, 0
-        until(world, lambda w, n=count: len(begun(w)) > n or w.state.phase is RunPhase.PAUSED)  # type: ignore[misc]  # mypy cannot infer a default's type here
-    first, second, third = begun(world)
+        world.until(lambda w, n=count: len(w.begun) > n or w.state.phase is RunPhase.PAUSED)  # type: ignore[misc]  # mypy cannot infer a default's type here
+    first, second, third = world.begun
     pieces = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     assert first.fork.changes == pieces
     assert set(first.effects.values()) == {"the same batch and gradient, computed in smaller pieces"}
@@ -258,16 +257,16 @@ def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_
     assert world.machines == {}
     world.commands = [Command("c1", "rollback", third.fork.start, {"max_completion_length": 256.0})]
     world.take_over()
-    until(world, lambda w: len(begun(w)) == 4)
-    assert begun(world)[3].fork.changes["max_completion_length"] == 256
-    assert isinstance(begun(world)[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
+    world.until(lambda w: len(w.begun) == 4)
+    assert world.begun[3].fork.changes["max_completion_length"] == 256
+    assert isinstance(world.begun[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
 
 
 def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person() -> None:
     world = world_of({})
-    until(world, lambda w: w.steps >= 5)
+    world.until(lambda w: w.steps >= 5)
     world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
-    until(world, lambda w: w.state.nodes["trainer-0-i1"].attempt_ended_at_s is not None)
+    world.until(lambda w: w.state.nodes["trainer-0-i1"].attempt_ended_at_s is not None)
     state = replace(world.state, rollbacks=())
     events = decide(state, replace(world.snapshot(), checkpoints=(), ever_stored=True), world.spec).events
     assert not [event for event in events if isinstance(event, RollbackBegun)]
@@ -277,19 +276,19 @@ def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person()
 def test_nothing_is_decided_while_the_checkpoints_are_not_known() -> None:
     world = world_of({0: (13, 9)})
     world.looking = False
-    until(world, lambda w: w.state.diverged is not None)
+    world.until(lambda w: w.state.diverged is not None)
     for _ in range(10):
         world.tick()
-    assert not begun(world)
+    assert not world.begun
     world.looking = True
     world.tick()
-    assert begun(world)
+    assert world.begun
 
 
 def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later() -> None:
     world = world_of({0: (13, 9)})
     world.looking = False
-    until(world, lambda w: w.state.diverged is not None)
+    world.until(lambda w: w.state.diverged is not None)
     damaged = replace(world.snapshot(), checkpoints=None, damaged="catalog/1.json: schema 2; use a newer one")
     (paused,) = [e for e in decide(world.state, damaged, world.spec).events if isinstance(e, RunMoved)]
     assert paused.phase is RunPhase.PAUSED
@@ -301,39 +300,30 @@ def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back
     (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, Noticed)]
     assert told.text == "no rollback was begun: catalog/1.json: schema 2; use a newer one"
     world.looking, world.commands = True, [Command("c2", "rollback")]
-    until(world, lambda w: bool(begun(w)))
-    assert begun(world)[0].fork.start == "0-8"
+    world.until(lambda w: bool(w.begun))
+    assert world.begun[0].fork.start == "0-8"
 
 
 def test_prompts_are_kept_where_run_yaml_says_so() -> None:
     world = world_of({0: (13, 9)}, on_rollback=OnRollback(skip_prompts=False, beta_factor=1.0))
     world.run()
-    assert begun(world)[0].fork.skipped == ()
-    assert "beta" not in begun(world)[0].fork.changes
+    assert world.begun[0].fork.skipped == ()
+    assert "beta" not in world.begun[0].fork.changes
 
 
 def test_no_rollback_begins_in_a_run_that_ends() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: w.steps >= 10)
+    world.until(lambda w: w.steps >= 10)
     world.commands = [Command("c1", "down")]
     world.run()
     assert world.state.phase is RunPhase.STOPPED
-    assert not begun(world)
+    assert not world.begun
     assert RunMoved(RunPhase.STOPPED, "every machine is gone") in world.of(RunMoved)
-
-
-def test_targets_are_versions_of_the_present_line() -> None:
-    world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
-    until(world, lambda w: bool(w.of(FleetMoved)))
-    assert PolicyVersion(0, 12) in world.checkpoints  # abandoned: newer than 0-8, and never a target again
-    world.run()
-    assert begun(world)[1].fork.start == "1-26"
-    assert PolicyVersion(0, 12) not in world.checkpoints  # nor kept once the probation has passed
 
 
 def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: w.state.diverged is not None)
+    world.until(lambda w: w.state.diverged is not None)
     working = replace(world.machines["trainer-0-i1"], exit_code=None)
     node = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
     state = replace(world.state, rollbacks=(), nodes={**world.state.nodes, node.id: node})

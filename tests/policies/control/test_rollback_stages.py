@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.rollback.stages import FENCE_WAIT_S
 from policies.control.snapshot import Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
 from policies.model.events import (
@@ -24,8 +23,8 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.timelines import Skipped
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from tests.policies.control.rollbacks import begun, decides, until, world_of
+from policies.model.vocabulary import Role, RunPhase
+from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [
     RollbackBegun,
@@ -41,7 +40,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> Non
     world = world_of({0: (13, 9)})
     world.run()
     assert world.state.phase is RunPhase.FINISHED
-    (one,) = begun(world)
+    (one,) = world.begun
     assert one.fork.start == "0-8"  # 10 and 12 are newer, and not from before step 9
     assert one.fork.timeline == 1
     assert one.fork.changes == {"beta": 0.08, "learning_rate": 5e-4}
@@ -53,7 +52,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> Non
 
 def test_what_is_journalled_before_the_trip_and_at_it() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: bool(begun(w)))
+    world.until(lambda w: bool(w.begun))
     watched, diverged = world.of(DivergenceWatched, Diverged)
     assert watched == DivergenceWatched(0, 9, 9, ("KL 9",))
     assert diverged == Diverged(0, 13, 9, ("KL 9",), "trainer")
@@ -61,12 +60,12 @@ def test_what_is_journalled_before_the_trip_and_at_it() -> None:
 
 def test_what_was_watched_and_passes_is_told() -> None:
     world = world_of({0: (10**6, 9)})
-    until(world, lambda w: w.state.watched is not None)
+    world.until(lambda w: w.state.watched is not None)
     world.trips = {}
-    until(world, lambda w: w.state.watched is None)
+    world.until(lambda w: w.state.watched is None)
     assert len(world.of(DivergenceCleared)) == 1
     world.run()
-    assert not begun(world)
+    assert not world.begun
 
 
 def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> None:
@@ -77,7 +76,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
     (diverged,) = world.of(Diverged)
     assert isinstance(diverged, Diverged)
     assert diverged.seen_by == "controller"
-    assert begun(world)[0].fork.start == "0-8"
+    assert world.begun[0].fork.start == "0-8"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -85,7 +84,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
 def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool) -> None:
     world = world_of({0: (13, 9)})
     while not world.of(stage):
-        if world.tick(journal_only=not act and bool(decides(world, stage))):
+        if world.tick(journal_only=not act and bool(world.decides(stage))):
             break
         world.advance()
     world.take_over()
@@ -102,44 +101,30 @@ def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: typ
 @pytest.mark.parametrize("who", [Role.TRAINER, Role.ROLLOUT])
 def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stage: type[Event], who: Role) -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: bool(w.of(stage)))
+    world.until(lambda w: bool(w.of(stage)))
     for name in world.up(who):
         world.lose(name)
     world.run()
     assert world.state.phase is RunPhase.FINISHED
-    assert len(begun(world)) == 1
+    assert len(world.begun) == 1
     assert world.beat is not None
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
 
 def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
     world = world_of({0: (13, 9)})
-    until(world, lambda w: decides(w, RollbackBegun))
+    world.until(lambda w: w.decides(RollbackBegun))
     decision = decide(world.state, world.snapshot(), world.spec)
     assert [action for action in decision.actions if isinstance(action, WriteFork)]
     assert not [action for action in decision.actions if isinstance(action, Launch)]
-    until(world, lambda w: bool(w.of(TimelineForked)))
+    world.until(lambda w: bool(w.of(TimelineForked)))
     assert [fork.timeline for fork in world.forks] == [1]
     assert ("trainer-0-i1", 2) not in world.launches
 
 
-def test_an_old_trainer_that_does_not_stop_loses_its_machine() -> None:
-    world = world_of({0: (13, 9)})
-    until(world, lambda w: bool(w.of(TimelineForked)))
-    # It neither ends nor sees the fork.
-    world.machines["trainer-0-i1"] = replace(world.machines["trainer-0-i1"], exit_code=None)
-    stuck = replace(world.state.nodes["trainer-0-i1"], attempt_ended_at_s=None, phase=NodePhase.SERVING)
-    state = replace(world.state, nodes={**world.state.nodes, stuck.id: stuck})
-    early = decide(state, world.snapshot(), world.spec)
-    assert not [event for event in early.events if isinstance(event, TrainerFenced)]
-    world.now_s += FENCE_WAIT_S + 1
-    late = decide(state, world.snapshot(), world.spec)
-    assert NodePhase.TERMINATING in [getattr(event, "phase", None) for event in late.events]
-
-
 def test_a_pitfall_is_journalled_once() -> None:
     world = world_of({})
-    until(world, lambda w: w.steps >= 3)
+    world.until(lambda w: w.steps >= 3)
     found = Pitfall("no_signal", 3, "every group has one reward")
     for step in (3, 3, 2, 4):
         snapshot = world.snapshot()

@@ -5,11 +5,8 @@ A run is simulated with the real retention and the real choice of a target, and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from random import Random
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -152,54 +149,6 @@ def test_there_is_a_target_at_most_one_doubling_too_old(
             run.check(onset)
     for at in run.ever:
         run.check(at.step + 1)
-
-
-def test_at_any_length_and_for_any_onset() -> None:
-    run = Run(10, 1, CheckpointsSpec(keep_last=1))
-    while run.step < 1300:
-        run.trains(10)
-        run.uploads(1)
-        for onset in range(11, run.step, 10):
-            run.check(onset)
-
-
-@pytest.mark.parametrize(
-    ("save_steps", "first", "second"),
-    [(10, "0-4980", "0-4960"), (25, "0-4975", "0-4950"), (50, "0-4950", "0-4900")],
-)
-def test_two_trips_of_a_long_run_with_all_defaults(save_steps: int, first: str, second: str) -> None:
-    run = Run(save_steps, 1, CheckpointsSpec())
-    run.trains(4990)
-    run.watched_since = 4990
-    run.trains(30)
-    run.uploads(len(run.spooled))
-    target = run.check(4990)
-    assert str(target.start) == first
-    run.goes_back(target.start, Cause.DIVERGED)
-    run.trains(5060 - run.step)
-    run.uploads(len(run.spooled))
-    assert str(run.check(5030).start) == second
-
-
-@pytest.mark.parametrize(("save_steps", "most"), [(10, 20), (25, 17), (50, 15), (100, 12)])
-def test_what_a_long_run_keeps(save_steps: int, most: int) -> None:
-    """The figures that docs/run-yaml.md tells, with `logging_steps: 1`."""
-    run, held = Run(save_steps, 1, CheckpointsSpec()), 0
-    while run.step < 10_000:
-        run.trains(save_steps)
-        run.uploads(1)
-        held = max(held, len(run.listed))
-    assert held == most
-
-
-def test_so_much_is_kept_of_any_run() -> None:
-    draws = Random(3)
-    for _ in range(10):
-        run = Run(draws.choice([1, 7, 40]), 1, CheckpointsSpec(keep_last=1))
-        run.trains(draws.randrange(100, 1200))
-        run.uploads(len(run.spooled))
-        window = 20 // run.save_steps + 2
-        assert len(run.listed) <= window + 2 * math.log2(run.step / run.save_steps) + 4
 
 
 def test_what_a_rollback_left_and_may_need_next_is_there_until_its_probation_has_passed() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
-import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,13 +14,8 @@ from policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import spec
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
 BOOT_S = BRISK.launch_s + BRISK.setup_s + BRISK.first_weights_s
-
-
-@pytest.fixture(autouse=True)
-def _quiet(own_log: None) -> None:  # noqa: ARG001  # which ends it
-    """The log of thousands of ticks is of no use here."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)

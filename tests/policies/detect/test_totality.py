@@ -1,4 +1,4 @@
-"""The detector and the pitfalls never raise, whatever a log holds."""
+"""The detector and the pitfalls never raise, whatever a log holds, and what is stored of them is all they know."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.detect.divergence import Detector, Point, follow, trip_at
+from checkpoint.store.codec import from_json, to_json
+from policies.detect.divergence import Detector, Health, Point, follow, trip_at
 from policies.detect.pitfalls import Pitfalls, find_pitfalls
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
 NAMES = (
-    *("kl", "reward", "loss", "grad_norm", "entropy", "kl_sequence", "witness/right", "eval_reward"),
+    *("x", "kl", "reward", "loss", "grad_norm", "entropy", "kl_sequence", "witness/right", "eval_reward"),
     *("completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std"),
-    *("sampling/sampling_logp_difference/mean", "step_time", "orch/wait_s", "orch/prompts_refused"),
+    *(
+        "sampling/sampling_logp_difference/mean",
+        "step_time",
+        "orch/wait_s",
+        "orch/prompts_refused",
+        "orch/prompts_refused_row",
+    ),
 )
 # What logs hold besides ordinary numbers: fractions that five digits cannot store, numbers near the limits of
 # floats, integers beyond 2^53, booleans, nulls.
@@ -64,11 +71,28 @@ def logs(draw: st.DrawFn) -> list[Point]:
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(log=logs(), limit=st.sampled_from([None, 0.1, 5.0]))
-def test_no_log_makes_the_detector_raise(log: list[Point], limit: float | None) -> None:
-    detector, pitfalls = Detector(), Pitfalls()
+def test_no_log_makes_them_raise_and_a_store_in_between_changes_nothing(
+    log: list[Point], limit: float | None
+) -> None:
+    detector = straight = stored = Detector()
+    pitfalls = noted = kept = Pitfalls()
     for point in log:
-        detector = follow(detector, point, limit)
+        detector = follow(
+            detector, point, limit
+        )  # a foreign log has integers and booleans, our store floats alone
         pitfalls, _ = find_pitfalls(pitfalls, point)
+        floats = {name: None if value is None else float(value) for name, value in point.values.items()}
+        row = Point(point.step, floats)
+        straight, stored = follow(straight, row, limit), follow(stored, row, limit)
+        stored = from_json(to_json(stored), Detector, "stored")
+        noted, found = find_pitfalls(noted, row)
+        kept, again = find_pitfalls(from_json(to_json(kept), Pitfalls, "stored"), row)
+        assert (stored, kept, again) == (straight, noted, found)
+    verdict = detector.verdict
+    assert verdict.onset_step is None or 1 <= verdict.onset_step <= max(1, verdict.step)
+    assert (verdict.health is Health.TRIPPED) == (verdict.tripped_step is not None)
+    assert bool(verdict.evidence) == (verdict.health is not Health.HEALTHY)
+    assert len(to_json(noted)) < 6_000
     trip_at(detector, log[-1].step, 0, "stopped")
 
 

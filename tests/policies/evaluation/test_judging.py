@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from policies.evaluation.as_run import as_run
 from policies.evaluation.judging import Verdict, told_readable, verdict
-from policies.model.spec import Dataset, Rehearsal, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from policies.model.spec import (
+    Dataset,
+    FleetPolicy,
+    PoliciesSpec,
+    Rehearsal,
+    Replicas,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
+from tests.stand_ins import world
 
 
 @pytest.mark.parametrize(
@@ -73,3 +84,10 @@ def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on
     assert made.trainer.dataset == Dataset(path="held-out")
     assert made.rollout == spec.rollout
     assert (made.rehearse, made.name) == (None, "run-eval")
+
+
+def test_deadline_of_the_training_is_not_the_evaluations() -> None:
+    fleet = FleetPolicy(dead_man_min=5.0, deadline="2026-11-30T18:00:00Z")
+    run = replace(world.spec(2), policies=PoliciesSpec(fleet=fleet))
+    found = as_run(run, "memory://eval", Dataset(path="held-out"))
+    assert found.policies.fleet == FleetPolicy(dead_man_min=5.0)

@@ -40,15 +40,7 @@ STAYS: list[tuple[str, str, str, str, int, int, str]] = [
     ("since the last but one where one is kept", "", "0-10 0-20 0-30", "0-1..35", 1, 100, "0-20..35"),
     ("and a sample", "", "0-10 0-20 0-30", "0-1..35", 1, 8, "0-8 0-16 0-20..35"),
     ("and all where every step is one", "", "0-10 0-20 0-30", "0-1..35", 1, 1, "0-1..35"),
-    (
-        "all before a fork, until it has come beyond",
-        "0-10:14",
-        "0-5 0-10 1-15",
-        "0-1..14 1-10..18",
-        1,
-        100,
-        "0-1..14 1-10..18",
-    ),
+    ("all before a fork on probation", "0-10:14", "0-5 0-10 1-15", "0-1..14 1-10..18", 1, 100, "0-1..14 1-10..18"),
     ("then they go", "0-10:14", "0-5 0-10 1-15 1-20", "0-1..14 1-10..22", 1, 100, "1-15..22"),
     (
         "but for a sample of the line",
@@ -61,15 +53,7 @@ STAYS: list[tuple[str, str, str, str, int, int, str]] = [
     ),
     ("where nobody noted how far it had come", "0-10", "0-5 0-10 1-15", "0-1..14 1-10..18", 1, 100, "1-10..18"),
     ("all, while the line of the new one has none", "0-10:14", "", "0-1..14 1-10..18", 1, 100, "0-1..14 1-10..18"),
-    (
-        "what a fork has made that is not seen yet",
-        "",
-        "0-10 0-20",
-        "0-5..21 1-10..12",
-        1,
-        100,
-        "0-10..21 1-10..12",
-    ),
+    ("what an unseen fork has made", "", "0-10 0-20", "0-5..21 1-10..12", 1, 100, "0-10..21 1-10..12"),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.detect.divergence import Health, Verdict
@@ -51,28 +51,12 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
     ("one at the step where it began is touched by it", "", TO_80, 1, None, 60, "0-20 0-30 0-60"),
     ("the newest before it, long after", "", TO_80, 1, None, 21, "0-30 0-60"),
     ("none from before the excursion", "", TO_80, 1, None, 10, "0-20 0-30 0-60"),
-    (
-        "what a fork left goes, where nobody noted how far it had come",
-        "0-20",
-        "0-10 0-20 0-30 1-25",
-        3,
-        None,
-        None,
-        "0-30",
-    ),
+    ("what a fork left, at an unknown step", "0-20", "0-10 0-20 0-30 1-25", 3, None, None, "0-30"),
     ("unless it is pinned", "0-20", "0-10 0-20 0-30! 0-40 1-25", 2, None, None, "0-40"),
-    (
-        "not before its line has passed the probation",
-        "0-20:40",
-        "0-10 0-20 0-30 0-40 1-50 1-60",
-        1,
-        None,
-        None,
-        "",
-    ),
+    ("on probation all stay", "0-20:40", "0-10 0-20 0-30 0-40 1-50 1-60", 1, None, None, ""),
     ("then it does", "0-20:40", "0-10 0-20 0-30 0-40 1-50 1-60 1-61", 1, None, None, "0-30 0-40"),
     (
-        "on probation the start and the one before it",
+        "on probation its start and the one before",
         "0-50:70",
         "0-10 0-20 0-30 0-40 0-50 1-60 1-70",
         1,
@@ -91,7 +75,7 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
     ),
     ("multiples stay on the line alone", "0-20", "0-10 0-20 0-40 1-30 1-40 1-50", 1, 20, None, "0-40 1-30"),
     (
-        "the last from before lies before the fork",
+        "the last from before is before the fork",
         "0-30",
         "0-10 0-20 0-30 0-40 1-40 1-50 1-60 1-70 1-80",
         1,
@@ -114,8 +98,17 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
 def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
     _, forks, text, keep_last, keep_every_steps, before, going = case
     rules = RetentionRules(keep_last, keep_every_steps, before)
-    found = versions_to_retire(held(text), forked(forks), rules)
-    assert " ".join(map(str, found)) == going
+    assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
+
+
+@pytest.mark.parametrize(
+    ("forks", "text", "since", "going"),
+    [("", TO_80, 60, "0-20 0-30"), ("", TO_80, 0, ""), ("0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80")],
+    ids=["all since then", "all there are", "on the line alone"],
+)
+def test_what_stays_for_an_unnoticed_divergence(forks: str, text: str, since: int, going: str) -> None:
+    rules = RetentionRules(1, keep_since_step=since)
+    assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
 
 
 @pytest.mark.parametrize(
@@ -161,61 +154,21 @@ def line_of(checkpoints: list[StoredCheckpoint], forks: tuple[Fork, ...]) -> lis
 
 
 @given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
-def test_what_always_stays(checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules) -> None:
+def test_what_always_stays_and_what_goes(
+    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
+) -> None:
     going = versions_to_retire(checkpoints, forks, rules)
     assert len(set(going)) == len(going) < len(checkpoints), "one is always left"
     assert list(going) == sorted(going)
     assert set(going) <= {one.version for one in checkpoints if not one.pinned}
-    line = line_of(checkpoints, forks)
-    assert not set(line[-rules.keep_last :]) & set(going), "the newest on the line"
-
-
-@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
-def test_asking_again_retires_nothing_more(
-    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
-) -> None:
-    going = versions_to_retire(checkpoints, forks, rules)
     left = [one for one in checkpoints if one.version not in going]
-    assert versions_to_retire(left, forks, rules) == ()
-
-
-@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
-def test_a_run_can_go_back_before_its_excursion(
-    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
-) -> None:
-    assume(rules.keep_before_step is not None)
-    before = [version for version in line_of(checkpoints, forks) if version.step < (rules.keep_before_step or 0)]
-    assume(before)
-    assert before[-1] not in versions_to_retire(checkpoints, forks, rules)
-
-
-@given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
-def test_what_was_abandoned_goes_once_the_line_has_one(
-    checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
-) -> None:
+    assert versions_to_retire(left, forks, rules) == (), "asking again retires nothing more"
     line, newest = line_of(checkpoints, forks), len(forks)
-    assume(line)
-    left = {one.version for one in checkpoints if not one.pinned} - set(
-        versions_to_retire(checkpoints, forks, rules)
-    )
-    assert all(version in line or version.timeline > newest for version in left)
-
-
-# what it shows, the forks, what the store holds, keep_since_step, what may go
-SINCE: list[tuple[str, str, str, int, str]] = [
-    ("all since then", "", TO_80, 60, "0-20 0-30"),
-    ("all there are", "", TO_80, 0, ""),
-    ("on the line alone", "0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80"),
-]
-
-
-@pytest.mark.parametrize("case", SINCE, ids=[case[0] for case in SINCE])
-def test_what_stays_for_a_divergence_that_is_not_noticed_yet(case: tuple[str, str, str, int, str]) -> None:
-    _, forks, text, since, going = case
-    assert (
-        " ".join(map(str, versions_to_retire(held(text), forked(forks), RetentionRules(1, keep_since_step=since))))
-        == going
-    )
+    assert not set(line[-rules.keep_last :]) & set(going), "the newest on the line"
+    before = [version for version in line if version.step < (rules.keep_before_step or 0)]
+    assert not set(before[-1:]) & set(going), "a run can go back before its excursion"
+    abandoned = [one.version for one in left if not one.pinned and one.version not in line]
+    assert not line or all(version.timeline > newest for version in abandoned), "what was abandoned goes"
 
 
 @given(save_steps=st.integers(1, 60), logging_steps=st.integers(1, 20), steps=st.integers(1, 200))

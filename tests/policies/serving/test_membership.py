@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from policies.serving.gateway_status import MembershipChange
-from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
+from policies.serving.member import EASE_IN_REQUESTS, Load, Row
 from policies.serving.membership import TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
@@ -56,94 +56,9 @@ def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert table.remove("b").reason == "b: to be removed; it was no member"
 
 
-def test_news_is_what_changes_the_table(table: Membership) -> None:
-    term = table.rows[0].term
-    assert not table.announce("a", say("x"), 0.5).news
-    assert table.announce("a", say("x", "0-2"), 0.5).news
-    assert table.doubt("a", term, "reset").news
-    assert not table.doubt("a", term, "reset").news
-    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
-    assert table.muted("a", term, "timed out").news
-    assert not table.muted("a", term, "timed out").news
-    assert not table.announce("a", say("x", "0-2"), 0.7).news
-    assert table.answered("a", term).news
-    assert not table.answered("a", term).news
-    assert table.drain("a").news
-    assert not table.drain("a").news
-    assert not table.expire(0.8).news
-    assert table.remove("a").news
-    assert not table.announce("a", say("x"), 0.9).news
-
-
-def test_only_the_exact_version_serves(table: Membership) -> None:
-    assert [row.node for row in table.serving("0-1")] == ["a"]
-    assert table.serving("0-2") == ()
-    table.announce("a", say("x", None), 0.1)
-    assert choose(table) is None
-
-
-def test_a_new_boot_ends_the_term_and_the_old_boot_cannot_come_back(table: Membership) -> None:
-    term = table.rows[0].term
-    assert table.announce("a", say("y", None), 0.1).ended == (term,)
-    assert table.announce("a", say("x", "0-1"), 0.2).ended == ()
-    assert [(row.boot_id, row.policy) for row in table.rows] == [("y", None)]
-
-
-def test_a_lost_connection_ends_the_term_and_the_same_boot_may_come_back(table: Membership) -> None:
-    term = table.rows[0].term
-    assert table.connection_lost("a", "x").ended == (term,)
-    assert not table.rows
-    table.announce("a", say("x"), 0.1)
-    assert table.rows[0].term != term
-    assert choose(table) is not None
-
-
 def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
     assert table.expire(SILENT_S).ended == ()
     assert table.expire(SILENT_S + 0.01).ended == (1,)
-
-
-def test_a_drained_node_gets_nothing_on_any_boot_but_keeps_what_runs(table: Membership) -> None:
-    table.started("a", ONE)
-    assert table.drain("a").ended == ()
-    assert choose(table) is None
-    table.announce("a", say("y"), 0.1)
-    assert choose(table) is None
-
-
-def test_doubt_lasts_until_the_next_announcement(table: Membership) -> None:
-    table.doubt("a", table.rows[0].term, "reset")
-    assert choose(table) is None
-    table.announce("a", say("x"), 0.1)
-    assert choose(table) is not None
-
-
-def test_the_end_of_a_request_of_an_earlier_term_changes_nothing(table: Membership) -> None:
-    term = table.rows[0].term
-    table.started("a", ONE)
-    table.connection_lost("a", "x")
-    table.announce("a", say("x"), 0.1)
-    table.finished("a", term, ONE, begun=False)
-    assert table.rows[0].running == 0
-
-
-def test_the_node_where_it_failed_is_taken_only_for_want_of_another(table: Membership) -> None:
-    chosen = choose(table, avoid=frozenset("a"))
-    assert chosen is not None
-    assert chosen.node == "a"
-    table.announce("b", say("y"), 0.0)
-    chosen = choose(table, avoid=frozenset("a"))
-    assert chosen is not None
-    assert chosen.node == "b"
-
-
-def test_it_is_taken_as_well_when_the_others_are_full_but_not_where_it_was_refused(table: Membership) -> None:
-    table.announce("b", say("y", max_requests=1), 0.0)
-    table.started("b", ONE)
-    chosen = choose(table, avoid=frozenset("a"))
-    assert chosen is not None
-    assert chosen.node == "a"
-    assert table.choose("0-1", ONE, refused_by=frozenset("a")) is None
 
 
 def eased_in(table: Membership, node: str) -> None:
@@ -170,136 +85,6 @@ def test_groups_stay_together_until_one_member_has_much_more_than_another() -> N
         table.started(row.node, Load("large", 100))
         low, high = sorted(one.running for one in table.rows)
         assert high - low <= TOGETHER_REQUESTS
-
-
-def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
-    table = Membership()
-    for node in ("a", "b"):
-        eased_in(table, node)
-    table.started("a", Load("long", 1000))
-    for n in range(9):
-        row = choose(table, load=Load(n, 100))
-        assert row is not None
-        assert row.node == "b"
-        table.started("b", Load(n, 100))
-    table.finished("a", table.rows[0].term, Load("long", 1000), begun=True)
-    row = choose(table, load=Load("next", 100))
-    assert row is not None
-    assert row.node == "a"
-    assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
-
-
-def test_a_new_member_gets_one_more_for_each_first_token() -> None:
-    table = Membership()
-    table.announce("a", say("x", max_requests=20), 0.0)
-    for running in range(EASE_IN_REQUESTS):
-        assert choose(table) is not None, running
-        table.started("a", ONE)
-    for _ in range(2):
-        assert choose(table) is None
-        table.first_token("a", table.rows[0].term, ONE)
-        assert choose(table) is not None
-        table.started("a", ONE)
-
-
-def test_one_failed_request_does_not_hold_back_a_member_at_work_but_its_own_failure_does() -> None:
-    table = Membership()
-    eased_in(table, "a")
-    term = table.rows[0].term
-    for _ in range(100):
-        table.started("a", ONE)
-    table.doubt("a", term, "reset")
-    assert table.rows[0].allowed == 99
-    for _ in range(100):
-        table.finished("a", term, ONE, begun=True)
-        table.doubt("a", term, "reset")
-    assert table.rows[0].allowed == EASE_IN_REQUESTS
-    table.doubt("a", term, "stands still", whole=True)
-    assert table.rows[0].allowed == 1
-
-
-def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
-    table = Membership()
-    eased_in(table, "a")
-    term, moved = table.rows[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
-    huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
-    assert choose(table, load=huge) is not None  # alone it may be as long as it is
-    for _ in range(2):
-        assert choose(table, load=moved) is not None
-        table.started("a", moved)
-    assert choose(table, load=moved) is None
-    assert choose(table) is not None
-    table.first_token("a", term, moved)
-    assert choose(table, load=moved) is not None
-    table.finished("a", term, moved, begun=True)
-    table.finished("a", term, moved, begun=False)
-    assert table.rows[0].replaying == 0
-
-
-@pytest.mark.parametrize("held", ["0-5@bb", "0-4@aa", "0-5", "1-5@aa", "base", None])
-def test_only_a_member_with_the_same_label_serves_a_policy(held: str | None) -> None:
-    table = Membership()
-    table.announce("a", say("x", held), 0.0)
-    assert table.serving("0-5@aa") == ()
-    table.announce("a", say("x", "0-5@aa"), 0.1)
-    assert [row.node for row in table.serving("0-5@aa")] == ["a"]
-
-
-def test_a_mute_member_serves_again_once_it_answers(table: Membership) -> None:
-    term = table.rows[0].term
-    table.muted("a", term, "timed out")
-    table.announce("a", say("x"), 0.5)
-    assert choose(table) is None
-    table.answered("a", term)
-    assert choose(table) is not None
-
-
-def test_who_announces_that_it_drains_is_sent_nothing_new(table: Membership) -> None:
-    assert table.announce("a", Announce("x", "127.0.0.1:1", "0-1", draining=True), 0.1).news
-    assert choose(table) is None
-    assert table.draining("a")
-
-
-def test_a_removed_boot_does_not_come_back(table: Membership) -> None:
-    term = table.rows[0].term
-    assert table.remove("a").ended == (term,)
-    table.announce("a", say("x"), 0.1)
-    assert table.rows == ()
-    table.announce("a", say("y"), 0.1)
-    assert choose(table) is not None
-
-
-def test_a_member_that_was_stuck_is_taken_when_no_other_has_room_until_it_makes_a_token() -> None:
-    table = Membership()
-    eased_in(table, "a")
-    term = table.rows[0].term
-    table.doubt("a", term, "no token", whole=True)
-    table.announce("a", say("boot-a"), 0.1)
-    chosen = choose(table)
-    assert chosen is not None
-    assert chosen.node == "a"
-    eased_in(table, "b")
-    for _ in range(20):
-        table.started("b", ONE)
-    chosen = choose(table)
-    assert chosen is not None
-    assert chosen.node == "b"
-    while table.rows[1].places:
-        table.started("b", ONE)
-    chosen = choose(table)
-    assert chosen is not None
-    assert chosen.node == "a"
-    table.finished("b", table.rows[1].term, ONE, begun=True)
-    chosen = choose(table)
-    assert chosen is not None
-    assert chosen.node == "b"
-    table.first_token("a", term, ONE)
-    chosen = choose(table)
-    assert chosen is not None
-    assert chosen.node == "a"
-    table.doubt("a", term, "no token", whole=True)
-    table.announce("a", say("boot-a", "0-2"), 0.2)
-    assert not table.rows[0].stuck
 
 
 def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
@@ -344,3 +129,46 @@ def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineWord | 
     assert table.rows[0].allowed == allowed
     table.first_token("a", table.rows[0].term, ONE)
     assert table.rows[0].allowed == min(allowed + 1, 1000)
+
+
+def test_failed_request_costs_a_member_one_place_and_its_own_failure_all() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.rows[0].term
+    for _ in range(100):
+        table.started("a", ONE)
+    table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == 99
+    for _ in range(100):
+        table.finished("a", term, ONE, begun=True)
+        table.doubt("a", term, "reset")
+    assert table.rows[0].allowed == EASE_IN_REQUESTS
+    table.doubt("a", term, "stands still", whole=True)
+    assert table.rows[0].allowed == 1
+
+
+def test_stuck_member_is_taken_only_when_no_other_has_room_and_until_a_token_or_policy() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    stuck, well = table.rows
+
+    def chosen() -> str | None:
+        row = choose(table)
+        return None if row is None else row.node
+
+    def a_hangs() -> None:
+        table.doubt("a", stuck.term, "no token", whole=True)
+        table.announce("a", say("boot-a", max_requests=1000), 0.1)
+
+    a_hangs()
+    table.started("b", Load("p", 9))
+    assert chosen() == "b"
+    while well.places:
+        table.started("b", ONE)
+    assert chosen() == "a"
+    table.first_token("a", stuck.term, ONE)
+    assert not stuck.stuck
+    a_hangs()
+    table.announce("a", say("boot-a", "0-2"), 0.2)
+    assert not stuck.stuck

@@ -12,7 +12,7 @@ from policies.sizing.engine import Engine, engine_memory, engine_of, whole_numbe
 from policies.sizing.memory import GIB
 from policies.sizing.shapes import shape_of
 from policies.sizing.training import Lora, adapter_params
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 SEVEN, LARGE = shape_of(known.QWEN_2_5_7B), shape_of(known.QWEN_2_5_32B)
 

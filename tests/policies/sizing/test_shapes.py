@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policies.sizing.shapes import UnknownShape, shape_of, with_all_params
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from policies.sizing.speed import (
     train_s,
     whole_s,
 )
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 H200 = gpu_named("h200")
 assert H200 is not None

@@ -12,7 +12,7 @@ from policies.sizing.engine import Engine, engine_memory
 from policies.sizing.shapes import shape_of
 from policies.sizing.trainer import moments, trainer_memory
 from policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
-from tests.policies.sizing import shapes_known as known
+from tests.generators import model_configs as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)
 LARGE = shape_of(known.QWEN_2_5_32B)

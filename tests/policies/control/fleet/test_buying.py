@@ -1,4 +1,7 @@
-"""What is bought, and when no more is: the trainer first, and what never works not for ever."""
+"""What is bought, and when no more is: the trainer first, and what never works not for ever.
+
+An hour without a machine is told once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import pytest
 
 from policies.control.decide import decide
 from policies.control.fleet.fill import HOLD_MIN_S
-from policies.control.observed import HEARTBEAT_LOST_S
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.buying import (
@@ -20,12 +22,17 @@ from policies.model.buying import (
     MachineKind,
     probe_wait_s,
 )
-from policies.model.events import BuyingResumed, BuyingStopped, NodeMoved, NodeRequested, RunMoved, SpecProved
-from policies.model.fold import fold
-from policies.model.state import RunState
-from policies.model.vocabulary import NodePhase, Refusal, Role, RunPhase
-from tests.policies.control.fleet.worlds import HOUR_S, let_pass
-from tests.stand_ins.world import World, spec, until_training
+from policies.model.events import (
+    BudgetNeared,
+    BuyingResumed,
+    BuyingStopped,
+    CapacityMissing,
+    NodeRequested,
+    RunMoved,
+    SpecProved,
+)
+from policies.model.vocabulary import NodePhase, Role, RunPhase
+from tests.stand_ins.world import HOUR_S, World, capped, priced, spec, until_training
 
 KIND = "rollout on spot"
 
@@ -33,15 +40,16 @@ KIND = "rollout on spot"
 def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> None:
     world = World()
     world.refusing = True
-    let_pass(world, 1.0)
+    world.let_pass(1.0)
     assert {event.role for event in world.of(NodeRequested)} == {Role.TRAINER}
     world.refusing = False
     world.run()
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_run_yaml_that_the_trainer_cannot_work_with_costs_one_machine_and_one_attempt() -> None:
-    world = World(spec=spec(10), fails={Role.TRAINER: exit_codes.BAD_SPEC})
+@pytest.mark.parametrize("code", [exit_codes.BAD_SPEC, exit_codes.UNFIT_MACHINE])
+def test_run_yaml_that_the_first_trainer_cannot_work_with_costs_one_machine(code: int) -> None:
+    world = World(spec=spec(10), fails={Role.TRAINER: code})
     world.run()
     assert world.state.phase is RunPhase.FAILED
     assert world.launches == [("trainer-0-i1", 1)]
@@ -60,18 +68,12 @@ def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: 
     assert (SpecProved() in events) is bool(asked)
 
 
-@pytest.mark.parametrize(("activity", "step"), [("training", 0), ("starting", 4)])
-def test_trainer_lost_before_its_proof_was_journalled_is_not_proved_again(activity: str, step: int) -> None:
-    """No controller was alive while it trained: the store has its last heartbeat."""
-    world = World(boot_s={Role.TRAINER: 1e9})
-    world.beat = Trainer("trainer-0-i0", 1, 0, step, 10, activity, world.now_s - 600.0)
-    for _ in range(3):
-        world.tick()
-    assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
-
-
-def test_what_has_trained_once_is_not_proved_again() -> None:
-    world = World(boot_s={Role.TRAINER: 1e9}, proved=True)
+@pytest.mark.parametrize(("activity", "step"), [("training", 0), ("starting", 4), (None, 0)])
+def test_trainer_that_has_trained_is_not_proved_again(activity: str | None, step: int) -> None:
+    """It is in the journal; or no controller was alive while it trained: the store has its last heartbeat."""
+    world = World(boot_s={Role.TRAINER: 1e9}, proved=activity is None)
+    if activity is not None:
+        world.beat = Trainer("trainer-0-i0", 1, 0, step, 10, activity, world.now_s - 600.0)
     for _ in range(3):
         world.tick()
     assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
@@ -80,14 +82,14 @@ def test_what_has_trained_once_is_not_proved_again() -> None:
 def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
     """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
-    bought = let_pass(world, 24.0)
+    bought = world.let_pass(24.0)
     assert len(bought.machines) <= 15
     state = world.state
     assert state.phase is RunPhase.TRAINING
     assert "policies.boot_timeout_s" in state.kinds[KIND].stopped
     assert len(world.of(BuyingStopped)) == 1
     world.boot_s = {Role.ROLLOUT: 5.0}  # it is mended: the next try shows it
-    let_pass(world, PROBE_MAX_S / HOUR_S + 0.1)
+    world.let_pass(PROBE_MAX_S / HOUR_S + 0.1)
     assert not world.state.kinds[KIND].stopped
     assert len(world.of(BuyingResumed)) == 1
     assert len(world.up(Role.ROLLOUT)) == 2
@@ -95,7 +97,7 @@ def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> No
 
 def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever() -> None:
     world = World(launch_s=1200.0, max_steps=10**6)
-    let_pass(world, 24.0)
+    world.let_pass(24.0)
     assert len(world.of(NodeRequested)) <= 15
     assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
 
@@ -109,27 +111,8 @@ def test_a_machine_that_takes_its_time_within_the_deadline_serves() -> None:
 
 def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
     world = World(fails={Role.ROLLOUT: 1}, max_steps=10**6)
-    assert len(let_pass(world, 24.0).machines) <= 15
+    assert len(world.let_pass(24.0).machines) <= 15
     assert "its work failed 5 times" in world.state.kinds[KIND].stopped
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "steady_s", "given_up"),
-    [(899.0, 600.0, False), (901.0, 600.0, False), (3601.0, 600.0, True), (3601.0, HEARTBEAT_LOST_S, False)],
-)
-def test_a_store_that_fails_now_and_then_does_not_pay_for_ever(
-    waited_s: float, steady_s: float, given_up: bool
-) -> None:
-    world = World(boot_s={Role.ROLLOUT: 1e9}, proved=True)
-    while world.beat is None:
-        world.tick()
-        world.advance()
-    now_s = world.state.nodes["rollout-0-i1"].since_s + waited_s
-    later = replace(world.snapshot(), now_s=now_s, steady_s=steady_s)
-    assert later.trainer is not None
-    beating = replace(later, trainer=replace(later.trainer, beat_at_s=later.now_s), gateway_age_s=waited_s)
-    moved = [e for e in decide(world.state, beating, world.spec).events if isinstance(e, NodeMoved)]
-    assert any(move.refusal is Refusal.NEVER_SERVED for move in moved) is given_up
 
 
 def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
@@ -167,7 +150,7 @@ def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(
     assert len(machines) < first + 12  # the first ones, until it is known how long a start takes, and tries
     assert world.state.kinds[KIND].stopped
     broken = False
-    let_pass(world, 5.0)
+    world.let_pass(5.0)
     assert not world.state.kinds[KIND].stopped
     assert len(world.up(Role.ROLLOUT)) == 8
 
@@ -183,12 +166,10 @@ def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> Non
 
 def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goes_on() -> None:
     world = World(spec(1), proved=True, max_steps=10**6)
-    while not world.state.live(Role.ROLLOUT):
-        world.tick()
-        world.advance()
+    world.until(lambda it: bool(it.state.live(Role.ROLLOUT)))
     world.tick()
     world.exit("rollout-0-i1", exit_codes.UNFIT_MACHINE)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is RunPhase.TRAINING
     assert world.up(Role.ROLLOUT) == ["rollout-0-i2"]
     assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
@@ -196,14 +177,10 @@ def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goe
 
 def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
     world = World(spec(8), proved=True, max_steps=10**6)
-    while not world.up(Role.ROLLOUT):
-        world.tick()
-        world.advance(0.25)
+    world.until(lambda it: bool(it.up(Role.ROLLOUT)), dt_s=0.25)
     assert len(world.launches) == 1 + 3
     world.advance(20.0)
-    for _ in range(4):
-        world.tick()
-        world.advance(0.25)
+    world.wait(1.0, 0.25)
     assert len(world.launches) == 1 + 8
 
 
@@ -222,7 +199,7 @@ def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() 
     world.tick()
     world.advance()
     world.exit("rollout-1-i2", exit_codes.BAD_SPEC)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is RunPhase.TRAINING
     assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
 
@@ -231,7 +208,7 @@ def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_wor
     world = until_training(World(max_steps=10**6))
     world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
     world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert world.state.phase is not RunPhase.FAILED
 
 
@@ -239,22 +216,12 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> 
     world = until_training(World(spec(8), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
-    bought = let_pass(world, 11.0)
+    bought = world.let_pass(11.0)
     assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
     assert world.machines == {}
     world.refusing = False
-    let_pass(world, 0.1)
+    world.let_pass(0.1)
     assert len(world.up(Role.ROLLOUT)) == 8
-
-
-def test_a_trainer_that_is_soon_replaced_finds_its_rollout_machines() -> None:
-    world = until_training(World(spec(4), max_steps=10**6))
-    world.lose("trainer-0-i1")
-    world.refusing = True
-    let_pass(world, (HOLD_MIN_S - 60) / HOUR_S)
-    world.refusing = False
-    let_pass(world, 0.1)
-    assert world.up(Role.ROLLOUT) == [f"rollout-{i}-i1" for i in range(4)]
 
 
 def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
@@ -262,17 +229,17 @@ def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
-    let_pass(world, 2.0, dt_s=1.0)
+    world.let_pass(2.0, dt_s=1.0)
     assert "nothing to be had" in world.state.kinds[KIND].stopped
     assert len(world.of(NodeRequested)) < 2 * HOUR_S / 15 + 30  # one at a time
     world.refusing_rollouts = False
-    let_pass(world, (BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
+    world.let_pass((BACK_OFF_MAX_EXTRA_S + 60.0) / HOUR_S, dt_s=1.0)  # the run had parked
     assert len(world.up(Role.ROLLOUT)) == 4
 
 
 def test_who_resumes_after_a_repair_does_not_wait() -> None:
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
-    let_pass(world, 2.0)
+    world.let_pass(2.0)
     assert world.state.kinds[KIND].stopped
     world.fails[Role.TRAINER] = exit_codes.BAD_SPEC
     for node in world.up(Role.TRAINER):
@@ -281,7 +248,7 @@ def test_who_resumes_after_a_repair_does_not_wait() -> None:
     world.fails.clear()
     world.boot_s.clear()
     world.resume()
-    let_pass(world, 0.05)
+    world.let_pass(0.05)
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
@@ -299,7 +266,48 @@ def test_tries_come_at_growing_intervals(kind: MachineKind, needed: bool, waits:
     assert probe_wait_s(replace(kind, probes=50), needed) == most
 
 
-def test_journals_without_refusals_of_given_machines_still_read() -> None:
-    assert fold([]) == RunState()
-    assert NodeMoved("rollout-0-i1", NodePhase.TERMINATING, "why").refusal is None
-    assert Refusal("never_served") is Refusal.NEVER_SERVED
+def lacks(world: World) -> list[tuple[str, float]]:
+    found = [(event, at) for _, at, events in world.history for event in events]
+    return [(event.role, at - event.since_s) for event, at in found if isinstance(event, CapacityMissing)]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_an_hour_without_a_machine_is_told_once(role: Role) -> None:
+    stays = replace(spec(), grpo={"save_strategy": "no"})  # others park, which says it
+    world = World(stays, max_steps=10**6, refusing=role is Role.TRAINER, refusing_rollouts=role is Role.ROLLOUT)
+    world.wait(3500.0, 60.0)
+    assert lacks(world) == []
+    world.wait(4 * 3600.0, 60.0)
+    ((who, after_s),) = lacks(world)
+    assert who == role
+    assert 3600.0 <= after_s < 3700.0
+    world.refusing = world.refusing_rollouts = False
+    world.wait(3600.0, 60.0)
+    assert world.state.capacity_told == frozenset()
+    world.refusing_rollouts = True
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.wait(3 * 3600.0, 60.0)
+    assert [who for who, _ in lacks(world)] == [role, Role.ROLLOUT]
+
+
+def test_a_run_that_nobody_steered_for_hours_has_not_lacked_anything() -> None:
+    world = World(max_steps=10**6, refusing=True)
+    world.wait(1800.0, 60.0)
+    world.now_s += 10**5
+    looked = world.snapshot
+    world.take_over()
+    steered_from_s = world.now_s
+    world.snapshot = lambda: replace(looked(), steady_s=world.now_s - steered_from_s)  # type: ignore[method-assign]
+    world.wait(3000.0, 60.0)
+    assert lacks(world) == []
+    world.wait(1200.0, 60.0)
+    assert len(lacks(world)) == 1
+
+
+def test_four_fifths_of_the_budget_are_told_once_a_budget() -> None:
+    world = priced(capped(100.0), max_steps=10**6)
+    world.run(10**5)
+    neared = world.of(BudgetNeared)
+    assert [event.usd for event in neared] == [100.0]
+    assert 80.0 <= neared[0].spent_usd < 81.0

@@ -14,15 +14,10 @@ from policies.model.vocabulary import NodePhase, Refusal, Role
 from policies.serving.joining import (
     BASE_MODEL,
     ENGINE,
-    ENGINE_ANEW,
     HUB,
-    READ_BYTES_PER_S,
     Stage,
-    gets_on,
-    limit_s,
 )
-from tests.policies.control.fleet.worlds import HOUR_S, let_pass
-from tests.stand_ins.world import World, spec
+from tests.stand_ins.world import HOUR_S, World, spec
 
 OF_70B_BYTES = 141_000_000_000  # in bfloat16
 OF_32B_BYTES = 65_500_000_000
@@ -79,7 +74,7 @@ def fetched(bytes_per_s: float, total_bytes: int) -> Callable[[float], Stage]:
 )
 def test_a_70b_node_is_waited_for_as_long_as_it_gets_on(bytes_per_s: float, reads_s: float, served: bool) -> None:
     world = slow(fetched(bytes_per_s, OF_70B_BYTES), OF_70B_BYTES / bytes_per_s + reads_s)
-    bought = let_pass(world, 5.5)
+    bought = world.let_pass(5.5)
     assert (len(bought.machines) == 1) is served
     if served:
         assert world.up(Role.ROLLOUT)
@@ -95,9 +90,9 @@ def test_a_download_that_stops_is_given_up_900_s_later_and_not_before() -> None:
 
     world = slow(at, 10 * HOUR_S)
     stopped_s = SETUP_S + 0.4 * 4 * HOUR_S  # the last twentieth that was whole
-    let_pass(world, stopped_s / HOUR_S + 0.2)
+    world.let_pass(stopped_s / HOUR_S + 0.2)
     assert world.state.nodes["rollout-0-i1"].phase is NodePhase.BOOTING
-    let_pass(world, 0.2)
+    world.let_pass(0.2)
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
@@ -114,33 +109,33 @@ def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes()
         )
 
     world = slow(at, store_s + hub_s + 500.0)
-    bought = let_pass(world, 1.5)
+    bought = world.let_pass(1.5)
     assert len(bought.machines) == 1
     assert world.up(Role.ROLLOUT)
 
 
 def test_an_agent_that_falls_silent_is_given_up_by_what_it_last_said() -> None:
     world = slow(fetched(1e6, OF_32B_BYTES), 10 * HOUR_S)
-    let_pass(world, 0.2)
+    world.let_pass(0.2)
     world.at = lambda _: Stage(BASE_MODEL, 1, OF_32B_BYTES)
-    let_pass(world, 0.3)
+    world.let_pass(0.3)
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
 @pytest.mark.parametrize("hours", [1.0, 6.0])
 def test_a_gateway_that_is_not_heard_from_counts_against_nobody(hours: float) -> None:
     world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
-    let_pass(world, 0.3)
+    world.let_pass(0.3)
     world.deaf = True
-    let_pass(world, hours)
+    world.let_pass(hours)
     assert world.state.slots["rollout-0"].incarnations == 1
 
 
 def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
     world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
-    let_pass(world, 2.0)
+    world.let_pass(2.0)
     world.comers = Comers()
-    let_pass(world, 0.2)
+    world.let_pass(0.2)
     assert world.state.slots["rollout-0"].incarnations == 1
 
 
@@ -151,44 +146,11 @@ def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) 
 
     world = slow(at, 100 * HOUR_S)
     for _ in range(12 * 6):
-        let_pass(world, 1 / 6)
+        world.let_pass(1 / 6)
         world.comers = Comers() if by == "a new gateway" else world.comers
     assert world.state.slots["rollout-0"].incarnations == 2
     [gone] = [one for one in world.of(NodeMoved) if one.refusal is Refusal.NEVER_SERVED]
     assert "and no member after" in gone.reason
-
-
-@pytest.mark.parametrize(
-    ("mark", "now", "on"),
-    [
-        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 5, 100), False),
-        (Stage(BASE_MODEL, 0, 100), Stage(BASE_MODEL, 6, 100), True),
-        (Stage(BASE_MODEL, 50, 100), Stage(BASE_MODEL, 40, 100), False),  # fetched again
-        (Stage(BASE_MODEL, 0, 0), Stage(BASE_MODEL, 1, 0), True),
-        (Stage(BASE_MODEL, 95, 100), Stage(HUB, 0, 100), True),
-        (Stage(BASE_MODEL, 100, 100), Stage(ENGINE, 0, 100), True),
-        (Stage(ENGINE, 0, 100), Stage(ENGINE, 0, 100), False),
-    ],
-)
-def test_what_counts_as_getting_on(mark: Stage, now: Stage, on: bool) -> None:
-    assert gets_on(mark, now) is on
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected_s"),
-    [
-        (Stage(BASE_MODEL, 0, OF_70B_BYTES), 900.0),
-        (Stage(ENGINE), 900.0),
-        (Stage(ENGINE, 0, 1_200_000_000), 912.0),  # 0.6B
-        (Stage(ENGINE, 0, OF_32B_BYTES), 1555.0),
-        (Stage(ENGINE, 0, OF_70B_BYTES), 2310.0),
-        (Stage(ENGINE_ANEW, 0, OF_70B_BYTES), 2310.0),
-        (Stage(ENGINE, 0, 2 * OF_70B_BYTES), 3720.0),  # in float32
-    ],
-)
-def test_how_long_a_node_may_stay_where_it_is(stage: Stage, expected_s: float) -> None:
-    assert limit_s(stage, LIMIT_S) == pytest.approx(expected_s)
-    assert READ_BYTES_PER_S < 218e6, "less than the disk that SkyPilot asks for by default gives"
 
 
 def test_the_gateway_counts_each_time_that_one_gets_on() -> None:

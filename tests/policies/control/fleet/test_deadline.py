@@ -15,19 +15,16 @@ from policies.model.fold import fold
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, RunPhase
-from tests.policies.control.fleet.worlds import ON_DEMAND, TwoMarkets
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import ON_DEMAND, World, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 60.0)  # 2 nodes on spot are cheapest; with 6, a step takes 70 s
 STEPS = 1000
 
 
 @dataclass
-class Dated(TwoMarkets):
+class Dated(World):
     """A run of a thousand steps that is as far as a test says."""
 
-    shape: StepShape | None = SHAPE
-    no_spot: bool = False
     at_step: int = 0
     activity: str = "training"
 
@@ -37,6 +34,10 @@ class Dated(TwoMarkets):
         if beat is None or beat.activity in ("starting", "restoring"):
             return looked
         return replace(looked, trainer=replace(beat, step=self.at_step, max_steps=STEPS, activity=self.activity))
+
+
+def dated(run: RunSpec, **world: object) -> Dated:
+    return Dated(run, **on_two_markets(**{"no_spot": False, "shape": SHAPE, **world}))
 
 
 def due(hours: float, replicas: int = 6, **others: object) -> RunSpec:
@@ -51,7 +52,7 @@ def sized(world: Dated) -> list[int]:
 
 
 def test_there_are_as_many_nodes_as_the_time_left_takes() -> None:
-    free, bound = Dated(spec(6)), Dated(due(24.0))  # 86 s a step: 2.3 nodes
+    free, bound = dated(spec(6)), dated(due(24.0))  # 86 s a step: 2.3 nodes
     for world in (free, bound):
         world.let_pass(0.5)
     assert sized(free) == [2]
@@ -67,7 +68,7 @@ def test_there_are_as_many_nodes_as_the_time_left_takes() -> None:
 
 
 def test_behind_and_without_spot_it_buys_on_demand_after_a_minute() -> None:
-    ahead, behind = (Dated(due(24.0), no_spot=True) for _ in range(2))
+    ahead, behind = (dated(due(24.0), no_spot=True) for _ in range(2))
     ahead.at_step = 100
     for world in (ahead, behind):
         world.let_pass(0.05)
@@ -78,7 +79,7 @@ def test_behind_and_without_spot_it_buys_on_demand_after_a_minute() -> None:
 
 
 def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
-    world = Dated(due(24.0), no_spot=True)
+    world = dated(due(24.0), no_spot=True)
     world.let_pass(0.5)
     world.no_spot = False
     world.let_pass(1.5)
@@ -89,7 +90,7 @@ def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
 
 
 def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
-    world = Dated(due(24.0, budget=Budget(usd_per_h=10.0)), no_spot=True)  # a trainer at 4, one node at 5
+    world = dated(due(24.0, budget=Budget(usd_per_h=10.0)), no_spot=True)  # a trainer at 4, one node at 5
     world.let_pass(2.0)
     (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
     assert "the deadline takes it" in told.reason
@@ -99,7 +100,7 @@ def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
 
 
 def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_for_it() -> None:
-    world = Dated(due(15.0))  # 54 s a step
+    world = dated(due(15.0))  # 54 s a step
     world.let_pass(1.0)
     (told,) = world.of(DeadlineMissed)
     assert isinstance(told, DeadlineMissed)
@@ -114,13 +115,13 @@ def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_f
 
 
 def test_one_that_has_passed_is_told_where_nothing_was_measured() -> None:
-    world = Dated(due(0.5), shape=None)
+    world = dated(due(0.5), shape=None)
     world.let_pass(1.0)
     assert [event.expected_end_s for event in world.of(DeadlineMissed)] == [None]
 
 
 def test_a_trainer_that_restores_is_at_no_step_and_buys_nothing() -> None:
-    world = Dated(due(24.0), at_step=500)
+    world = dated(due(24.0), at_step=500)
     world.let_pass(2.0)
     before, size = len(world.of(NodeRequested)), rollouts_wanted(world.state, world.spec)
     world.at_step, world.activity, world.no_spot = 0, "restoring", True
@@ -132,7 +133,7 @@ def test_a_trainer_that_restores_is_at_no_step_and_buys_nothing() -> None:
 
 
 def test_the_course_begins_with_the_first_training_and_needs_a_total() -> None:
-    world = Dated(due(24.0))
+    world = dated(due(24.0))
     world.let_pass(0.5)
     beat = world.snapshot().trainer
     assert beat is not None

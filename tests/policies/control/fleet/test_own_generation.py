@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from policies.control.snapshot import OWN_GENERATION, Machine, Snapshot
 from policies.fleet.how_many import HourlyPrices, StepShape, usd_a_step
 from policies.fleet.parking import IDLE_MIN_S, own_step_limit_s
-from policies.model.events import NodesGenerate, RunMoved, TrainerGenerates
+from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.spec import FleetPolicy, RunSpec
 from policies.model.vocabulary import RunPhase
-from tests.policies.control.fleet.worlds import HOUR_S, TwoMarkets
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import HOUR_S, World, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 120.0)
 # Of a step alone, at 4 USD an hour for the trainer and 5 at most for a node on demand, of which one is best.
@@ -25,7 +24,7 @@ PARKS_AFTER_S = IDLE_MIN_S + 90.0  # this world's trainer boots in seconds
 
 
 @dataclass
-class Alone(TwoMarkets):
+class Alone(World):
     """Its trainer generates once no node is there, a step in `own_step_s`; infinite: it does not get on. The
     completions of `at_once` steps are made before the first of them ends."""
 
@@ -34,7 +33,6 @@ class Alone(TwoMarkets):
     alone_s: float = 0.0
     stepped_at_s: float = -math.inf
     own_steps: float = 0.0
-    shape: StepShape | None = SHAPE
     measured: bool = True
     at_once: int = 1
     seen: int = 0  # the step that the heartbeat says
@@ -58,23 +56,13 @@ class Alone(TwoMarkets):
             self.seen, self.stepped_at_s = seen, self.now_s
         self.beat = replace(self.beat, step=seen)
 
-    def dry_up(self) -> float:
-        """No rollout node can be had from now on. Returns the time."""
-        self.no_spot = self.no_demand = True
-        for node in [name for name in self.machines if name.startswith("rollout")]:
-            self.lose(node)
-        return self.now_s
-
-    @property
-    def phases(self) -> list[RunPhase]:
-        return [event.phase for event in self.of(RunMoved)]
-
 
 def alone(run: RunSpec | None = None, **world: object) -> Alone:
     """A run that has trained with nodes, and has now lost them."""
-    made = Alone(run or spec(2), no_spot=False, **world)  # type: ignore[arg-type]
+    made = Alone(run or spec(2), **on_two_markets(**{"no_spot": False, "shape": SHAPE, **world}))
     made.let_pass(0.2, 5.0)
     assert made.steps > 60
+    made.no_spot = True
     made.dry_up()
     return made
 
@@ -96,7 +84,7 @@ def test_a_run_whose_own_steps_pay_does_not_park_and_its_diary_says_so() -> None
     assert world.steps - steps == pytest.approx(6 * HOUR_S / world.own_step_s, abs=2)
     (told,) = world.of(TrainerGenerates)
     assert told.waited_s == pytest.approx(world.own_after_s, abs=30.0)
-    world.no_spot = False
+    world.no_spot = world.refusing_rollouts = False
     world.let_pass(0.2, 5.0)
     (ended,) = world.of(NodesGenerate)
     assert ended.lasted_s == pytest.approx(6 * HOUR_S, rel=0.05)

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.snapshot import Command, Trainer
 from policies.control.stopping import DOWN
 from policies.fleet.parking import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.events import TimelineForked
-from policies.model.fold import fold
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
-from tests.policies.control.fleet.droughts import DT_S, drought, is_at, parked
-from tests.policies.control.fleet.worlds import HOUR_S, Priced, capped
+from tests.stand_ins.world import HOUR_S, capped, drought, parked, priced
 
 
 def test_a_parked_run_is_stopped_and_resumed_as_any_other() -> None:
@@ -26,14 +23,14 @@ def test_a_parked_run_is_stopped_and_resumed_as_any_other() -> None:
     world.resume()
     world.refusing_rollouts = False
     world.until(RunPhase.TRAINING)
-    world.let_pass(60.0)
+    world.wait(60.0)
     assert world.steps > world.checkpoints[0].step
 
 
 def test_who_takes_a_parked_run_over_leaves_it_parked_and_goes_on_with_it() -> None:
     world = parked()
     world.take_over()
-    world.let_pass(600.0)
+    world.wait(600.0)
     assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
     world.refusing_rollouts = False
     world.until(RunPhase.TRAINING)
@@ -45,13 +42,13 @@ def test_a_rollback_by_hand_of_a_parked_run_waits_for_a_node(storing_s: float) -
     world.checkpoints = [PolicyVersion(0, 10)]
     world.until(RunPhase.PARKED)
     world.commands.append(Command("c1", "rollback", "0-10"))
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     world.stops_at_s = None  # of the old trainer, which met the new timeline before
     assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
     assert len(world.of(TimelineForked)) == 1
     world.refusing_rollouts = False
     world.until(RunPhase.TRAINING)
-    world.let_pass(60.0)
+    world.wait(60.0)
     assert world.beat is not None
     assert world.beat.timeline == 1
     assert 10 < world.beat.step < 100
@@ -62,12 +59,12 @@ def test_a_divergence_in_its_last_rows_is_answered_while_it_is_parked() -> None:
     world.checkpoints = [PolicyVersion(0, 10)]
     world.until(RunPhase.PARKED)
     world.trips[0] = (int(world.steps), int(world.steps) - 1)
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     assert len(world.of(TimelineForked)) == 1
     assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
     world.refusing_rollouts = False
     world.until(RunPhase.TRAINING)
-    world.let_pass(30.0)
+    world.wait(30.0)
     assert world.beat is not None
     assert world.beat.timeline == 1
 
@@ -78,7 +75,7 @@ def test_no_run_parks_in_the_middle_of_a_rollback() -> None:
     act = world.act
     world.act = lambda action: None if type(action).__name__ == "WriteFork" else act(action)  # type: ignore[method-assign]
     world.commands.append(Command("c1", "rollback", "0-10"))
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     assert RunPhase.PARKED not in world.moves
     world.act = act  # type: ignore[method-assign]
     world.until(RunPhase.PARKED)
@@ -91,10 +88,10 @@ def test_a_stale_heartbeat_of_the_drained_trainer_starts_nothing() -> None:
     world.boot_s[Role.TRAINER] = 300.0
     world.refusing_rollouts = False
     world.until(RunPhase.STARTING)
-    world.let_pass(200.0)
+    world.wait(200.0)
     world.beat = replace(stale, beat_at_s=world.now_s)
     world.tick()
-    assert is_at(world, RunPhase.STARTING)
+    assert world.is_at(RunPhase.STARTING)
     world.until(RunPhase.TRAINING)
 
 
@@ -106,25 +103,19 @@ def test_a_run_that_reached_its_last_step_as_it_parks_has_finished() -> None:
     [node] = world.up(Role.TRAINER)
     world.exit(node, exit_codes.OK)
     world.run()
-    assert is_at(world, RunPhase.FINISHED)
+    assert world.is_at(RunPhase.FINISHED)
 
 
 def test_parked_a_run_costs_nothing_and_its_cap_holds() -> None:
-    world = Priced(capped(30.0), max_steps=10**9)
-    for _ in range(200):
-        world.tick()
-        world.advance(1.0)
+    world = priced(capped(30.0), max_steps=10**9)
+    world.wait(200.0, 1.0)
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)
-    for _ in range(200):
-        world.tick()
-        world.advance(5.0)
-    assert is_at(world, RunPhase.PARKED)
+    world.wait(1000.0, 5.0)
+    assert world.is_at(RunPhase.PARKED)
     spent = world.spent
-    for _ in range(500):
-        world.tick()
-        world.advance(20.0)
+    world.wait(10000.0, 20.0)
     assert world.spent - spent < 0.05  # what its probe would cost, if it came
     assert f"{36.0 * IDLE_MIN_S / 3600:.2f} USD" in world.state.reason
 
@@ -144,19 +135,9 @@ def test_a_controller_that_dies_after_any_tick_of_a_parking_changes_nothing() ->
             world.tick(journal_only=len(world.history) == at)
             if len(world.history) == at + 1:
                 world.take_over()
-            world.advance(DT_S)
+            world.advance(5.0)
             ticks += 1
         world.refusing_rollouts = False
         world.until(RunPhase.TRAINING)
         assert len(world.up(Role.TRAINER)) == 1
     assert ticks > 100
-
-
-def test_a_fold_and_the_journal_tell_the_same() -> None:
-    world = parked()
-    plain = [
-        (number, at, tuple(event_from_plain(event_to_plain(event), "here") for event in events))
-        for number, at, events in world.history
-    ]
-    assert fold(plain) == world.state
-    assert world.state.parked_at_s is not None

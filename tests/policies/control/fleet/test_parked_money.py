@@ -4,50 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from policies.control.snapshot import Action
-from policies.fleet.budget import spent_usd
-from policies.model.events import BudgetReached, RunMoved
+from policies.model.events import BudgetReached
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role, RunPhase
-from tests.policies.control.fleet.worlds import ON_DEMAND, TwoMarkets, capped
+from tests.stand_ins.world import ON_DEMAND, World, capped, two_markets
 
 CAP = 9.0  # USD an hour: the trainer at its price, 4, and a node on demand at the most that it may cost, 5
 
 
-class Dry(TwoMarkets):
-    """Neither market gives a rollout node while it is `dry`. What runs is within the cap at every moment."""
-
-    dry = False
-
-    def act(self, action: Action) -> None:
-        self.refusing_rollouts = self.dry
-        super().act(action)
-
-    def tick(self, *, journal_only: bool = False) -> bool:
-        over = super().tick(journal_only=journal_only)
-        assert sum(node.usd_per_h for node in self.state.nodes.values()) <= CAP
-        return over
-
-    @property
-    def phases(self) -> list[RunPhase]:
-        return [event.phase for event in self.of(RunMoved)]
-
-
-def parked(most: dict[str, float], run: RunSpec | None = None) -> Dry:
+def parked(most: dict[str, float], run: RunSpec | None = None) -> World:
     world = dried_up(most, run or capped(usd_per_h=CAP, max_replicas=1))
-    assert world.phases[-1] is RunPhase.PARKED
+    assert world.moves[-1] is RunPhase.PARKED
     assert world.of(BudgetReached) == []
     return world
 
 
-def dried_up(most: dict[str, float], run: RunSpec) -> Dry:
+def dried_up(most: dict[str, float], run: RunSpec) -> World:
     """A run that has trained with a node on demand, and can have none any more."""
-    world = Dry(run, most=most)
+    world = two_markets(run, most=most)
     world.let_pass(1.0)
     assert world.steps > 1000
-    world.dry = True
-    for node in world.up(Role.ROLLOUT):
-        world.lose(node)
+    world.dry_up()
     world.let_pass(2.0)
     return world
 
@@ -58,16 +35,16 @@ def test_a_parked_run_goes_on_with_prices_that_fit_though_what_is_listed_does_no
     spot: float, trainer: float
 ) -> None:
     world = parked({"trainer on demand": trainer, "rollout on spot": spot, ON_DEMAND: 5.0})
-    steps, world.dry = world.steps, False
+    steps, world.refusing_rollouts = world.steps, False
     world.let_pass(1.0)
-    assert RunPhase.PAUSED not in world.phases
+    assert RunPhase.PAUSED not in world.moves
     assert world.state.phase is RunPhase.TRAINING
     assert world.steps - steps > 1000
     assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 2
 
 
 def test_a_trainer_that_is_lost_comes_before_nodes_that_leave_no_room_for_what_it_may_cost() -> None:
-    world = Dry(
+    world = two_markets(
         capped(usd_per_h=CAP, max_replicas=1),
         most={"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0},
     )
@@ -84,7 +61,7 @@ def test_a_trainer_that_is_lost_comes_before_nodes_that_leave_no_room_for_what_i
 def test_a_trainer_that_costs_what_is_listed_ends_in_a_pause_and_is_bought_once() -> None:
     world = parked({"trainer on demand": 5.0, "rollout on spot": 10.0, ON_DEMAND: 5.0})
     world.most = {"trainer on demand": 9.5, "rollout on spot": 10.0, ON_DEMAND: 5.0}
-    world.dry = False
+    world.refusing_rollouts = False
     world.let_pass(1.0)
     assert world.state.phase is RunPhase.PAUSED
     assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 1
@@ -92,7 +69,7 @@ def test_a_trainer_that_costs_what_is_listed_ends_in_a_pause_and_is_bought_once(
 
 def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_run() -> None:
     run = capped(usd=4.5, usd_per_h=CAP, max_replicas=1)
-    world = Dry(run, most={"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0})
+    world = two_markets(run, most={"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0})
     world.let_pass(2.0)
     assert world.state.phase is RunPhase.PAUSED
     assert len(world.of(BudgetReached)) == 1
@@ -102,11 +79,11 @@ def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_ru
 def test_a_parked_run_without_the_money_to_go_on_ends_and_buys_nothing_in_vain(left_usd: float) -> None:
     most = {"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
     rich = dried_up(most, capped(usd=100.0, usd_per_h=CAP, max_replicas=1))
-    spent = spent_usd(rich.state, rich.now_s)
+    spent = rich.spent
     # With the trainer at what it cost there would be enough for a node, and with what it may cost there is not.
     world = dried_up(most, capped(usd=spent + left_usd, usd_per_h=CAP, max_replicas=1))
-    assert RunPhase.PARKED in world.phases
-    bought, world.dry = len(world.launches), False
+    assert RunPhase.PARKED in world.moves
+    bought, world.refusing_rollouts = len(world.launches), False
     world.let_pass(1.0)
     assert world.state.phase is RunPhase.PAUSED
     assert world.launches[bought:] == []

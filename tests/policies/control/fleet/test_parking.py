@@ -15,9 +15,7 @@ from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from tests.policies.control.fleet.droughts import PARKS_IN_S, drought, is_at, parked
-from tests.policies.control.fleet.worlds import HOUR_S, TwoMarkets, capped
-from tests.stand_ins.world import spec
+from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, parked, spec, two_markets
 
 
 def test_a_restarts_price_in_seconds_of_waiting() -> None:
@@ -31,11 +29,11 @@ def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> Non
     lost_at_s, steps = world.now_s, int(world.steps)
     world.until(RunPhase.PARKED)
     assert IDLE_MIN_S <= world.now_s - lost_at_s <= PARKS_IN_S
-    world.let_pass(30.0)
+    world.wait(30.0)
     assert world.machines == {}
     assert world.checkpoints == [PolicyVersion(0, steps)]
     asked = len(world.of(NodeRequested))
-    world.let_pass(24 * HOUR_S, 20.0)
+    world.wait(24 * HOUR_S, 20.0)
     new = world.of(NodeRequested)[asked:]
     assert {event.role for event in new} == {Role.ROLLOUT}
     assert {event.slot for event in new} == {"rollout-0"}
@@ -44,7 +42,7 @@ def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> Non
     world.refusing_rollouts = False
     back_at_s = world.now_s
     world.until(RunPhase.TRAINING)
-    world.let_pass(60.0)
+    world.wait(60.0)
     assert world.now_s - back_at_s < BACK_OFF_MAX_EXTRA_S + 120.0
     assert len(world.up(Role.ROLLOUT)) == 2
     assert world.steps > steps
@@ -60,14 +58,14 @@ def at_work(looked: Snapshot) -> Snapshot:
 
 def test_a_wait_of_minutes_and_a_trainer_at_work_park_nothing() -> None:
     world = drought()
-    world.let_pass(IDLE_MIN_S - 30.0)
+    world.wait(IDLE_MIN_S - 30.0)
     world.refusing_rollouts = False
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     assert RunPhase.PARKED not in world.moves
     world.dry_up()
     looked = world.snapshot
     world.snapshot = lambda: at_work(looked())  # type: ignore[method-assign]
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     assert RunPhase.PARKED not in world.moves
 
 
@@ -75,25 +73,25 @@ def test_a_wait_of_minutes_and_a_trainer_at_work_park_nothing() -> None:
 def test_what_stores_no_checkpoint_or_generates_itself_stays(run: RunSpec) -> None:
     run = replace(run, rollout=replace(run.rollout, replicas=Replicas(min=0, max=run.rollout.replicas.max)))
     world = drought(run)
-    world.let_pass(2 * HOUR_S)
+    world.wait(2 * HOUR_S)
     assert RunPhase.PARKED not in world.moves
 
 
 def test_a_slow_launch_is_no_drought() -> None:
     world = drought()
     world.refusing_rollouts, world.launch_s = False, 800.0
-    world.let_pass(780.0)
-    assert is_at(world, RunPhase.TRAINING)
-    world.let_pass(120.0)
+    world.wait(780.0)
+    assert world.is_at(RunPhase.TRAINING)
+    world.wait(120.0)
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
 def test_the_trainers_machine_stays_until_all_is_stored() -> None:
     world = drought(storing_s=1800.0)
     world.until(RunPhase.PARKED)
-    world.let_pass(1700.0)
+    world.wait(1700.0)
     assert world.up(Role.TRAINER)
-    world.let_pass(200.0)
+    world.wait(200.0)
     assert world.machines == {}
     assert [at.step for at in world.checkpoints] == [int(world.steps)]
 
@@ -102,38 +100,26 @@ def test_a_trainer_that_is_cut_off_as_it_stores_is_waited_for() -> None:
     world = drought(storing_s=60.0)
     world.until(RunPhase.PARKED)
     world.cut_off = True  # its gateway will be heard again before it is
-    world.let_pass(MACHINE_LOST_S - 300.0)
+    world.wait(MACHINE_LOST_S - 300.0)
     assert world.up(Role.TRAINER)
     world.cut_off = False
-    world.let_pass(120.0)
+    world.wait(120.0)
     assert (world.state.phase, world.machines, len(world.checkpoints)) == (RunPhase.PARKED, {}, 1)
 
 
 def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> None:
     world = drought(storing_s=600.0)
     world.until(RunPhase.PARKED)
-    world.let_pass(60.0)
+    world.wait(60.0)
     [node] = world.up(Role.TRAINER)
     world.exit(node, exit_codes.FAILED)
     world.stops_at_s = None
-    world.let_pass(60.0)
-    assert is_at(world, RunPhase.TRAINING)
+    world.wait(60.0)
+    assert world.is_at(RunPhase.TRAINING)
     assert world.up(Role.TRAINER) == [node]
     assert world.launches[-1] == (node, 2)
     assert world.state.trainer_failures == 0
     world.until(RunPhase.PARKED)
-
-
-def test_a_drain_that_never_ends_is_waited_for_an_hour() -> None:
-    world = drought(storing_s=10**9)
-    world.until(RunPhase.PARKED)
-    world.let_pass(MACHINE_LOST_S - 60.0)
-    assert world.up(Role.TRAINER)
-    world.let_pass(120.0)
-    assert (world.state.phase, world.machines) == (RunPhase.PARKED, {})
-    world.stops_at_s = None
-    world.refusing_rollouts = False
-    world.until(RunPhase.TRAINING)
 
 
 def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
@@ -144,10 +130,10 @@ def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
     world.refusing_rollouts = False
     if not requested:  # its next launch falls into the drain
         world.act(Launch("rollout-0-i99", "rollout-0", Market.SPOT, 1))
-    world.let_pass(90.0)
-    assert is_at(world, RunPhase.PARKED)
+    world.wait(90.0)
+    assert world.is_at(RunPhase.PARKED)
     world.until(RunPhase.TRAINING)
-    world.let_pass(120.0)
+    world.wait(120.0)
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
@@ -161,21 +147,21 @@ def test_the_probe_is_kept_while_the_trainer_boots_and_goes_if_none_can_be_had()
     assert probe in world.up(Role.ROLLOUT)
     world.dry_up()
     world.until(RunPhase.PARKED, 2 * HOUR_S)
-    world.let_pass(60.0)
+    world.wait(60.0)
     act = world.act
     world.act = lambda action: None if isinstance(action, Launch) and "trainer" in action.node else act(action)  # type: ignore[method-assign]
     world.refusing_rollouts = False
     world.until(RunPhase.STARTING)
-    world.let_pass(2 * IDLE_MIN_S)
+    world.wait(2 * IDLE_MIN_S)
     assert world.up(Role.ROLLOUT)  # a boot's time: the trainer's clock began anew with the unparking
-    world.let_pass(HOUR_S)
+    world.wait(HOUR_S)
     assert world.machines == {}
 
 
 def test_what_is_known_of_machines_that_never_serve_outlives_a_parking() -> None:
     world = drought()
     world.refusing_rollouts, world.boot_s[Role.ROLLOUT] = False, 10**9
-    world.let_pass(12 * HOUR_S, 20.0)
+    world.wait(12 * HOUR_S, 20.0)
     assert RunPhase.PARKED in world.moves
     assert world.state.kinds["rollout on spot"].stopped
     bought = [node for node, _ in world.launches if node.startswith(Role.ROLLOUT)]
@@ -185,7 +171,7 @@ def test_what_is_known_of_machines_that_never_serve_outlives_a_parking() -> None
 
 
 def test_both_markets_are_tried_in_turn() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     refuse_all = {"on": True}
     act = world.act
 
@@ -196,7 +182,7 @@ def test_both_markets_are_tried_in_turn() -> None:
 
     world.act = nothing  # type: ignore[method-assign]
     world.let_pass(0.5, 5.0)
-    assert is_at(world, RunPhase.PARKED)
+    assert world.is_at(RunPhase.PARKED)
     before = len(world.of(NodeRequested))
     world.let_pass(2.0, 5.0)
     markets = [event.market for event in world.of(NodeRequested)[before:]]
@@ -205,25 +191,25 @@ def test_both_markets_are_tried_in_turn() -> None:
     refuse_all["on"] = False
     world.refusing_rollouts = False
     world.let_pass(0.2, 5.0)
-    assert is_at(world, RunPhase.TRAINING)
+    assert world.is_at(RunPhase.TRAINING)
     assert stand_ins_of(world.state)
 
 
 def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> None:
     """No other machine on spot can show that what was wrong with the first is mended."""
-    world = TwoMarkets(spec(2), no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
-    while not is_at(world, RunPhase.PARKED):
+    world = two_markets(spec(2), no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
+    while world.state.phase is not RunPhase.PARKED:
         world.let_pass(0.1, 5.0)
     assert world.state.kinds["rollout on spot"].never_serves
     assert not world.stood_in
     world.no_spot, world.boot_s = True, {}
     world.let_pass(8.0, 5.0)
-    assert is_at(world, RunPhase.TRAINING)
+    assert world.is_at(RunPhase.TRAINING)
     assert stand_ins_of(world.state)
 
 
 def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
-    world = TwoMarkets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
+    world = two_markets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
     world.let_pass(0.5)
     told = BudgetRefused("rollout on demand", "another machine had taken the room")
     world.journal((told,))
@@ -233,10 +219,3 @@ def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> 
     world.let_pass(0.5)  # on demand is bought once the wait has cost what its start does
     assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]
     assert len(stand_ins_of(world.state)) == 1
-
-
-def test_stand_ins_are_tried_before_a_run_parks() -> None:
-    world = TwoMarkets(spec(2))
-    world.let_pass(3.0)
-    assert world.stood_in
-    assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]

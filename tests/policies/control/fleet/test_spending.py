@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
 from policies.control.fleet.spending import BUDGET
-from policies.control.snapshot import Action, Command, LaunchRefused, Snapshot, Terminate
+from policies.control.snapshot import Command, LaunchRefused, Snapshot
 from policies.fleet.budget import on_demand_usd
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
@@ -18,7 +17,7 @@ from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeM
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
-from tests.policies.control.fleet.worlds import DISKS, Priced, capped, with_disks
+from tests.stand_ins.world import DISKS, capped, priced, with_disks
 
 
 def patient(run: RunSpec) -> RunSpec:
@@ -26,18 +25,9 @@ def patient(run: RunSpec) -> RunSpec:
     return replace(run, policies=replace(run.policies, boot_timeout_s=10.0**6))
 
 
-class SlowToEnd(Priced):
-    """Its cloud takes five minutes to have a machine back."""
-
-    def act(self, action: Action) -> None:
-        if isinstance(action, Terminate) and self.now_s - self.state.nodes[action.node].since_s < 300.0:
-            return
-        super().act(action)
-
-
 @pytest.mark.parametrize(("at", "end"), [("pause", RunPhase.PAUSED), ("down", RunPhase.STOPPED)])
 def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> None:
-    world = Priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
+    world = priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
     world.run(10**5)
     assert world.state.phase is end
     assert "`budget.usd`" in world.state.reason  # by which `status` knows what helps
@@ -49,7 +39,7 @@ def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> 
 
 
 def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() -> None:
-    world = Priced(capped(30.0), max_steps=10**6)
+    world = priced(capped(30.0), max_steps=10**6)
     world.run(10**5)
     world.resume()
     bought = len(world.of(NodeRequested))
@@ -64,7 +54,7 @@ def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() ->
 
 
 def test_a_cap_an_hour_keeps_the_fleet_small_and_says_so_once() -> None:
-    world = Priced(capped(usd_per_h=44.0, max_replicas=4), max_steps=200)
+    world = priced(capped(usd_per_h=44.0, max_replicas=4), max_steps=200)
     world.run(10**4)
     assert world.state.phase is RunPhase.FINISHED
     assert len({node.slot for node in world.of(NodeRequested)}) == 1 + 2
@@ -72,7 +62,7 @@ def test_a_cap_an_hour_keeps_the_fleet_small_and_says_so_once() -> None:
 
 
 def test_a_cap_that_allows_no_trainer_buys_nothing() -> None:
-    for world in (Priced(capped(5.0)), Priced(capped(usd_per_h=20.0))):
+    for world in (priced(capped(5.0)), priced(capped(usd_per_h=20.0))):
         world.run()
         assert (world.state.phase, world.launches) == (RunPhase.PAUSED, [])
 
@@ -80,7 +70,7 @@ def test_a_cap_that_allows_no_trainer_buys_nothing() -> None:
 @pytest.mark.parametrize(("leaves", "usd_per_h"), [(Role.TRAINER, 44.0), (Role.ROLLOUT, 43.0)])
 def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_h: float) -> None:
     """The cap an hour has room for one of each; the old machine is paid for until its cloud has it back."""
-    world = SlowToEnd(capped(usd_per_h=usd_per_h, max_replicas=1), max_steps=10**6)
+    world = priced(capped(usd_per_h=usd_per_h, max_replicas=1), max_steps=10**6, ends_in_s=300.0)
     while world.steps < 5.0:
         world.tick()
         world.advance(5.0)
@@ -99,10 +89,8 @@ def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_
 
 def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it() -> None:
     """A trainer's launch hangs until the budget is reached by what it might have cost, and is then refused."""
-    world = SlowToEnd(patient(capped(30.0)), launch_s=10**6, max_steps=20)
-    while not world.of(BudgetReached):
-        world.tick()
-        world.advance(60.0)
+    world = priced(patient(capped(30.0)), launch_s=10**6, max_steps=20, ends_in_s=300.0)
+    world.until(lambda it: bool(it.of(BudgetReached)), dt_s=60.0)
     assert world.spent > 10.0
     world.machines.clear()
     world.refused.append(LaunchRefused("trainer-0-i1", Refusal.NO_CAPACITY, "nothing to be had"))
@@ -121,7 +109,7 @@ def test_what_may_have_been_bought_stays_spent() -> None:
     """Nobody says that it was refused, or its machine was there once."""
     for came in (False, True):
         launch_s = 0.0 if came else 10**6
-        world = Priced(patient(capped(30.0)), launch_s=launch_s, boot_s={Role.TRAINER: 10**6}, max_steps=20)
+        world = priced(patient(capped(30.0)), launch_s=launch_s, boot_s={Role.TRAINER: 10**6}, max_steps=20)
         while not world.of(BudgetReached):
             world.tick()
             world.advance(60.0)
@@ -137,7 +125,7 @@ def test_what_may_have_been_bought_stays_spent() -> None:
 
 
 def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone() -> None:
-    world = SlowToEnd(capped(100.0), max_steps=10**6, launch_s=10**6)
+    world = priced(capped(100.0), max_steps=10**6, launch_s=10**6, ends_in_s=300.0)
     world.tick()
     world.advance(60.0)
     world.refused.append(LaunchRefused("trainer-0-i1", Refusal.UNKNOWN, "its set-up failed", left=True))
@@ -153,20 +141,13 @@ def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone(
     assert world.state.kinds["trainer on demand"].unserved_in_a_row == 1
 
 
-def test_nothing_is_bought_before_prices_are_known() -> None:
-    world = Priced(capped(100.0), known=False)
-    assert decide(world.state, world.snapshot(), world.spec).events == ()
-    world.known = True
-    assert decide(world.state, world.snapshot(), world.spec).events != ()
-
-
 ACTS = st.sampled_from(["lose", "notice", "refuse", "away", "daemon", "wait", "wait", "wait", "fast"])
 
 
 def test_disks_are_kept_the_money_for_before_a_launch() -> None:
     """A trainer of 40 USD an hour needs 16.67 to be stopped and returned; with its disk 0.76 more."""
     for run, bought in ((capped(17.0), True), (with_disks(capped(17.0)), False), (with_disks(capped(17.5)), True)):
-        world = Priced(run)
+        world = priced(run)
         world.tick()
         assert bool(world.of(NodeRequested)) is bought
 
@@ -174,20 +155,17 @@ def test_disks_are_kept_the_money_for_before_a_launch() -> None:
 IN_GCP = Pool("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", "H100:8", Market.SPOT)
 
 
-class Landed(Priced):
-    """Its cloud tells where its machines are."""
-
-    def snapshot(self) -> Snapshot:
-        looked = super().snapshot()
-        machines = {name: replace(one, pool=IN_GCP) for name, one in (looked.machines or {}).items()}
-        return replace(looked, machines=machines)
+def in_gcp(seen: Snapshot) -> Snapshot:
+    """The cloud tells where its machines are."""
+    return replace(seen, machines={name: replace(one, pool=IN_GCP) for name, one in (seen.machines or {}).items()})
 
 
 def test_once_its_place_is_known_a_machines_disk_counts_as_the_one_there() -> None:
     disk_anywhere = {"any_of": [DISKS, {"infra": "gcp", "disk_tier": "low"}]}
     run = with_disks(capped(10**4))
     sections = replace(run.trainer, resources=disk_anywhere), replace(run.rollout, resources=disk_anywhere)
-    world = Landed(replace(run, trainer=sections[0], rollout=sections[1]), max_steps=10**6, launch_s=600.0)
+    run = replace(run, trainer=sections[0], rollout=sections[1])
+    world = priced(run, max_steps=10**6, launch_s=600.0, sees=in_gcp)
     world.tick()
     (asked,) = world.of(NodeRequested)
     assert asked.disk_usd_per_h == pytest.approx(1332.0 / 730)
@@ -213,7 +191,7 @@ def test_the_cap_is_never_passed(
 ) -> None:
     """Losses with and without notice, no capacity, a cloud that does not answer for minutes, new daemons."""
     run = capped(usd, max_replicas=3)
-    world = Priced(with_disks(run) if disks else run, max_steps=10**6, storing_s=storing_s)
+    world = priced(with_disks(run) if disks else run, max_steps=10**6, storing_s=storing_s)
     for act, which, passes_s in acts:
         world.away = False
         world.tick()
@@ -252,10 +230,8 @@ def test_the_cap_is_never_passed(
 
 def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
     """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
-    world = Priced(capped(10**4), max_steps=10**6)
-    for _ in range(360):
-        world.tick()
-        world.advance(10.0)
+    world = priced(capped(10**4), max_steps=10**6)
+    world.wait(3600.0, 10.0)
     world.lose("rollout-0-i1")  # of which the journal tells at the end of the hour
     world.tick()
     before = world.spent
@@ -267,7 +243,7 @@ def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
 
 
 def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
-    world = Priced(capped(30.0), max_steps=10**6)
+    world = priced(capped(30.0), max_steps=10**6)
     world.run(10**5)
     asked = {event.node: event for event in world.of(NodeRequested)}
     assert asked["trainer-0-i1"].reason == "first; 0.00 of 30.00 USD spent"

@@ -1,31 +1,37 @@
-"""Rollout nodes on demand in place of spot, as the controller steers them: bought late, returned late."""
+"""Rollout nodes on demand in place of spot, as the controller steers them: bought late, returned late.
+
+They are those that make a step cheapest, after a wait no dearer than they are; and those that took the room under
+`budget.usd_per_h` which spot needs make place for it again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from checkpoint.store.codec import event_from_plain, event_to_plain
 from policies.control.decide import decide
-from policies.control.fleet.stand_ins import stand_ins_of
+from policies.control.fleet.fill import STAYS_S
+from policies.control.fleet.stand_ins import WAIT_MIN_S, stand_ins, stand_ins_of, wait_s
 from policies.control.snapshot import Snapshot
 from policies.fleet.how_many import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
-from policies.model.events import BudgetReached, BudgetRefused, BuyingStopped, NodeMoved, NodeRequested
+from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
 from policies.model.fold import fold
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
-from tests.policies.control.fleet.worlds import ON_DEMAND, USD, TwoMarkets, serving_on_spot
-from tests.stand_ins.world import spec
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from tests.budget import examples
+from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, spec, two_markets
 
 
 @pytest.mark.parametrize("failed", [1, 2])
 def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_that_fits(failed: int) -> None:
     run = replace(spec(1, boot_timeout_s=200.0), budget=Budget(usd_per_h=9.0))
-    world = TwoMarkets(run, no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
+    world = two_markets(run, no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
     assert world.most is not None
     while (kind := world.state.kinds.get("rollout on spot")) is None or kind.unserved_in_a_row < failed:
         world.let_pass(10.0 / 3600)
@@ -39,14 +45,14 @@ def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_t
 
 
 def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     assert (
         len(stand_ins_of(world.state)) == len(world.stood_in) == 1
     )  # what the trainer needs, with nothing measured
     assert world.steps > 0.8 * 3600
     world.no_spot = False
-    while not serving_on_spot(world):
+    while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
     world.let_pass((HELD_S - 60.0) / 3600)
     assert len(stand_ins_of(world.state)) == 1
@@ -59,21 +65,20 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
 
 
 def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_may_be_lost() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     world.no_spot = False
-    while not serving_on_spot(world):
+    while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
-    looked = world.snapshot
-    world.snapshot = lambda: replace(looked(), machines=None)  # type: ignore[method-assign]
+    world.away = True
     world.no_spot = True
-    for node in serving_on_spot(world):
+    for node in world.serving_on_spot:
         world.lose(node)
     world.let_pass(2 * HELD_S / 3600)
     assert len(stand_ins_of(world.state)) == 1
-    world.snapshot = looked  # type: ignore[method-assign]
+    world.away = False
     world.let_pass(2 * HELD_S / 3600)
-    assert serving_on_spot(world) == []
+    assert world.serving_on_spot == []
     assert len(stand_ins_of(world.state)) == 1
 
 
@@ -82,7 +87,7 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
     low: int, shape: StepShape | None
 ) -> None:
     wanted = replace(spec(3), rollout=replace(spec(3).rollout, replicas=Replicas(min=low, max=3)))
-    world = TwoMarkets(wanted, shape=shape)
+    world = two_markets(wanted, shape=shape)
     world.let_pass(1.0)
     assert len(stand_ins_of(world.state)) == 3
     world.no_spot = False
@@ -93,12 +98,12 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
         assert world.now_s < ends_s, world.up(Role.ROLLOUT)
     assert most == 4
     world.let_pass(0.5)
-    assert len(serving_on_spot(world)) == len(world.up(Role.ROLLOUT)) == 3
+    assert len(world.serving_on_spot) == len(world.up(Role.ROLLOUT)) == 3
 
 
 def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> None:
     """A machine that lasts seven minutes, then none for five, for hours: one stands in all the while."""
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(0.5)
     for _ in range(10):
         world.no_spot = False
@@ -113,7 +118,7 @@ def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> N
 
 
 def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(50 / 3600, 10.0)
     assert any(event.phase is NodePhase.REFUSED for event in world.of(NodeMoved))
     world.no_spot = False
@@ -124,17 +129,13 @@ def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
 def test_who_names_a_market_gets_no_other() -> None:
     for resources in ({"use_spot": True}, {"any_of": [{"use_spot": True}]}):
         run = spec(2)
-        world = TwoMarkets(replace(run, rollout=replace(run.rollout, resources=resources)))
+        world = two_markets(replace(run, rollout=replace(run.rollout, resources=resources)))
         world.let_pass(1.0)
         assert world.stood_in == []
 
 
-def capped(usd_per_h: float, replicas: int) -> RunSpec:
-    return replace(spec(replicas), budget=Budget(usd_per_h=usd_per_h))
-
-
 def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() -> None:
-    world = TwoMarkets(capped(7.5, 1))  # a trainer at 4 and a node on spot at 2, and no node at 5
+    world = two_markets(capped(usd_per_h=7.5, max_replicas=1))
     world.let_pass(1.0)
     assert [event.role for event in world.of(BudgetRefused)] == [ON_DEMAND]
     assert (world.of(BudgetReached), world.stood_in) == ([], [])
@@ -143,9 +144,9 @@ def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() 
     assert world.state.phase is RunPhase.TRAINING
 
 
-def too_dear() -> TwoMarkets:
+def too_dear() -> World:
     """Beside a trainer at 4, a node on spot may cost 6 and one on demand 5, and there is money for 5.5."""
-    world = TwoMarkets(capped(9.5, 2), no_spot=False)
+    world = two_markets(capped(usd_per_h=9.5, max_replicas=2), no_spot=False)
     assert world.most is not None
     world.most["rollout on spot"] = 6.0
     return world
@@ -155,7 +156,7 @@ def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> No
     world = too_dear()
     world.let_pass(1.0)
     assert world.of(BudgetReached) == []
-    assert (len(world.stood_in), serving_on_spot(world)) == (1, [])
+    assert (len(world.stood_in), world.serving_on_spot) == (1, [])
     assert world.steps > 0.9 * 3600
     world.lose(world.stood_in[0])
     world.let_pass(0.2)
@@ -163,7 +164,7 @@ def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> No
     assert world.most is not None
     world.most["rollout on spot"] = 1.0  # and then it is not
     world.let_pass(1.0)
-    assert (stand_ins_of(world.state), len(serving_on_spot(world))) == ([], 2)
+    assert (stand_ins_of(world.state), len(world.serving_on_spot)) == ([], 2)
 
 
 def test_where_neither_fits_the_budget_is_reached() -> None:
@@ -199,8 +200,12 @@ def test_one_on_demand_that_is_given_up_has_a_successor_where_spot_is_too_dear()
 @pytest.mark.parametrize("refused_after_s", [0.0, 30.0])
 def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refused_after_s: float) -> None:
     """The cap has room for one of the two."""
-    world = TwoMarkets(
-        capped(9.0, 1), no_spot=False, boot_s={Role.ROLLOUT: 900.0}, refused_after_s=refused_after_s
+    run = capped(usd_per_h=9.0, max_replicas=1)
+    world = two_markets(
+        run,
+        no_spot=False,
+        boot_s={Role.ROLLOUT: 900.0},
+        refused_after_s=refused_after_s,
     )
     world.let_pass(0.5, 5.0)
     world.no_spot = True
@@ -210,7 +215,7 @@ def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refuse
 
 
 def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() -> None:
-    world = TwoMarkets(capped(10.5, 2), no_spot=False)
+    world = two_markets(capped(usd_per_h=10.5, max_replicas=2), no_spot=False)
     assert world.most is not None
     world.most["rollout on spot"] = 11.0
     world.let_pass(1.0)
@@ -223,29 +228,24 @@ def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() ->
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_a_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
-    class Unpriced(TwoMarkets):
-        """At the look that finds the trainer's machine its cloud tells neither price nor pool."""
+def test_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
+    """At the first look that finds the trainer's machine its cloud tells neither price nor pool."""
+    pools = {kind: Pool("aws", "r", "z", "m", "A:1", kind[1]) for kind in USD}
+    priceless: list[str] = []
 
-        looks = 0
+    def sees(seen: Snapshot) -> Snapshot:
+        assert seen.machines is not None
+        there = {}
+        for name, one in seen.machines.items():
+            role = role_of(name)
+            there[name] = replace(one, pool=pools[role, world.markets[name]])
+            if role is Role.TRAINER and not priceless:
+                priceless.append(name)
+                there[name] = replace(one, price_usd_per_h=0.0, on_demand_usd_per_h=0.0, pool=None)
+        offers = tuple(PoolOffer(kind[0], pool, USD[kind]) for kind, pool in pools.items())
+        return replace(seen, machines=there, pools=offers)
 
-        def snapshot(self) -> Snapshot:
-            seen = super().snapshot()
-            assert seen.machines is not None
-            there, pools = (
-                {},
-                {role_market: Pool("aws", "r", "z", "m", "A:1", role_market[1]) for role_market in USD},
-            )
-            for name, one in seen.machines.items():
-                role = Role(name.partition("-")[0])
-                there[name] = replace(one, pool=pools[role, self.markets[name]])
-                if role is Role.TRAINER and (looks := self.looks) < 1:
-                    self.looks = looks + 1
-                    there[name] = replace(one, price_usd_per_h=0.0, on_demand_usd_per_h=0.0, pool=None)
-            offers = tuple(PoolOffer(role, pool, USD[role, market]) for (role, market), pool in pools.items())
-            return replace(seen, machines=there, pools=offers)
-
-    world = Unpriced(spec(2))
+    world = two_markets(spec(2), sees=sees)
     world.let_pass(1.0)
     (trainer,) = world.state.live(Role.TRAINER)
     assert (trainer.id, trainer.price_usd_per_h) == ("trainer-0-i1", 4.0)
@@ -253,7 +253,7 @@ def test_a_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
 
 
 def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
-    world = TwoMarkets(capped(100.0, 2), shape=StepShape(60.0, 1200.0), no_spot=False)
+    world = two_markets(capped(usd_per_h=100.0, max_replicas=2), shape=StepShape(60.0, 1200.0), no_spot=False)
     assert world.most is not None
     del world.most[ON_DEMAND]
     world.let_pass(0.2)
@@ -266,27 +266,14 @@ def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
 
 
 def test_without_prices_there_is_no_fallback() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.most = None
     world.let_pass(1.0)
     assert world.stood_in == []
 
 
-def test_when_on_demand_cannot_be_had_either_tries_are_paced() -> None:
-    world = TwoMarkets(spec(2))
-    world.let_pass(0.1)
-    world.refusing_rollouts = True
-    for node in world.up(Role.ROLLOUT):
-        world.lose(node)
-    before = len(world.of(NodeRequested))
-    world.let_pass(1.0, 5.0)
-    tries = world.of(NodeRequested)[before:]
-    assert len([one for one in tries if one.stand_in]) < 3600 / 15 + 5
-    assert len([one for one in world.of(BuyingStopped) if one.kind == ON_DEMAND]) <= 1
-
-
 def test_a_new_controller_keeps_them() -> None:
-    world = TwoMarkets(spec(2))
+    world = two_markets(spec(2))
     world.let_pass(1.0)
     (there,) = stand_ins_of(world.state)
     world.take_over()
@@ -295,8 +282,100 @@ def test_a_new_controller_keeps_them() -> None:
     assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
 
 
-def test_journals_without_stand_ins_still_read() -> None:
-    asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first")
-    plain = event_to_plain(asked)
-    del plain["stand_in"]
-    assert event_from_plain(plain, "here") == asked
+ONE = 9.0  # USD an hour: a trainer and one node on demand, at the most that it may cost
+
+
+def ranged(usd_per_h: float, low: int, high: int) -> RunSpec:
+    run = replace(spec(high), budget=Budget(usd_per_h=usd_per_h))
+    return replace(run, rollout=replace(run.rollout, replicas=Replicas(min=low, max=high)))
+
+
+def until_spot_alone(world: World, within_s: float) -> None:
+    ends_s = world.now_s + within_s
+    while stand_ins_of(world.state) or not world.serving_on_spot:
+        world.let_pass(20.0 / HOUR_S)
+        assert world.now_s < ends_s, (world.state.live, world.state.kinds)
+
+
+def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
+    world = two_markets(ranged(ONE, 1, 2))
+    world.let_pass(1.0)
+    bought, steps, told = len(world.stood_in), world.steps, len(world.of(BudgetRefused))
+    world.let_pass(24.0)
+    assert len(world.stood_in) - bought <= 24 * HOUR_S / STAYS_S
+    assert world.steps - steps > 0.98 * 24 * HOUR_S
+    assert len(world.of(BudgetRefused)) - told <= 1
+    assert world.state.phase is RunPhase.TRAINING
+
+
+def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
+    world = two_markets(ranged(ONE + 2.0, 1, 1))
+    world.let_pass(24.0)
+    assert len(world.stood_in) == 1
+
+
+@settings(max_examples=examples(10), deadline=None, derandomize=True)
+@given(
+    cap=st.sampled_from([9.0, 10.0, 13.0, 17.0, 18.0]),
+    low=st.integers(0, 2),
+    more=st.integers(1, 3),
+    shape=st.sampled_from([None, StepShape(1.0, 100.0), StepShape(10.0, 60.0)]),
+    away_h=st.floats(0.5, 12.0),
+    again=st.booleans(),
+)
+@example(cap=ONE, low=1, more=1, shape=None, away_h=0.5, again=False)  # the only node goes back for it
+@example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
+def test_spot_that_comes_back_is_found_under_any_cap(
+    cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
+) -> None:
+    world = two_markets(ranged(cap, low, low + more), shape=shape, no_spot=not again)
+    world.let_pass(1.0)
+    if again:
+        world.no_spot = True
+        for node in world.serving_on_spot:
+            world.lose(node)
+    world.let_pass(away_h)
+    world.no_spot = False
+    until_spot_alone(world, STAYS_S + 3 * HOUR_S)
+    stood_in = len(world.stood_in)
+    world.let_pass(2.0)
+    assert len(world.stood_in) == stood_in
+
+
+usd = st.floats(0.5, 50.0)
+seconds = st.floats(1.0, 2000.0)
+
+
+def step_usd(shape: StepShape, beside: float, price: float, spot: int, spot_usd: float, extra: int) -> float:
+    return (beside + spot * spot_usd + extra * price) * shape.seconds(spot + extra)
+
+
+@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 8), st.integers(1, 8))
+def test_no_other_number_makes_a_step_cheaper(
+    a: float, b: float, beside: float, price: float, share: float, spot: int, high: int
+) -> None:
+    shape, spot_usd = StepShape(a, b), share * price
+    found = stand_ins(shape, beside, price, spot, spot_usd, 0, high)
+    choices = [extra for extra in range(high - spot + 1) if spot + extra] or [0]
+    costs = {extra: step_usd(shape, beside, price, spot, spot_usd, extra) for extra in choices}
+    assert costs[found] <= min(costs.values()) * (1 + 1e-9)
+
+
+@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 7))
+def test_one_more_on_spot_never_asks_for_more_on_demand(
+    a: float, b: float, beside: float, price: float, share: float, spot: int
+) -> None:
+    """So what is bought by all that is there is never at once returned for what has held."""
+    counts = [stand_ins(StepShape(a, b), beside, price, k, share * price, 0, 8) for k in (spot, spot + 1)]
+    assert counts[1] <= counts[0]
+
+
+@given(usd, usd, st.integers(1, 8), st.floats(60.0, 3600.0), st.floats(0.0, 1e5))
+def test_the_wait_and_a_start_cost_at_most_twice_the_best(
+    beside: float, price: float, nodes: int, boot_s: float, outage_s: float
+) -> None:
+    start_usd = nodes * price * boot_s
+    waits_s = wait_s(nodes, price, beside, boot_s)
+    paid = beside * min(outage_s, waits_s) + (start_usd if outage_s > waits_s else 0.0)
+    best = min(beside * outage_s, start_usd)
+    assert paid <= 2 * best * (1 + 1e-9) + beside * WAIT_MIN_S

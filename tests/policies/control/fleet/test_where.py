@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from policies.control.decide import decide
-from policies.control.snapshot import Action, Launch, LaunchRefused, Snapshot
 from policies.model.buying import MachineKind
 from policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
 from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Budget
+from policies.model.spec import Budget, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, kind_of, role_of, slot_and_incarnation
 from tests.stand_ins.world import World, spec
 
 ZONES = tuple("abcdefghijkl")
-HOUR_S = 3600.0
 DEAREST = {"trainer on demand": 9.0, "rollout on spot": 9.0}
 
 
@@ -34,33 +32,21 @@ OFFERS = (
 )
 
 
-@dataclass
-class Zones(World):
-    """Rollout nodes come in the zones `has` alone; other launches of theirs are refused `late_s` later."""
+def zones(run: RunSpec | None = None, has: str = "", **world: object) -> World:
+    """One whose rollout nodes come in these zones alone; other launches of theirs are refused."""
+    usual = {"proved": True, "max_steps": 10**6, "offers": OFFERS, "most": DEAREST, "dt_s": 0.25}
+    made = {**usual, "has": frozenset(f"r{zone}" for zone in has), **world}
+    return World(run or spec(), **made)  # type: ignore[arg-type]  # World's own fields
 
-    proved: bool = True
-    has: frozenset[str] = frozenset()
-    refusal: Refusal = Refusal.NO_CAPACITY
-    late_s: float = 0.0
-    offers: tuple[PoolOffer, ...] = OFFERS
-    asked: list[tuple[str, str]] = field(default_factory=list)  # slot and zone
-    answers: dict[str, float] = field(default_factory=dict)  # when, by node
 
-    def snapshot(self) -> Snapshot:
-        for node in [node for node, at_s in self.answers.items() if at_s <= self.now_s]:
-            self.refused.append(LaunchRefused(node, self.refusal, "no"))
-            del self.answers[node]
-        return replace(super().snapshot(), pools=self.offers, prices=DEAREST)
+def asked(world: World) -> list[tuple[str, str]]:
+    """Slot and zone of each request for a rollout node."""
+    requests = [event for event in world.of(NodeRequested) if event.role is Role.ROLLOUT]
+    return [(event.slot, event.pool.zone) for event in requests if event.pool is not None]
 
-    def act(self, action: Action) -> None:
-        if isinstance(action, Launch) and action.pool is not None and action.slot.startswith(Role.ROLLOUT):
-            if action.node in self.answers or action.node in self.machines:
-                return
-            self.asked.append((action.slot, action.pool.zone))
-            if action.pool.zone not in self.has:
-                self.answers[action.node] = self.now_s + self.late_s
-                return
-        super().act(action)
+
+def has_rollouts(world: World) -> bool:
+    return bool(world.up(Role.ROLLOUT))
 
 
 @pytest.mark.parametrize("late_s", [0.0, 20.0])
@@ -68,59 +54,48 @@ def test_of_twelve_zones_the_one_that_has_machines_is_found_within_twelve_launch
     late_s: float,
 ) -> None:
     """With launches that take 20 s, the first zones have rested before the last was asked: each is asked once."""
-    world = Zones(has=frozenset({"rl"}), late_s=late_s, max_steps=10**6)
+    world = zones(has="l", refused_after_s=late_s)
     began_s = None
     while len(world.up(Role.ROLLOUT)) < 2:
         world.tick()
-        began_s = world.now_s if began_s is None and world.asked else began_s
+        began_s = world.now_s if began_s is None and asked(world) else began_s
         world.advance(0.25)
-        assert began_s is None or world.now_s - began_s <= 12 * (late_s + 0.5) + 1, world.asked
-    assert Counter(world.asked).most_common(1)[0][1] == 1
+        assert began_s is None or world.now_s - began_s <= 12 * (late_s + 0.5) + 1, asked(world)
+    assert Counter(asked(world)).most_common(1)[0][1] == 1
     assert world.of(BuyingStopped) == []
 
 
 def test_where_all_zones_rest_the_slots_are_paced_and_the_first_that_has_rested_is_asked() -> None:
-    world = Zones(max_steps=10**6)
-    for _ in range(4 * 60):
-        world.tick()
-        world.advance(0.25)
-    in_a_minute = len(world.asked)
-    assert {zone for _, zone in world.asked} == {f"r{zone}" for zone in ZONES}
+    world = zones()
+    world.wait(60.0, 0.25)
+    in_a_minute = len(asked(world))
+    assert {zone for _, zone in asked(world)} == {f"r{zone}" for zone in ZONES}
     assert in_a_minute <= 2 * 12 + 8
     assert len(world.of(BuyingStopped)) == 1
     world.has = frozenset({"rc"})
-    while not world.up(Role.ROLLOUT):
-        world.tick()
-        world.advance(0.25)
-        assert world.now_s < 1000 + HOUR_S
+    world.until(has_rollouts)
 
 
 @pytest.mark.parametrize("refusal", [Refusal.CREDENTIALS, Refusal.UNKNOWN])
 def test_what_no_zone_can_help_is_not_tried_in_each(refusal: Refusal) -> None:
     """Ten minutes: no more requests than where there is one zone."""
-    world, one_zone = (Zones(refusal=refusal, max_steps=10**6, offers=offers) for offers in (OFFERS, OFFERS[:2]))
+    world, one_zone = (zones(refusal=refusal, offers=offers) for offers in (OFFERS, OFFERS[:2]))
     for world_of in (world, one_zone):
-        for _ in range(10 * 60 * 4):
-            world_of.tick()
-            world_of.advance(0.25)
-    assert 3 <= len(world.asked) == len(one_zone.asked)
+        world_of.wait(600.0, 0.25)
+    assert 3 <= len(asked(world)) == len(asked(one_zone))
 
 
 def test_refused_credentials_are_tried_fifteen_times_a_slot_in_six_hours_at_most() -> None:
-    world = Zones(refusal=Refusal.CREDENTIALS, max_steps=10**6)
-    for _ in range(6 * 360):
-        world.tick()
-        world.advance(10.0)
-    requests = Counter(slot for slot, _ in world.asked)
+    world = zones(refusal=Refusal.CREDENTIALS)
+    world.let_pass(6.0)
+    requests = Counter(slot for slot, _ in asked(world))
     assert sum(requests.values()) >= 5
     assert max(requests.values()) <= 15
 
 
 def test_a_request_has_its_pool_why_it_and_the_most_that_it_may_cost() -> None:
-    world = Zones(spec=spec(1), has=frozenset({"rb"}), max_steps=10**6)
-    while not world.up(Role.ROLLOUT):
-        world.tick()
-        world.advance(0.25)
+    world = zones(spec(1), has="b")
+    world.until(has_rollouts)
     requests = {event.node: event for event in world.of(NodeRequested)}
     first, second = requests["rollout-0-i1"], requests["rollout-0-i2"]
     assert (first.pool, first.most_usd_per_h) == (pool("a"), 1.0)
@@ -131,10 +106,8 @@ def test_a_request_has_its_pool_why_it_and_the_most_that_it_may_cost() -> None:
 def test_the_budget_reckons_with_the_pool_that_is_chosen_and_not_with_the_dearest() -> None:
     """The trainer at 3 and two nodes at 1 fit under 6 an hour; at the dearest price of their kind none would."""
     limited = replace(spec(), budget=Budget(usd_per_h=6.0))
-    world = Zones(spec=limited, has=frozenset(f"r{zone}" for zone in ZONES), max_steps=10**6)
-    for _ in range(40):
-        world.tick()
-        world.advance(0.25)
+    world = zones(limited, has="abcdefghijkl")
+    world.wait(10.0, 0.25)
     assert len(world.up(Role.ROLLOUT)) == 2
     assert {slot_and_incarnation(node)[0] for node in world.up(Role.ROLLOUT)} == {"rollout-0", "rollout-1"}
 
@@ -148,25 +121,27 @@ def test_where_the_best_pool_does_not_fit_under_the_budget_the_next_that_does_is
         PoolOffer(Role.ROLLOUT, pool("b"), 1.0, rank=1),
     )
     run = replace(spec(1), budget=Budget(usd_per_h=4.5))
-    world = Zones(run, has=frozenset({"rb"}), offers=dear, max_steps=10)
+    world = zones(run, has="b", offers=dear, max_steps=10)
     world.run(10**4)
-    asked = {event.node: event for event in world.of(NodeRequested)}
-    assert asked["trainer-0-i1"].pool == pool("b", Market.ON_DEMAND)
-    assert asked["rollout-0-i1"].pool == pool("b")
-    assert asked["rollout-0-i1"].most_usd_per_h == 1.0  # its pool's own price counts, not the dearest of its kind
+    requests = {event.node: event for event in world.of(NodeRequested)}
+    assert requests["trainer-0-i1"].pool == pool("b", Market.ON_DEMAND)
+    assert requests["rollout-0-i1"].pool == pool("b")
+    assert (
+        requests["rollout-0-i1"].most_usd_per_h == 1.0
+    )  # its pool's own price counts, not the dearest of its kind
     assert world.steps == 10
 
 
 def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
     run = replace(spec(1), budget=Budget(usd_per_h=2.0))
-    world = Zones(run, has=frozenset({"ra"}))
+    world = zones(run, has="a")
     world.run(10)
     assert world.of(NodeRequested) == []
     assert "3.00 USD an hour are more than `budget.usd_per_h`, 2.00" in world.state.reason
 
 
 def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all_the_same() -> None:
-    world = Zones(spec(1), has=frozenset({""}), offers=())
+    world = zones(spec(1), has="", offers=())
     snapshot = replace(world.snapshot(), prices=None, prices_trouble="KeyError: 'zone'")
     told = decide(world.state, snapshot, world.spec)
     [noticed] = [event for event in told.events if isinstance(event, Noticed)]
@@ -190,21 +165,19 @@ def test_a_trainer_goes_where_rollout_nodes_can_be_had_on_their_own_market() -> 
     spot = offered(Role.ROLLOUT, "s", Market.SPOT, 1.0)
     offers = (offered(Role.TRAINER, "r", Market.ON_DEMAND, 3.0), dear, *both)
 
-    def first(world: Zones) -> NodeRequested:
+    def first(world: World) -> NodeRequested:
         world.tick()
         found: NodeRequested = world.of(NodeRequested)[0]
         return found
 
-    assert first(Zones(offers=(*offers, spot))).pool == dear.pool
-    assert first(Zones(offers=offers)).pool == offers[0].pool  # where spot is nowhere, the cheaper one
+    assert first(zones(offers=(*offers, spot))).pool == dear.pool
+    assert first(zones(offers=offers)).pool == offers[0].pool  # where spot is nowhere, the cheaper one
 
 
 def calls_of_burst(nodes: int) -> int:
     """Calls of functions in a tick that asks for so many nodes at once, with a choice of twelve zones."""
-    world = Zones(spec=spec(nodes), has=frozenset({"ra"}), max_steps=10**6)
-    while not world.up(Role.TRAINER):
-        world.tick()
-        world.advance()
+    world = zones(spec(nodes), has="a")
+    world.until(lambda it: bool(it.up(Role.TRAINER)))
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:  # noqa: ARG001  # sys.setprofile's own signature
@@ -219,8 +192,7 @@ def calls_of_burst(nodes: int) -> int:
         decision = decide(state, looked, world.spec)
     finally:
         sys.setprofile(None)
-    asked = [event for event in decision.events if isinstance(event, NodeRequested)]
-    assert len(asked) == nodes
+    assert sum(isinstance(event, NodeRequested) for event in decision.events) == nodes
     return calls
 
 
@@ -232,10 +204,8 @@ def test_each_of_a_burst_of_requests_costs_the_same() -> None:
 def test_nodes_join_the_machines_whose_pool_was_not_journalled() -> None:
     """Private addresses do not reach another region, however cheap. Nothing is bought before the cloud was heard,
     and what those machines cost stays as it was journalled."""
-    world = Zones(spec=spec(2), offers=(), has=frozenset({"ra"}), max_steps=10**6)
-    while len(world.up(Role.ROLLOUT)) < 2:
-        world.tick()
-        world.advance(0.25)
+    world = zones(spec(2), offers=(), has="a")
+    world.until(lambda it: len(it.up(Role.ROLLOUT)) == 2)
     bought = MachineBought("trainer-0-i1", Market.ON_DEMAND, "aws/r", 3.0, 3.0)
     world.journal((bought,))
     known = world.state.nodes["trainer-0-i1"].came_at_s
@@ -252,12 +222,10 @@ def test_nodes_join_the_machines_whose_pool_was_not_journalled() -> None:
     world.now_s += 60.0
     unheard = replace(world.snapshot(), machines=None)
     assert not any(isinstance(one, NodeRequested) for one in decide(world.state, unheard, world.spec).events)
-    for _ in range(20):
-        world.tick()
-        world.advance(0.25)
-    [asked] = [one for one in world.of(NodeRequested) if one.incarnation == 2]
-    assert asked.pool is not None
-    assert asked.pool.region == "r"
+    world.wait(5.0, 0.25)
+    [second] = [one for one in world.of(NodeRequested) if one.incarnation == 2]
+    assert second.pool is not None
+    assert second.pool.region == "r"
     trainer = world.state.nodes["trainer-0-i1"]
     assert (trainer.pool, trainer.price_usd_per_h) == (there[Role.TRAINER], 3.0)
     assert trainer.came_at_s == known, "it has been there since then"

@@ -14,10 +14,10 @@ from zlib import crc32
 
 import numpy as np
 
+from benchmarks.rig.divergence.diverging import DIVERGING
+from benchmarks.rig.divergence.healthy import HEALTHY, Family, Made
+from benchmarks.rig.divergence.signals import Random, Setting, log, uniform
 from policies.detect.divergence import Point
-from tests.generators.divergence.diverging import DIVERGING
-from tests.generators.divergence.healthy import HEALTHY, Family, Made
-from tests.generators.divergence.signals import Random, Setting, log, uniform
 
 LOGGING_STEPS = (1, 10, 1, 20, 1, 5)  # in turns
 

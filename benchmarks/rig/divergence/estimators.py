@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.diverging import run_away
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import (
+from benchmarks.rig.divergence.diverging import run_away
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import (
     Course,
     Floats,
     Random,
@@ -22,7 +22,7 @@ from tests.generators.divergence.signals import (
     sigmoid,
     uniform,
 )
-from tests.generators.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset
+from benchmarks.rig.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset
 
 SUMMED = "kl_sequence"
 KL_AND_GRADIENTS = frozenset({"kl", "grad_norm"})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from benchmarks.rig.divergence.traces import Trace
 from policies.detect.divergence import Point
-from tests.generators.divergence.traces import Trace
 from tests.generators.recorded import Label, recorded
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import Course, Random, Setting, healthy, magnitude, ramp, sigmoid, uniform
-from tests.generators.divergence.texture import lived_in, some_length
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import Course, Random, Setting, healthy, magnitude, ramp, sigmoid, uniform
+from benchmarks.rig.divergence.texture import lived_in, some_length
 
 POINTS = (50.0, 400.0)
 CUT, ALIKE = "completions/clipped_ratio", "frac_reward_zero_std"

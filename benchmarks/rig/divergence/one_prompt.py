@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
-from tests.generators.divergence.texture import healthy_restarts, some_length, some_onset
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
+from benchmarks.rig.divergence.texture import healthy_restarts, some_length, some_onset
 
 POINTS = (80.0, 500.0)
 ANSWERS = (4, 8, 8, 16)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import Random, Setting, healthy, magnitude, ramp, uniform
-from tests.generators.divergence.texture import lived_in, some_length, some_onset
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import Random, Setting, healthy, magnitude, ramp, uniform
+from benchmarks.rig.divergence.texture import lived_in, some_length, some_onset
 
 # Healthy
 

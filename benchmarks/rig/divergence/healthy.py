@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.generators.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
+from benchmarks.rig.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
 
 NATS = (1e-3, 0.5)  # what KL reaches in healthy runs that start at 0
 UNITS = (1e-5, 1.0)

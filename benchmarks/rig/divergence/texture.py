@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.diverging import run_away
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import (
+from benchmarks.rig.divergence.diverging import run_away
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import (
     Course,
     Floats,
     Random,

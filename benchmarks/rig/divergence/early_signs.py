@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.diverging import run_away
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
-from tests.generators.divergence.texture import lived_in, some_length, some_onset
+from benchmarks.rig.divergence.diverging import run_away
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
+from benchmarks.rig.divergence.texture import lived_in, some_length, some_onset
 
 LATE = (80.0, 400.0)  # points to the onset
 NATS = (0.01, 0.8)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
+from benchmarks.rig.divergence.diverging import SAVE_STEPS
+from benchmarks.rig.divergence.traces import Trace
 from orchestrator.simulate.work import stored
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
-from tests.generators.divergence.diverging import SAVE_STEPS
-from tests.generators.divergence.traces import Trace
 
 LINE_POINTS = 5
 
@@ -175,14 +175,6 @@ def score(outcomes: Sequence[Outcome]) -> Score:
         good_steps_thrown_away_median=_median(one.good_steps_thrown_away for one in caught),
         without_target=sum(one.has_no_target for one in caught),
     )
-
-
-def by_family(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of each family, in the order in which they came."""
-    families: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        families.setdefault(one.trace.family, []).append(one)
-    return families
 
 
 def _median(values: Iterable[int]) -> float | None:

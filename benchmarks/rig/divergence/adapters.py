@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.diverging import run_away
-from tests.generators.divergence.healthy import Made
-from tests.generators.divergence.signals import (
+from benchmarks.rig.divergence.diverging import run_away
+from benchmarks.rig.divergence.healthy import Made
+from benchmarks.rig.divergence.signals import (
     Course,
     Floats,
     Random,
@@ -19,7 +19,7 @@ from tests.generators.divergence.signals import (
     sigmoid,
     uniform,
 )
-from tests.generators.divergence.texture import healthy_restarts, lived_in, some_length, some_onset
+from benchmarks.rig.divergence.texture import healthy_restarts, lived_in, some_length, some_onset
 
 NATS = (0.15, 0.8)  # what KL comes to without harm
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import NATS, Family, Made, spike, usual_kl, warming_kl
-from tests.generators.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
+from benchmarks.rig.divergence.healthy import NATS, Family, Made, spike, usual_kl, warming_kl
+from benchmarks.rig.divergence.signals import Course, Floats, Random, Setting, healthy, magnitude, ramp, uniform
 
 BAD_NATS = (5.0, 500.0)  # what KL comes to
 SAVE_STEPS = 25  # between checkpoints

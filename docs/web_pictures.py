@@ -1,4 +1,4 @@
-"""Make docs/web.md's pictures: `.venv/bin/python -m tests.generators.web_pictures`, with Chromium; two minutes.
+"""Make docs/web.md's pictures: `.venv/bin/python -m docs.web_pictures`, with Chromium; two minutes.
 
 They are of the made-up run that `long_run` writes: a real one of 10,000 steps and 60 nodes nobody has paid for.
 """
@@ -21,9 +21,9 @@ from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.generators.long_run import LongRun
+from benchmarks.rig.long_run import LongRun
 
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parent / "images"
 STEPS, NODES, WIDTH = 10_000, 60, 1280
 PICTURES = {"run": ("", "light", 1400), "nodes": ("nodes", "dark", 1180), "rollbacks": ("rollbacks", "light", 560)}
 LONGEST_S, BEAT_S = 120.0, 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import Made, usual_kl
-from tests.generators.divergence.signals import WITNESS, Course, Random, Setting, healthy, ramp, uniform
-from tests.generators.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset, wandering
+from benchmarks.rig.divergence.healthy import Made, usual_kl
+from benchmarks.rig.divergence.signals import WITNESS, Course, Random, Setting, healthy, ramp, uniform
+from benchmarks.rig.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset, wandering
 
 NEEDS = REWARD_AND_KL | {WITNESS}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.generators.divergence.healthy import Made, saturating_kl, usual_kl
-from tests.generators.divergence.signals import (
+from benchmarks.rig.divergence.healthy import Made, saturating_kl, usual_kl
+from benchmarks.rig.divergence.signals import (
     Floats,
     Random,
     Setting,
@@ -15,7 +15,7 @@ from tests.generators.divergence.signals import (
     sigmoid,
     uniform,
 )
-from tests.generators.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset, wandering
+from benchmarks.rig.divergence.texture import REWARD_AND_KL, lived_in, some_length, some_onset, wandering
 
 # Healthy
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.generators.divergence.adapters import ADAPTERS_DIVERGING, ADAPTERS_HEALTHY
-from tests.generators.divergence.born import BORN_DIVERGING, BORN_HEALTHY
-from tests.generators.divergence.diverging import DIVERGING
-from tests.generators.divergence.early_signs import EARLY_DIVERGING, EARLY_HEALTHY
-from tests.generators.divergence.estimators import ESTIMATORS_DIVERGING, ESTIMATORS_HEALTHY
-from tests.generators.divergence.healthy import HEALTHY, Family
-from tests.generators.divergence.luck import LUCK_DIVERGING, LUCK_HEALTHY
-from tests.generators.divergence.one_prompt import ONE_PROMPT_DIVERGING, ONE_PROMPT_HEALTHY
-from tests.generators.divergence.rewards import REWARDS_DIVERGING, REWARDS_HEALTHY
-from tests.generators.divergence.texture import TEXTURE_DIVERGING, TEXTURE_HEALTHY
-from tests.generators.divergence.witnesses import WITNESSES_DIVERGING, WITNESSES_HEALTHY
+from benchmarks.rig.divergence.adapters import ADAPTERS_DIVERGING, ADAPTERS_HEALTHY
+from benchmarks.rig.divergence.born import BORN_DIVERGING, BORN_HEALTHY
+from benchmarks.rig.divergence.diverging import DIVERGING
+from benchmarks.rig.divergence.early_signs import EARLY_DIVERGING, EARLY_HEALTHY
+from benchmarks.rig.divergence.estimators import ESTIMATORS_DIVERGING, ESTIMATORS_HEALTHY
+from benchmarks.rig.divergence.healthy import HEALTHY, Family
+from benchmarks.rig.divergence.luck import LUCK_DIVERGING, LUCK_HEALTHY
+from benchmarks.rig.divergence.one_prompt import ONE_PROMPT_DIVERGING, ONE_PROMPT_HEALTHY
+from benchmarks.rig.divergence.rewards import REWARDS_DIVERGING, REWARDS_HEALTHY
+from benchmarks.rig.divergence.texture import TEXTURE_DIVERGING, TEXTURE_HEALTHY
+from benchmarks.rig.divergence.witnesses import WITNESSES_DIVERGING, WITNESSES_HEALTHY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""The fold: a state stays as it was, and a clock that a new controller brings is set by the store's."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.ledger.rentals import rentals
+from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
+from policies.model.fold import apply, behind_s, draft, final, fold
+from policies.model.pools import Pool
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, NodePhase, Role
+from tests.generators.views_world import requested
+
+POOL = Pool("aws", "r", "z", "g6.xlarge", "L4:1", Market.SPOT)
+
+
+def asked(place: int) -> NodeRequested:
+    return NodeRequested(f"rollout-{place}-i1", Role.ROLLOUT, f"rollout-{place}", 1, Market.SPOT, "first")
+
+
+def came(place: int) -> MachineBought:
+    return MachineBought(f"rollout-{place}-i1", Market.SPOT, "r/z", 1.0, 2.0, POOL)
+
+
+def mappings(state: RunState) -> list[dict[str, object]]:
+    return [dict(one) for one in (state.nodes, state.slots, state.kinds, state.pools)]
+
+
+def test_a_draft_leaves_the_state_that_it_was_made_of_and_ends_as_the_fold_would() -> None:
+    begun: list[Event] = [asked(0), asked(1), came(0)]
+    more: list[Event] = [NodeMoved("rollout-0-i1", NodePhase.GONE, "lost"), came(1), asked(2)]
+    before = fold([(1, 10.0, begun)])
+    known = mappings(before)
+    state, one_by_one = draft(before), before
+    for event in more:
+        state, one_by_one = apply(state, event, 20.0, 2), apply(one_by_one, event, 20.0, 2)
+    made = final(state)
+    assert mappings(before) == known
+    assert made == one_by_one == fold([(1, 10.0, begun), (2, 20.0, more)])
+    assert not any(hasattr(one, "__setitem__") for one in (made.nodes, made.slots, made.kinds, made.pools))
+
+
+DAY_S = 86400.0
+
+
+@pytest.mark.parametrize(
+    ("time_s", "since_told_s", "back_s"),
+    [
+        (1600.0, 0.0, 0.0),  # a store that tells nothing
+        (400.0, 0.0, 600.0),
+        (1600.0, 600.0, 0.0),  # all clocks agree
+        (1600.0, 300.0, 0.0),  # time does not go slower for a store
+        (1600.0, 900.0, 300.0),
+        (400.0, 900.0, 1500.0),
+        (0.0, DAY_S, 1000.0 + DAY_S),  # however far behind the host is
+        (0.0, DAY_S + 1.0, 1000.0),  # a store that is wild
+        (1000.0 + 30 * DAY_S, 30 * DAY_S + 60.0, 60.0),  # a run that rested for a month
+    ],
+)
+def test_time_goes_on_for_as_long_as_either_clock_says(time_s: float, since_told_s: float, back_s: float) -> None:
+    assert behind_s(1000.0, time_s, since_told_s) == back_s
+
+
+def test_a_machine_is_as_old_for_the_bill_as_for_the_budget() -> None:
+    asked = requested("rollout-0-i1")
+    history: list[tuple[int, float, tuple[Event, ...]]] = [
+        (1, 1000.0, (asked,)),
+        (2, 500.0, (TookOver("b", 2, "resume", 900.0),)),
+    ]
+    [node] = fold(history).nodes.values()
+    [rental] = rentals(history, 500.0)
+    assert node.requested_at_s == rental.from_s == 500.0 - 900.0
