@@ -14,7 +14,6 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.home.folder import (
     HomeUnusable,
-    keep_store_options,
     kept_store_options,
     known_token,
     latest_run,
@@ -112,8 +111,3 @@ def test_a_home_that_cannot_be_written_is_one_line(
     assert told.startswith("/")
     assert told.endswith("; mend that, or name another folder as GRPO_ORCH_HOME\n")
     assert told.count("\n") == 1
-
-
-def test_options_that_were_never_kept_are_forgotten_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_ORCH_HOME", "/dev/null")
-    keep_store_options("s3://bucket/run", {})

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import shlex
 import time
 from pathlib import Path
 
 import pytest
 
-import checkpoint
-import orchestrator
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
@@ -41,32 +38,3 @@ def test_what_a_command_tells_to_do_next_can_be_pasted(name: str, grpo_orch: Cli
 def test_how_a_run_goes_on_can_be_pasted(phase: RunPhase) -> None:
     told = going_on(phase, "because", "file:///two words/$x")
     assert shlex.split(told.partition(": ")[2])[-1] == "file:///two words/$x"
-
-
-def test_no_command_that_is_told_names_a_store_unquoted() -> None:
-    bare = [
-        f"{path}:{line}"
-        for package in (orchestrator, checkpoint)
-        for path in Path(package.__path__[0]).rglob("*.py")
-        for line in _bare(path)
-    ]
-    assert bare == []
-
-
-def _bare(path: Path) -> list[int]:
-    """The lines of f-strings in which a URL stands as it is after a command's name."""
-    found = []
-    for text in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(text, ast.JoinedStr):
-            continue
-        said = ""
-        for part in text.values:
-            if isinstance(part, ast.Constant):
-                said += str(part.value)
-            elif isinstance(part, ast.FormattedValue):
-                command = said.rpartition("grpo-orch ")[2] if "grpo-orch " in said else "`"
-                url = isinstance(part.value, ast.Attribute) and part.value.attr in ("url", "store", "storage")
-                if url and "`" not in command:
-                    found.append(text.lineno)
-                said += "?"
-    return found

@@ -137,13 +137,6 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
     wait_until("nothing is known", nothing_is_known)
 
 
-def test_the_token_goes_as_a_secret(clouds: Clouds) -> None:
-    running(clouds)
-    for work in clouds.sky.works:
-        assert work.secrets["GRPO_ORCH_TOKEN"] == "s3cret"
-        assert "s3cret" not in repr(work)
-
-
 def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds) -> None:
     cloud = running(clouds)
     clouds.says("trainer-0-i1", 1, exit_code=7, reason="no such column")
@@ -153,22 +146,6 @@ def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds) -> Non
     assert clouds.sky.asked[-1] == "run_again trainer-0-i1"
     machine = seen(cloud)["trainer-0-i1"]
     assert (machine.attempt, machine.exit_code, machine.exit_reason) == (2, None, "")
-
-
-def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    name = PREFIX + "rollout-0-i1"
-    clouds.sky.table[name] = replace(clouds.sky.table[name], state=ClusterState.STARTING)
-    time.sleep(0.1)  # a few looks, of which nothing may follow: there is no event to wait for
-    assert seen(cloud)["rollout-0-i1"].state is MachineState.UP
-
-
-def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
-    cloud = running(clouds)
-    monkeypatch.setattr(clouds.sky, "has_machines", lambda _: False)
-    cloud.confirm("rollout-0-i1")
-    machine = cloud.machines()["rollout-0-i1"]
-    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
 
 
 def test_work_that_ended_without_a_word_has_failed(clouds: Clouds) -> None:
@@ -240,13 +217,6 @@ def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(c
     after.launch(order(attempt=2))
     assert clouds.sky.asked[-1] == "launch trainer-0-i1"
     assert seen(after)["trainer-0-i1"].attempt == 2
-
-
-def test_what_a_machine_said_goes_with_it(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    cloud.terminate("rollout-0-i1")
-    assert documents.machine("rollout-0-i1").read(clouds.store) is None
-    assert documents.machine("trainer-0-i1").read(clouds.store) is not None
 
 
 def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) -> None:
