@@ -15,7 +15,6 @@ import pytest
 from matplotlib import image
 
 from orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
-from orchestrator.views.detection import plot
 from orchestrator.views.detection.verdicts import Detection, to_json
 from policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, repr_log, run, state
@@ -279,19 +278,6 @@ def test_the_picture_has_a_row_a_run(cli: Detect) -> None:
     assert six.shape[1] == one.shape[1]
     assert len(np.unique(one.reshape(-1, one.shape[2]), axis=0)) > 100
     assert sorted(os.listdir()) == sorted([*files, "alone.png", "one.png", "six.png"])
-
-
-@pytest.mark.slow
-def test_of_very_many_runs_the_worst_are_drawn(cli: Detect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many as may be drawn the rows alone take half a minute to lay out: here it is fewer."""
-    most, few = plot.ROWS_MAX, 6
-    monkeypatch.setattr(plot, "ROWS_MAX", few)
-    Path("bad").write_text(state(run(diverges=True)))
-    Path("good").write_text(json_lines(only("kl")[:20]))
-    answer = cli(*["good"] * 60, "bad")
-    assert "61 runs: 1 tripped, 60 healthy" in answer.lines
-    assert answer.lines[-1] == f"Wrote detect.png, with the {few} worst of them"
-    assert image.imread("detect.png").shape[0] * most < few * 2**14, "nobody can open it"
 
 
 def test_a_program_gets_no_picture_that_it_did_not_ask_for(cli: Detect) -> None:

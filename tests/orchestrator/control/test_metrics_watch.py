@@ -132,25 +132,6 @@ def test_the_verdict_is_the_same_however_often_it_is_looked(every: int) -> None:
     assert run.looks().verdict.health is Health.TRIPPED
 
 
-def test_a_row_that_is_late_is_followed_when_it_comes() -> None:
-    run = Run()
-    run.trains(1, 50, CALM)
-    run.looks()
-    run.beat = Trainer("trainer-0-i1", 1, 0, 60, 1000, "training", 1.0)
-    assert run.looks().verdict.step == 50
-    run.trains(51, 60, CALM)
-    assert run.looks().verdict.step == 60
-
-
-def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows() -> None:
-    run = Run()
-    run.trains(1, 150, CALM)
-    run.looks()
-    run.restarts(0, attempt=2)
-    run.trains(141, 152, CALM)
-    assert run.looks().verdict == run.by_hand((1, 152, CALM))
-
-
 def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before() -> None:
     run = Run()
     run.trains(1, 120, CALM)
@@ -223,16 +204,6 @@ def test_what_an_earlier_attempt_made_after_the_start_of_the_present_one_does_no
         run.trains(step, step, CALM)
         assert run.looks().verdict == run.by_hand((1, step, CALM))
     assert run.looks(run.watcher()) == run.looks()
-
-
-def test_rows_that_were_made_again_while_nobody_looked_are_read_again() -> None:
-    run = Run()
-    run.trains(1, 150, CALM)
-    run.trains(151, 190, HIGH)
-    assert run.looks().verdict.health is Health.TRIPPED
-    run.beat = replace(run.beat, attempt=2)
-    run.trains(141, 195, CALM)
-    assert run.looks().verdict == run.by_hand((1, 195, CALM))
 
 
 def is_next(numbers: Iterator[int], wanted: int) -> bool:
