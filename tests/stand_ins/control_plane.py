@@ -54,7 +54,7 @@ class Run:
     """A run's store: in a folder, or in memory."""
 
     def __init__(self, folder: Path | None = None, run: RunSpec | None = None) -> None:
-        url = f"memory://run-{next(_stores)}" if folder is None else folder.as_uri()
+        url = f"memory://run-{next(_stores)}" if folder is None else f"file://{folder}"
         self.store = Store(url)
         workdir = "" if folder is None else str(folder.parent)
         stored = replace(run or spec(), storage=self.store.url, workdir=workdir)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.console import Stop
 from orchestrator.cli.steering import start
 from policies.model import exit_codes
 from tests.generators.views_world import World
+from tests.rigs.command_line import Cli
 
 
 def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
@@ -21,8 +21,7 @@ def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path))
     monkeypatch.setattr(start, "start_daemon", interrupted)
     url = World().store.url
-    with pytest.raises(Stop) as stopped:
-        start.resume(url, detach=True)
-    assert stopped.value.exit_code == exit_codes.FAILED
+    stopped = grpo_orch("resume", "-d", url)
+    assert stopped.code == exit_codes.FAILED
     shows, ends = f"`grpo-orch status -w {url}` shows it", f"`grpo-orch down {url}` ends it"
-    assert str(stopped.value) == f"digits is begun, and goes on by itself; {shows}, {ends}"
+    assert stopped.line == f"digits is begun, and goes on by itself; {shows}, {ends}"

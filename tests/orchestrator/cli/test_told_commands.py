@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
 from orchestrator.control.lease import own_lease
 from orchestrator.views.words.going_on import going_on
 from policies.model import exit_codes
 from policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import Run
 
 NAMES = ["plain", "two words", "it's", 'a "b"', "$HOME", "`id`", "a[b]", "a;b&c", "*"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_command_tells_to_do_next_can_be_pasted(name: str, grpo_orch: Cli, tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}/{name}")
-    documents.create_run(store, RunRecord(documents.SCHEMA, "sim-0", 0.0, spec()))
+    store = Run(tmp_path / name).create().store
     documents.LEASE.write(store, own_lease(1, time.time(), time.time()))
     held = grpo_orch("resume", store.url)
     assert held.code == exit_codes.HELD

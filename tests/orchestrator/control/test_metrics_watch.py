@@ -206,6 +206,16 @@ def test_what_an_earlier_attempt_made_after_the_start_of_the_present_one_does_no
     assert run.looks(run.watcher()) == run.looks()
 
 
+def test_rows_that_were_made_again_while_nobody_looked_are_read_again() -> None:
+    run = Run()
+    run.trains(1, 150, CALM)
+    run.trains(151, 190, HIGH)
+    assert run.looks().verdict.health is Health.TRIPPED
+    run.beat = replace(run.beat, attempt=2)
+    run.trains(141, 195, CALM)
+    assert run.looks().verdict == run.by_hand((1, 195, CALM))
+
+
 def is_next(numbers: Iterator[int], wanted: int) -> bool:
     return next(numbers) == wanted
 
