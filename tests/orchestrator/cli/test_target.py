@@ -59,30 +59,14 @@ def test_a_url_with_a_password_is_refused_before_anybody_writes_it_down() -> Non
     assert str(refused.value) == PASSWORD
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["status"],
-        ["status", "-w"],
-        ["events"],
-        ["logs", "daemon"],
-        ["report"],
-        ["plot"],
-        ["samples"],
-        ["web"],
-        ["checkpoints", "ls"],
-        ["members", "ls"],
-        ["resume"],
-        ["rollback"],
-        ["down"],
-    ],
-    ids=" ".join,
-)
-def test_a_folder_that_is_not_there_is_no_run_and_is_not_made(
-    words: list[str], grpo_orch: Cli, tmp_path: Path
-) -> None:
+LOOKING = "status, status -w, events, logs daemon, report, plot, samples, web, checkpoints ls, members ls"
+STEERING = "resume, rollback, down"
+
+
+@pytest.mark.parametrize("words", f"{LOOKING}, {STEERING}".split(", "))
+def test_a_folder_that_is_not_there_is_no_run_and_is_not_made(words: str, grpo_orch: Cli, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/typo/run"
-    answer = grpo_orch(*words, url)
+    answer = grpo_orch(*words.split(), url)
     told = f"no run in {url}; start one with `grpo-orch up run.yaml`"
     assert (answer.code, answer.line) == (exit_codes.USAGE, told)
     assert not (tmp_path / "typo").exists()

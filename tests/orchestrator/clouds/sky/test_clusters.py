@@ -35,6 +35,7 @@ def look(clusters: Clusters, *found: Cluster) -> None:
     [
         ([UP], ""),
         ([UP, None], "preempted"),
+        ([UP, None, None], "preempted"),  # and stays so
         ([replace(UP, spot=False), None], "the cloud no longer has it"),
         ([UP, STARTING], ""),  # SkyPilot cannot reach it, and it is not given up for that
         ([UP, replace(UP, state=ClusterState.STOPPED)], "it was stopped"),

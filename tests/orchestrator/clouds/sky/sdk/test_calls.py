@@ -1,15 +1,18 @@
-"""Calls that may never be answered: the caller has its deadline, and what was asked for is called off."""
+"""Calls that may never be answered: who asks has a deadline, the request is called off; and their logs."""
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 
 import pytest
 from structlog.testing import capture_logs
 
+from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.sdk import calls
 from orchestrator.clouds.sky.sdk.calls import Call, timed
+from orchestrator.clouds.sky.sdk.log import lines_from
 from tests.budget import HANG_S
 
 
@@ -99,3 +102,30 @@ def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.Mo
         ("skypilot_called", "launch", "grpo-tiny-rollout-0-i1")
     ]
     assert said[0]["seconds"] >= 0.0
+
+
+def test_lines_come_while_the_call_writes() -> None:
+    was_read = threading.Event()
+
+    def call(sink: io.TextIOBase) -> None:
+        print("\x1b[36m(daemon)\x1b[0m one\n", end="", file=sink, flush=True)
+        assert was_read.wait(HANG_S)
+        print("two\r\n", end="", file=sink)
+
+    lines = lines_from("n-1", call)
+    assert next(lines) == "(daemon) one"
+    was_read.set()
+    assert list(lines) == ["two"]
+
+
+def test_a_failure_is_told_after_what_was_written_and_tracebacks_stay_whole() -> None:
+    def call(sink: io.TextIOBase) -> None:
+        sink.write("one\n")
+        sys.tracebacklimit = 0
+        raise ValueError("no route\nto host")
+
+    lines = lines_from("n-1", call)
+    assert next(lines) == "one"
+    with pytest.raises(CloudUnavailable, match="the log of n-1 broke off: no route"):
+        next(lines)
+    assert not hasattr(sys, "tracebacklimit")

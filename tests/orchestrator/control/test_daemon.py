@@ -1,4 +1,4 @@
-"""A real daemon's last words: who is to be told is told before its process ends, and the URL goes no further."""
+"""A daemon's process: its log, its output, its last words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,13 +19,43 @@ from checkpoint.journal.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
+from orchestrator.control import launcher
 from orchestrator.home.folder import keep_run_digest
 from orchestrator.home.trust import run_digest
 from policies.model.events import RunCreated, RunMoved
 from policies.model.spec import Notify
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
+from tests.rigs.locales import ASCII_LOCALE
 from tests.stand_ins.world import spec
+
+BUG = """
+from orchestrator.control import daemon
+daemon.log_as_json()
+try:
+    {}["missing"]
+except KeyError:
+    daemon.log.exception("tick_failed")
+"""
+
+
+def test_a_bug_is_logged_with_its_traceback_and_the_moment() -> None:
+    done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert (said["event"], said["level"]) == ("tick_failed", "error")
+    assert "KeyError: 'missing'" in said["exception"]
+    assert datetime.fromisoformat(said["timestamp"]).utcoffset() is not None
+
+
+PRINTS = r"print('yan\u0131t \u2713', chr(0xD83D))"
+
+
+def test_process_prints_any_text_in_an_ascii_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ASCII_LOCALE.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "log"
+    assert launcher._spawn(["-c", PRINTS], log).wait() == 0
+    assert log.read_text("utf-8") == "yanıt ✓ \\ud83d\n"
 
 
 def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
