@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal.journal import Journal
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
+from checkpoint.store import layout
 from orchestrator.control import launcher
 from orchestrator.home.folder import keep_run_digest
 from orchestrator.home.trust import run_digest
@@ -27,6 +24,7 @@ from policies.model.spec import Notify
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.rigs.locales import ASCII_LOCALE
+from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec
 
 BUG = """
@@ -68,14 +66,11 @@ def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkey
             self.end_headers()
 
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    store = Store((tmp_path / "store").as_uri())
     notify = Notify(url_env=("HOOK",), command=("sh", "-c", "cat > told; env > environment"))
-    run = replace(spec(), storage=store.url, workdir=str(tmp_path), notify=notify)
-    record = RunRecord(documents.SCHEMA, "sim-0", time.time(), run)
-    keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
-    before = Journal(store, "before/1")
-    before.take_over(0.0, "before", 1, "up")
-    before.append(0.0, (RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times")))
+    run = Run(tmp_path / "store", replace(spec(), notify=notify)).create()
+    store = run.store
+    keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+    run.happens(RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times"))
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"json://127.0.0.1:{server.server_port}/secret"
