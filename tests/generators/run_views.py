@@ -96,10 +96,8 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 def made(kind: type[Any]) -> st.SearchStrategy[Any]:
     """Any instance of a dataclass."""
     hints = get_type_hints(kind)
-    return st.builds(
-        kind,
-        **{field.name: BY_NAME.get(field.name) or of(hints[field.name]) for field in dataclasses.fields(kind)},
-    )
+    fields = [field.name for field in dataclasses.fields(kind)]
+    return st.builds(kind, **{name: BY_NAME[name] if name in BY_NAME else of(hints[name]) for name in fields})
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
@@ -121,15 +119,9 @@ def node_views(draw: st.DrawFn) -> NodeView:
     serving = draw(st.integers(0, engines))
     node = f"{slot}-i{draw(st.integers(1, 999))}"
     unfit = draw(st.just("") | reasons)
-    told = {
-        "role": role,
-        "slot": slot,
-        "node": node,
-        "unfit": unfit,
-        "engines": engines,
-        "engines_serving": serving,
-    }
-    return replace(draw(made(NodeView)), **told, restarts=draw(st.integers(0, 999)))
+    node_view: NodeView = draw(made(NodeView))
+    drawn = replace(node_view, role=role, slot=slot, node=node, unfit=unfit, engines=engines)
+    return replace(drawn, engines_serving=serving, restarts=draw(st.integers(0, 999)))
 
 
 @st.composite
