@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from checkpoint.records import documents
 from checkpoint.store import layout
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
@@ -330,3 +331,10 @@ def test_work_that_ended_without_a_word_has_failed(
     clouds.sky.idle = False
     cloud.launch(order(attempt=2))
     assert cloud.machines()["trainer-0-i1"].exit_code is None
+
+
+def test_what_a_machine_said_goes_with_it(clouds: SkyWorld) -> None:
+    cloud = running(clouds)
+    cloud.terminate("rollout-0-i1")
+    assert documents.machine("rollout-0-i1").read(clouds.run.store) is None
+    assert documents.machine("trainer-0-i1").read(clouds.run.store) is not None
