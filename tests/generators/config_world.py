@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+from orchestrator.config.load import ConfigError, load_spec
 
 VALID = """\
 name: demo
@@ -54,6 +58,31 @@ raise RuntimeError("a reward module must not be run to be checked")
 """
 
 
+# Functions that make prompts of rows, and some that cannot.
+PROMPTS = """\
+def asks(row):
+    return row["question"]
+
+
+def two(row, other):
+    return ""
+
+
+def none():
+    return ""
+
+
+async def later(row):
+    return ""
+
+
+def free(row, *, style="plain", **_):
+    return ""
+"""
+NO_REHEARSAL = (VALID[VALID.index("rehearse:") :], "")
+SKY = ("storage: ./run", "storage: s3://bucket/run\ncloud: sky")
+
+
 def furnish(folder: Path) -> Path:
     """Write the valid file and all it names; return its path."""
     (folder / "model").mkdir(exist_ok=True)
@@ -71,3 +100,18 @@ def changed(*changes: tuple[str, str]) -> str:
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in the file"
         text = text.replace(old, new)
     return text
+
+
+def problem(folder: Path, *changes: tuple[str, str]) -> str:
+    """Write VALID with pieces replaced; return its only problem, or nothing."""
+    (folder / "run.yaml").write_text(changed(*changes))
+    try:
+        load_spec(folder / "run.yaml")
+    except ConfigError as error:
+        [found] = error.problems
+        return f"{found.key}: {found.message}"
+    return ""
+
+
+def write_rows(folder: Path, *rows: dict[str, Any], name: str = "prompts.jsonl") -> None:
+    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from checkpoint import journal
 from checkpoint.journal import Journal
 from checkpoint.records import documents
-from checkpoint.records.documents import Lease, RunRecord
+from checkpoint.records.documents import Lease
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.control import launcher, lease
@@ -27,7 +26,7 @@ from policies.model.events import RunMoved
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S, until
 from tests.rigs.command_line import Cli
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import Run
 
 Race = Callable[..., None]
 
@@ -37,10 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(launcher, "START_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(launcher, "TAKEN_S", HANG_S)
-    made = Store(f"file://{tmp_path}/my run")
-    run = replace(spec(), cloud="local", storage=made.url, workdir=str(tmp_path))
-    documents.create_run(made, RunRecord(documents.SCHEMA, "sim-0", time.time(), run))
-    return made
+    return Run(tmp_path / "my run").create().store
 
 
 @pytest.fixture

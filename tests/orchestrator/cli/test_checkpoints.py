@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoint.records import documents
 from checkpoint.records.documents import write_fork
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -27,22 +26,20 @@ from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tests.rigs.command_line import Answer, Cli
+from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec
 
 
-@dataclass
-class Run:
-    """A run's store in a folder."""
+class Kept(Run):
+    """A run's store in a folder, with real checkpoints."""
 
-    folder: Path
-    store: Store = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.store = Store((self.folder / "store").as_uri())
+    def __init__(self, folder: Path) -> None:
         keeps = replace(spec(), checkpoints=CheckpointsSpec(keep_last=2, keep_every_steps=100))
-        documents.create_run(self.store, documents.RunRecord(documents.SCHEMA, "id", time.time(), keeps))
+        super().__init__(folder / "store", keeps)
+        self.folder = folder
+        self.create()
 
-    def saves(self, timeline: int, step: int) -> Path:
+    def uploads(self, timeline: int, step: int) -> Path:
         """A checkpoint of three files, one of two chunks, one that all checkpoints share. Returns its files."""
         folder = self.folder / f"{timeline}-{step}"
         (folder / "base_model").mkdir(parents=True)
@@ -65,14 +62,14 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    return Run(tmp_path)
+    return Kept(tmp_path)
 
 
 @pytest.fixture
-def cli(run: Run, grpo_orch: Cli) -> Cli:
+def cli(run: Kept, grpo_orch: Cli) -> Cli:
     """`grpo-orch checkpoints ...`; without `at`, of the run."""
 
     def call(*words: str, at: str | None = run.store.url) -> Answer:
@@ -90,11 +87,11 @@ def plain(answer: Answer) -> Any:
     return json.loads(answer.out)
 
 
-def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_says_what_there_is_and_why_it_stays(run: Kept, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)  # else an age says how long this takes, too
     for timeline, step in ((0, 100), (0, 120), (0, 200), (1, 130), (1, 140)):
-        run.saves(timeline, step)
+        run.uploads(timeline, step)
     write_fork(run.store, Fork(1, "0-110"))
     assert cli("pin", "0-120").out == "0-120 is pinned\n"
     rows = [" ".join(line.split()) for line in cli("ls").out.splitlines()]
@@ -119,10 +116,10 @@ def test_ls_says_what_there_is_and_why_it_stays(run: Run, cli: Cli, monkeypatch:
     assert {one["created_at_s"] for one in listed} == {now_s - 7200}
 
 
-def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
+def test_every_rule_that_keeps_a_checkpoint_is_named(run: Kept) -> None:
     for step in (100, 200, 250, 500, 600):
-        run.saves(0, step)
-    run.saves(1, 650)
+        run.uploads(0, step)
+    run.uploads(1, 650)
     listed = run.catalog.newest().checkpoints
     keeps = replace(spec(), checkpoints=CheckpointsSpec(keep_last=1, keep_every_steps=200))
     forks = (Fork(1, "0-500", from_step=600),)
@@ -143,18 +140,18 @@ def test_every_rule_that_keeps_a_checkpoint_is_named(run: Run) -> None:
 @pytest.mark.parametrize(
     ("word", "meant"), [("0-60", "0-60"), ("1-60", "1-60"), ("60", "1-60"), ("120", "0-120"), ("latest", "1-60")]
 )
-def test_a_version_a_step_or_the_latest_is_pinned_and_unpinned(word: str, meant: str, run: Run, cli: Cli) -> None:
+def test_a_version_a_step_or_the_latest_is_pinned_and_unpinned(word: str, meant: str, run: Kept, cli: Cli) -> None:
     for timeline, step in ((0, 60), (0, 120), (1, 60)):
-        run.saves(timeline, step)
+        run.uploads(timeline, step)
     assert plain(cli("pin", word, "-o", "json"))["version"] == meant
     assert [one.version for one in run.catalog.newest().checkpoints if one.pinned] == [meant]
     assert plain(cli("unpin", word, "-o", "json"))["pinned"] is False
     assert not [one.version for one in run.catalog.newest().checkpoints if one.pinned]
 
 
-def test_verify_reads_every_byte_and_names_what_is_damaged(run: Run, cli: Cli) -> None:
+def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) -> None:
     for step in (50, 100, 150):
-        run.saves(0, step)
+        run.uploads(0, step)
     whole = cli("verify")
     assert (whole.code, whole.err) == (0, "")
     assert whole.out.splitlines() == [f"0-{step} is whole, 16.0 MiB" for step in (50, 100, 150)]
@@ -179,8 +176,8 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Run, cli: Cli) -
 
 
 @pytest.mark.parametrize("fault", ["changed", "lost"])
-def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Run, cli: Cli) -> None:
-    run.saves(0, 50)
+def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Kept, cli: Cli) -> None:
+    run.uploads(0, 50)
     path = run.folder / "store" / run.catalog.newest().checkpoints[0].manifest
     if fault == "lost":
         path.unlink()
@@ -192,9 +189,9 @@ def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Run, cli:
     assert path.name in answer.out
 
 
-def test_an_exported_checkpoint_is_what_was_saved(run: Run, cli: Cli, tmp_path: Path) -> None:
-    run.saves(0, 50)
-    saved = run.saves(0, 100)
+def test_an_exported_checkpoint_is_what_was_saved(run: Kept, cli: Cli, tmp_path: Path) -> None:
+    run.uploads(0, 50)
+    saved = run.uploads(0, 100)
     out = tmp_path / "deep" / "out"
     listed = plain(cli("ls", "-o", "json"))[-1]
     del listed["kept_as"]
@@ -206,8 +203,8 @@ def test_an_exported_checkpoint_is_what_was_saved(run: Run, cli: Cli, tmp_path: 
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_an_export_that_was_killed_is_taken_up(run: Run, cli: Cli, tmp_path: Path) -> None:
-    saved = run.saves(0, 50)
+def test_an_export_that_was_killed_is_taken_up(run: Kept, cli: Cli, tmp_path: Path) -> None:
+    saved = run.uploads(0, 50)
     part = tmp_path / ".out.part"
     shutil.copytree(saved, part)
     damaged = bytearray((saved / "optimizer.pt").read_bytes())
@@ -220,8 +217,8 @@ def test_an_export_that_was_killed_is_taken_up(run: Run, cli: Cli, tmp_path: Pat
     assert not part.exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(run: Run, cli: Cli, tmp_path: Path) -> None:
-    run.saves(0, 50)
+def test_a_damaged_checkpoint_is_not_exported(run: Kept, cli: Cli, tmp_path: Path) -> None:
+    run.uploads(0, 50)
     (chunk,) = run.chunks("0-50", "model.safetensors")
     chunk.write_bytes(b"x" * 1000)
     answer = cli("export", "50", "out")
@@ -231,7 +228,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: Run, cli: Cli, tmp_path: Path
 
 
 @pytest.fixture
-def retired_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def retired_meanwhile(run: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run retires all that it has as soon as somebody reads a chunk of it."""
     read_from_store = Store.get_buffer
 
@@ -245,11 +242,11 @@ def retired_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("retired_meanwhile")
-def test_what_is_retired_while_it_is_read_is_not_damaged(run: Run, cli: Cli, tmp_path: Path) -> None:
-    run.saves(0, 50)
+def test_what_is_retired_while_it_is_read_is_not_damaged(run: Kept, cli: Cli, tmp_path: Path) -> None:
+    run.uploads(0, 50)
     answer = cli("verify")
     assert (answer.code, answer.out) == (0, "0-50 was retired meanwhile\n")
-    run.saves(0, 100)
+    run.uploads(0, 100)
     answer = cli("export", "100", "out")
     assert answer.code == 1
     assert answer.line.startswith("0-100 was retired meanwhile; keep one before it is exported with `grpo-orch")
@@ -274,9 +271,9 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(run: Run, cli: Cli, tmp
     ],
 )
 def test_a_users_mistake_is_one_line(
-    words: tuple[str, ...], says: str, run: Run, cli: Cli, tmp_path: Path
+    words: tuple[str, ...], says: str, run: Kept, cli: Cli, tmp_path: Path
 ) -> None:
-    run.saves(0, 50)
+    run.uploads(0, 50)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "theirs").write_text("dear")
     (tmp_path / "a-file").write_text("dear")
@@ -296,8 +293,8 @@ def test_a_run_without_a_checkpoint(cli: Cli) -> None:
         assert (answer.code, answer.line) == (2, "the run has no checkpoint yet"), words
 
 
-def test_the_run_is_meant_as_in_the_other_commands(run: Run, cli: Cli, tmp_path: Path) -> None:
-    run.saves(0, 50)
+def test_the_run_is_meant_as_in_the_other_commands(run: Kept, cli: Cli, tmp_path: Path) -> None:
+    run.uploads(0, 50)
     assert cli("ls", at=None).line.startswith("which run?")
     assert cli("verify", "50", at="store").out == "0-50 is whole, 16.0 MiB\n"
     (tmp_path / "home").mkdir()

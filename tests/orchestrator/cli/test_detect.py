@@ -18,22 +18,11 @@ from policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, run, state
 from tests.rigs.command_line import Answer, Cli
 
-KEYS = (
-    *(
-        "file",
-        "run",
-        "points",
-        "unit",
-        "health",
-        "reason",
-        "tripped",
-        "trip_step",
-        "onset_step",
-        "target_step",
-        "evidence",
-    ),
-    *("columns", "columns_unused", "looked_at", "error"),
-)
+TOLD = """
+file run points unit health reason tripped trip_step onset_step target_step evidence columns columns_unused
+looked_at error
+"""
+KEYS = tuple(TOLD.split())
 RECORDED = Path(__file__).parents[2] / "policies" / "detect" / "traces"
 TRIPPED = 3
 
@@ -257,6 +246,14 @@ def test_the_limit_is_for_kl_above_the_start(cli: Detect) -> None:
     found = cli("run", "-o", "json", "--limit", "0.1").found[0]
     assert found["tripped"]
     assert found["onset_step"] <= 100 < found["trip_step"]
+
+
+def test_a_program_gets_no_picture_that_it_did_not_ask_for(cli: Detect) -> None:
+    Path("run").write_text(state(run(diverges=False)))
+    assert cli("run", "-o", "json").found
+    assert os.listdir() == ["run"]
+    assert cli("run", "-o", "json", "--out", "asked.png").found
+    assert Path("asked.png").exists()
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from orchestrator.traces.read import NotATrace, read_traces
 from tests.rigs.command_line import Answer, Cli
@@ -87,31 +84,3 @@ def test_reader_that_raises_costs_its_file_alone(detect: Detect, monkeypatch: py
     bad, good = detect("bad", FOREIGN / "names-art.jsonl")
     assert bad["error"] == "cannot be read: KeyError: 'column'"
     assert good["tripped"]
-
-
-CELLS = st.one_of(st.none(), st.floats(), st.integers(), st.text(max_size=8), st.lists(st.floats(), max_size=3))
-KEYS = st.one_of(
-    st.sampled_from(["step", "kl", "reward", "loss", "eval/reward", "cells", "data"]), st.text(max_size=6)
-)
-CONTENTS = st.one_of(
-    st.binary(max_size=400),
-    st.text(max_size=400).map(str.encode),
-    st.lists(st.dictionaries(KEYS, CELLS, max_size=5), max_size=12).map(
-        lambda rows: "\n".join(map(json.dumps, rows)).encode()
-    ),
-    st.lists(st.lists(CELLS, min_size=3, max_size=3), max_size=12).map(
-        lambda rows: "\n".join(["step,kl,reward", *(",".join(map(str, row)) for row in rows)]).encode()
-    ),
-    st.dictionaries(KEYS, st.recursive(CELLS, lambda inner: st.lists(inner, max_size=3)), max_size=4).map(
-        lambda document: json.dumps(document).encode()
-    ),
-)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=CONTENTS)
-def test_any_content_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    file = tmp_path_factory.getbasetemp() / "any"
-    file.write_bytes(content)
-    with contextlib.suppress(NotATrace):
-        read_traces(file)

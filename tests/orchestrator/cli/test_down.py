@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import replace
 
@@ -17,13 +16,12 @@ from policies.control.stopping import DOWN, DOWN_NOW
 from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from policies.serving.joining import Stage
-
-names = itertools.count()
+from tests.stand_ins.control_plane import Run
 
 
 @pytest.fixture
 def store() -> Store:
-    return Store(f"memory://down-{next(names)}")
+    return Run().store
 
 
 def kinds(store: Store) -> list[str]:

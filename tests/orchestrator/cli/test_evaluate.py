@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,22 @@ from typing import Any
 import pytest
 
 from checkpoint.records import documents, evaluations
-from checkpoint.records.documents import RunRecord, write_fork
+from checkpoint.records.documents import write_fork
 from checkpoint.records.evaluations import SCHEMA, Evaluated
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog, Revision
 from checkpoint.stream.manifest import files_below
-from orchestrator.cli import main
 from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
 from orchestrator.cli.options import Stop
 from policies.model import exit_codes
-from policies.model.spec import (
-    BASE,
-    Dataset,
-    Evaluation,
-    FleetPolicy,
-    Notify,
-    PoliciesSpec,
-    RunSpec,
-    Subject,
-    TrainerSpec,
-)
+from policies.model.spec import BASE, Dataset, Evaluation, FleetPolicy, Notify, PoliciesSpec, Subject
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from tasks.evaluating.main import _unpin
-from tests.stand_ins.world import spec
-
-Eval = Callable[..., tuple[int, str, str]]
+from tests.rigs.command_line import Cli
+from tests.stand_ins.control_plane import Run
 
 
 @pytest.fixture
@@ -48,8 +35,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A run with two checkpoints, and problems beside it."""
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    store = Store((tmp_path / "store").as_uri())
-    documents.create_run(store, RunRecord(documents.SCHEMA, "id", time.time(), spec_with(spec(), tmp_path)))
+    store = Run(tmp_path / "store").create().store
     (tmp_path / "files").mkdir()
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1"}\n')
     (tmp_path / "problems.txt").write_text("1 + 1")
@@ -61,21 +47,18 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def spec_with(run: RunSpec, folder: Path, **changes: Any) -> RunSpec:
-    return replace(run, workdir=str(folder), **changes)
-
-
 @pytest.fixture
-def evaluate(parent: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Eval:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO())
-        monkeypatch.setattr("sys.argv", ["grpo-orch", "eval", parent.url, *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capfd.readouterr()
-        return int(end.value.code or 0), out, err
+def evaluate(parent: Store, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> Cli:
+    """`grpo-orch eval RUN ...`, without a terminal."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    return lambda *words: grpo_orch("eval", parent.url, *words)
 
-    return call
+
+def url_of(parent: Store, problems: Dataset, *subjects: Subject, rows: int | None = None, **changes: Any) -> str:
+    """Where the evaluation of these is kept."""
+    record = documents.read_run(parent)
+    asked = subjects or find_subjects(parent, ["20"], base=True)
+    return run_of(parent, replace(record, spec=replace(record.spec, **changes)), asked, problems, rows)[0].url
 
 
 def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
@@ -106,7 +89,7 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
-    parent: Store, evaluate: Eval, arguments: tuple[str, ...], said: str
+    parent: Store, evaluate: Cli, arguments: tuple[str, ...], said: str
 ) -> None:
     code, out, err = evaluate(*arguments)
     assert (code, out, err.count("\n")) == (exit_codes.USAGE, "", 1)
@@ -114,7 +97,7 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert parent.folders("evaluations") == []
 
 
-def test_no_is_an_answer_and_pins_nothing(parent: Store, evaluate: Eval) -> None:
+def test_no_is_an_answer_and_pins_nothing(parent: Store, evaluate: Cli) -> None:
     code, out, err = evaluate("--dataset", "problems.jsonl")  # no terminal: the question gets none
     assert code != exit_codes.OK
     assert "USD/h" in err, "what it costs is said first, and not where results go"
@@ -122,7 +105,7 @@ def test_no_is_an_answer_and_pins_nothing(parent: Store, evaluate: Eval) -> None
     assert not any(one.pinned for one in Catalog(parent, "test").newest().checkpoints)
 
 
-def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Eval, tmp_path: Path) -> None:
+def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Cli, tmp_path: Path) -> None:
     store = stored(parent, ["base", "0-20"], Dataset(path=str(tmp_path / "problems.jsonl")))
     _, out, _ = evaluate("--dataset", "problems.jsonl", "-o", "json")
     told = json.loads(out)
@@ -138,39 +121,26 @@ def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Eval, tmp
 
 
 def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: Store) -> None:
-    record, here = documents.read_run(parent), Dataset(path="a")
-    subjects = find_subjects(parent, ["20", "10", "10"], base=True)
+    subjects, here = find_subjects(parent, ["20", "10", "10"], base=True), Dataset(path="a")
     assert [one.name for one in subjects] == ["base", "0-10", "0-20"]
-    urls = [
-        run_of(parent, record, subjects, here, None)[0].url,
-        run_of(parent, record, subjects, here, None)[0].url,
-        run_of(parent, record, subjects, here, 5)[0].url,
-        run_of(parent, record, subjects[:2], here, None)[0].url,
-        run_of(parent, record, subjects, Dataset(path="b"), None)[0].url,
-    ]
-    assert urls[0] == urls[1]
-    assert len(set(urls)) == 4
-    assert all(url.startswith(f"{parent.url}/evaluations/base") for url in urls)
-
-
-def test_evaluation_name_ignores_keys_that_change_no_answer() -> None:
-    trainer = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",))
-    run = RunSpec(name="sim", storage="memory://sim", trainer=trainer, grpo={}, workdir="/nowhere")
     fleet = FleetPolicy(loss_half_life_h=1.0, launch_half_life_h=1.0, deadline="2026-11-30T18:00:00Z")
-    later = replace(run, notify=Notify(command=("tell",)), metrics_port=9000, policies=PoliciesSpec(fleet=fleet))
-    subjects, problems = (Subject(BASE), Subject("0-20", "m", "d")), Dataset(path="/nowhere/p.jsonl")
-    urls = {
-        run_of(Store("memory://parent"), RunRecord(documents.SCHEMA, "id", 0.0, spec), subjects, problems, None)[
-            0
-        ].url
-        for spec in (run, later)
+    policies = PoliciesSpec(fleet=fleet)
+    same = {
+        url_of(parent, here, *subjects),
+        # With keys that change no answer.
+        url_of(parent, here, *subjects, notify=Notify(command=("tell",)), metrics_port=9000, policies=policies),
     }
-    assert len(urls) == 1
+    others = {
+        url_of(parent, here, *subjects, rows=5),
+        url_of(parent, here, *subjects[:2]),
+        url_of(parent, Dataset(path="b"), *subjects),
+    }
+    assert (len(same), len(same | others)) == (1, 4)
+    assert all(url.startswith(f"{parent.url}/evaluations/base") for url in same | others)
 
 
 def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent: Store, tmp_path: Path) -> None:
-    record, subjects = documents.read_run(parent), find_subjects(parent, ["20"], base=True)
-    reward = record.spec.trainer.reward_funcs[0].rpartition(".")[0]
+    reward = documents.read_run(parent).spec.trainer.reward_funcs[0].rpartition(".")[0]
     code, problems = tmp_path / f"{reward.replace('.', '/')}.py", tmp_path / "problems.jsonl"
     code.parent.mkdir(parents=True, exist_ok=True)
     urls = []
@@ -178,14 +148,13 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
         code.write_text(written)
         for row in ('{"prompt": "1 + 1"}\n', '{"prompt": "1 + 2"}\n'):
             problems.write_text(row)
-            for named in (Dataset(path=str(problems)), Dataset(path=".")):
-                urls.append(run_of(parent, record, subjects, named, None)[0].url)
+            urls += [url_of(parent, named) for named in (Dataset(path=str(problems)), Dataset(path="."))]
     assert len(set(urls)) == 8
     problems.write_text('{"prompt": "1 + 1"}\n')
     code.write_text("")
     told = Dataset(path=str(problems), prompt=f"{'Think well and ' * 20}say {{prompt}}.")  # no module's name
-    assert run_of(parent, record, subjects, told, None)[0].url not in urls
-    assert run_of(parent, record, subjects, Dataset(path=str(problems)), None)[0].url == urls[0]
+    assert url_of(parent, told) not in urls
+    assert url_of(parent, Dataset(path=str(problems))) == urls[0]
 
 
 @pytest.mark.parametrize(
@@ -194,9 +163,8 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
 def test_other_tools_environments_or_modules_that_they_import_are_another_question(
     parent: Store, tmp_path: Path, changed: str
 ) -> None:
-    record = documents.read_run(parent)
-    named = replace(record.spec.trainer, tools=("tools.look_up",), environment_factory="envs.ladder.Ladder")
-    spec = replace(record.spec, workdir=str(tmp_path), trainer=named)
+    trainer = documents.read_run(parent).spec.trainer
+    named = replace(trainer, tools=("tools.look_up",), environment_factory="envs.ladder.Ladder")
     (tmp_path / "envs").mkdir()
     for name, text in (
         ("tools.py", "import json, helper\n"),
@@ -209,8 +177,7 @@ def test_other_tools_environments_or_modules_that_they_import_are_another_questi
         (tmp_path / name).write_text(text)
 
     def name_of() -> str:
-        subjects, problems = (Subject(BASE),), Dataset(path="p")
-        return run_of(parent, replace(record, spec=spec), subjects, problems, None)[0].url
+        return url_of(parent, Dataset(path="p"), Subject(BASE), trainer=named)
 
     before = name_of()
     (tmp_path / "notes.md").write_text("no code")
@@ -220,11 +187,8 @@ def test_other_tools_environments_or_modules_that_they_import_are_another_questi
 
 
 def test_many_policies_make_no_name_that_a_file_system_refuses(parent: Store) -> None:
-    record = documents.read_run(parent)
     subjects = [Subject(f"0-{step}", "m", "d") for step in range(1000, 1100)]
-    urls = [
-        run_of(parent, record, tuple(some), Dataset(path="a"), None)[0].url for some in (subjects, subjects[:-1])
-    ]
+    urls = [url_of(parent, Dataset(path="a"), *some) for some in (subjects, subjects[:-1])]
     assert len(set(urls)) == 2
     assert max(len(url.rpartition("/")[2]) for url in urls) < 100
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import main
 from orchestrator.home import (
     HomeUnusable,
-    keep_store_options,
     kept_store_options,
     known_token,
     latest_run,
@@ -24,6 +22,7 @@ from orchestrator.home import (
 )
 from policies.model import exit_codes
 from tests.generators.views_world import World
+from tests.rigs.command_line import Cli
 
 
 @pytest.fixture
@@ -100,20 +99,10 @@ def _no_home(_: Path) -> Path:
 @pytest.mark.parametrize("home", ["/dev/null", "/proc/nothing", "/dev/null/below"])
 @pytest.mark.parametrize("command", ["resume", "down", "logs daemon"])
 def test_a_home_that_cannot_be_written_is_one_line(
-    home: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: str, command: str, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
-    world = World()
     monkeypatch.setenv("GRPO_ORCH_HOME", home)
-    monkeypatch.setattr("sys.argv", ["grpo-orch", *command.split(), world.store.url])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    told = capsys.readouterr().err
-    assert ended.value.code == exit_codes.FAILED
-    assert told.startswith("/")
-    assert told.endswith("; mend that, or name another folder as GRPO_ORCH_HOME\n")
-    assert told.count("\n") == 1
-
-
-def test_options_that_were_never_kept_are_forgotten_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_ORCH_HOME", "/dev/null")
-    keep_store_options("s3://bucket/run", {})
+    told = grpo_orch(*command.split(), World().store.url)
+    assert told.code == exit_codes.FAILED
+    assert told.line.startswith("/")
+    assert told.line.endswith("; mend that, or name another folder as GRPO_ORCH_HOME")

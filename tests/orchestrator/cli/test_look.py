@@ -1,4 +1,4 @@
-"""How watching a run ends: what is said, and with which exit code."""
+"""How watching a run ends, and its start: what is said, and with which exit code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from checkpoint.stream.transfer import export_weights
+from orchestrator.cli import start
 from orchestrator.cli.look import attach
 from orchestrator.cli.options import Stop
 from policies.model import exit_codes
 from policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
 from policies.model.vocabulary import PolicyVersion, RunPhase
 from tests.generators.views_world import World
+from tests.rigs.command_line import Cli
 from tests.rigs.locales import ASCII_LOCALE
 
 
@@ -102,3 +104,18 @@ def test_name_in_utf8_is_read_in_an_ascii_locale(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from orchestrator import cli; cli.main()", "validate", str(missing)]
     told = subprocess.run(command, env={**os.environ, **ASCII_LOCALE}, capture_output=True, check=False)
     assert told.stderr.decode("ascii").startswith(f"{tmp_path}/gr\\xfcn/run.yaml: no such file")
+
+
+def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(start, "start_daemon", interrupted)
+    url = World().store.url
+    stopped = grpo_orch("resume", "-d", url)
+    assert stopped.code == exit_codes.FAILED
+    shows, ends = f"`grpo-orch status -w {url}` shows it", f"`grpo-orch down {url}` ends it"
+    assert stopped.line == f"digits is begun, and goes on by itself; {shows}, {ends}"

@@ -14,14 +14,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli import COMMANDS, app, main
+from orchestrator.cli import COMMANDS, app
 from policies.model import exit_codes
 from tests.generators.views_world import World
+from tests.rigs.command_line import Cli
 
 
-def test_it_says_its_version_and_needs_no_command_for_that() -> None:
-    told = CliRunner().invoke(app, ["--version"])
-    assert (told.exit_code, told.stdout) == (0, f"grpo-orch {version('grpo-orch')}\n")
+def test_it_says_its_version_and_needs_no_command_for_that(grpo_orch: Cli) -> None:
+    assert grpo_orch("--version") == (0, f"grpo-orch {version('grpo-orch')}\n", "")
 
 
 def test_a_shell_can_complete_its_commands() -> None:
@@ -31,16 +31,16 @@ def test_a_shell_can_complete_its_commands() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_is_where_it_is_looked_for(name: str) -> None:
-    told = CliRunner().invoke(app, [name, "--help"])
-    assert told.exit_code == 0
-    assert f" {name} " in told.stdout.splitlines()[1]
+def test_each_command_is_where_it_is_looked_for(name: str, grpo_orch: Cli) -> None:
+    told = grpo_orch(name, "--help")
+    assert told.code == 0
+    assert f" {name} " in told.out.splitlines()[1]
 
 
-def test_a_name_that_is_nearly_a_commands_is_told_which() -> None:
-    told = CliRunner().invoke(app, ["rolback"])
-    assert told.exit_code == exit_codes.USAGE
-    assert "'rollback'" in told.stderr
+def test_a_name_that_is_nearly_a_commands_is_told_which(grpo_orch: Cli) -> None:
+    told = grpo_orch("rolback")
+    assert told.code == exit_codes.USAGE
+    assert "'rollback'" in told.err
 
 
 def test_what_a_command_does_not_need_is_not_imported_for_it() -> None:
@@ -54,30 +54,14 @@ def test_what_a_command_does_not_need_is_not_imported_for_it() -> None:
     assert not {"orchestrator.control", "orchestrator.simulate", "orchestrator.clouds", "numpy"} & rooms
 
 
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_a_full_disk_behind_stdout_is_one_line(output: str) -> None:
-    code = "from orchestrator import cli; cli.main()"
+@pytest.mark.parametrize("words", ["init --recipe", "checkpoints ls nosuch -o json"])
+def test_a_full_disk_behind_stdout_is_one_line(words: str) -> None:
+    argv = [sys.executable, "-m", "orchestrator", *words.split()]
     with Path("/dev/full").open("w") as full:
-        told = subprocess.run(
-            [sys.executable, "-c", code, "checkpoints", "ls", "nosuch", "-o", output]
-            if output == "json"
-            else [sys.executable, "-c", code, "init", "--recipe"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        told = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert told.returncode != 0
     assert "Traceback" not in told.stderr
     assert told.stderr.count("\n") == 1
-
-
-def ended(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
-    """Run the command; its exit code."""
-    monkeypatch.setattr("sys.argv", ["grpo-orch", *words])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code
 
 
 # Every command that takes `-o json`, in a way in which it fails; WORLD is a run that has not trained yet.
@@ -109,18 +93,17 @@ FAILURES = {
 
 @pytest.mark.parametrize("command", FAILURES)
 def test_a_program_gets_json_of_a_failure_too(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = command.replace("WORLD", World().store.url).split()
-    assert ended(monkeypatch, *words, "-o", "json") == FAILURES[command]
-    told = capsys.readouterr()
+    told = grpo_orch(*words, "-o", "json")
+    assert told.code == FAILURES[command]
     document = json.loads(told.out)
     if words[0] not in ("validate", "detect"):  # whose own documents say what is wrong
         assert document == {"error": told.err.rstrip("\n"), "exit_code": FAILURES[command]}
-    ended(monkeypatch, *words)
-    assert capsys.readouterr().out == "", "who reads it asked for no JSON"
+    assert grpo_orch(*words).out == "", "who reads it asked for no JSON"
 
 
 def test_every_command_with_json_is_among_these() -> None:

@@ -4,51 +4,33 @@ with a simulated world under it."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
-from checkpoint import journal
 from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog, Checkpoint
+from checkpoint.stream.catalog import Catalog
 from orchestrator.cli import start
 from orchestrator.cli import start as rollback
 from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
 from policies.model import exit_codes
-from policies.model.events import Diverged, Event, HealthyChosen, RunCreated, RunMoved
-from policies.model.state import RunState
+from policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
 from policies.model.vocabulary import Cause, RunPhase
 from tests.rigs.command_line import Cli
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import Run
 
 
-class Run:
-    """A run's store in a folder, and a daemon that takes commands when it is started."""
+class Steered(Run):
+    """A run in a folder, and a daemon that takes commands when it is started."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store((folder / "store").as_uri())
-        self.record = RunRecord(documents.SCHEMA, "id", time.time(), spec())
-        documents.create_run(self.store, self.record)
+        super().__init__(folder / "store")
         self.started: list[str] = []
-        self.happens(RunCreated("sim", "id"))
-
-    @property
-    def state(self) -> RunState:
-        return journal.recover(self.store).state
-
-    def happens(self, *events: Event) -> None:
-        writer = Journal(self.store, "test")
-        writer.take_over(1.0, "test", 1, "test")
-        writer.append(1.0, events)
-
-    def saves(self, *versions: str) -> None:
-        for version in versions:
-            Catalog(self.store, "test").commit(1.0, Checkpoint(version, f"m{version}", "", 1.0, 1), frozenset(), 0)
+        self.create().happens(RunCreated("sim", "id"))
 
     def daemon(self, _store: Store, _record: RunRecord, reason: str, _page: object = None) -> int:
         """One tick, with a cloud that does not answer."""
@@ -63,28 +45,28 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steered:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    made = Run(tmp_path)
+    made = Steered(tmp_path)
     for command in (rollback, start):
         monkeypatch.setattr(command, "start_daemon", made.daemon)
     return made
 
 
 @pytest.fixture
-def cli(run: Run, grpo_orch: Cli) -> Cli:
+def cli(run: Steered, grpo_orch: Cli) -> Cli:
     """`grpo-orch COMMAND RUN ...`."""
     return lambda command, *words: grpo_orch(command, run.store.url, *words)
 
 
-def begun(run: Run) -> tuple[str | None, dict[str, int | float]]:
+def begun(run: Steered) -> tuple[str | None, dict[str, int | float]]:
     (one,) = run.state.rollbacks
     assert one.cause is Cause.USER
     return one.fork.start, dict(one.fork.changes)
 
 
-def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli) -> None:
+def test_a_target_and_changes_are_taken_as_given(run: Steered, cli: Cli) -> None:
     run.saves("0-2", "0-4", "0-6")
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
@@ -95,7 +77,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Run, cli: Cli) -> None:
     assert run.started == ["rollback"]
 
 
-def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Run, cli: Cli) -> None:
+def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Steered, cli: Cli) -> None:
     run.saves("0-2", "0-4", "0-6")
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, out, _ = cli("rollback", "-o", "json")
@@ -108,7 +90,7 @@ def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(ru
     assert run.state.phase is RunPhase.STARTING
 
 
-def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Run, cli: Cli) -> None:
+def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Steered, cli: Cli) -> None:
     run.saves("0-50")
     run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, _, err = cli("rollback")
@@ -120,13 +102,13 @@ def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: R
 
 
 @pytest.mark.parametrize("word", ["start", "0"])
-def test_the_start_is_a_target_too(run: Run, cli: Cli, word: str) -> None:
+def test_the_start_is_a_target_too(run: Steered, cli: Cli, word: str) -> None:
     run.saves("0-2")
     assert cli("rollback", "--to", word)[0] == 0
     assert begun(run)[0] is None
 
 
-def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli) -> None:
+def test_the_newest_checkpoint_has_a_name(run: Steered, cli: Cli) -> None:
     run.saves("0-2", "0-4")
     assert cli("rollback", "--to", "latest")[0] == 0
     assert begun(run)[0] == "0-4"
@@ -148,7 +130,7 @@ def test_the_newest_checkpoint_has_a_name(run: Run, cli: Cli) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: list[str], message: str) -> None:
+def test_mistakes_are_one_line_and_change_nothing(run: Steered, cli: Cli, words: list[str], message: str) -> None:
     run.saves("0-2", "0-4")
     code, out, err = cli("rollback", *words)
     assert (code, out) == (exit_codes.USAGE, "")
@@ -158,14 +140,14 @@ def test_mistakes_are_one_line_and_change_nothing(run: Run, cli: Cli, words: lis
     assert not run.started
 
 
-def test_resume_refuses_an_infinite_budget(run: Run, cli: Cli) -> None:
+def test_resume_refuses_an_infinite_budget(run: Steered, cli: Cli) -> None:
     """JSON has no infinity, so that the daemon could not read the command."""
     code, _, err = cli("resume", "--budget-usd", "inf")
     assert (code, err) == (exit_codes.USAGE, "--budget-usd inf: expected a number of USD, as in 500\n")
     assert not documents.read_commands(run.store)
 
 
-def test_finished_run_names_the_command_for_more_steps(run: Run, cli: Cli) -> None:
+def test_finished_run_names_the_command_for_more_steps(run: Steered, cli: Cli) -> None:
     run.saves("0-4")
     run.happens(RunMoved(RunPhase.FINISHED, "done"))
     code, _, err = cli("rollback")
@@ -178,7 +160,7 @@ def test_finished_run_names_the_command_for_more_steps(run: Run, cli: Cli) -> No
 
 
 @pytest.mark.parametrize("phase", [RunPhase.PAUSED, RunPhase.GAVE_UP])
-def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: RunPhase) -> None:
+def test_resume_of_a_diverged_run_says_what_to_do(run: Steered, cli: Cli, phase: RunPhase) -> None:
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(phase, "diverged since step 5"))
     code, _, err = cli("resume")
     assert code == exit_codes.USAGE
@@ -186,7 +168,7 @@ def test_resume_of_a_diverged_run_says_what_to_do(run: Run, cli: Cli, phase: Run
     assert not run.started
 
 
-def test_resume_finishes_an_export_that_was_cut_off(run: Run, cli: Cli) -> None:
+def test_resume_finishes_an_export_that_was_cut_off(run: Steered, cli: Cli) -> None:
     run.happens(HealthyChosen("0-4"), RunMoved(RunPhase.GAVE_UP, "diverged"))
     assert cli("resume", "-d")[0] == 0
     assert run.started == ["resume"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.records import documents
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
 from orchestrator.cli.look import COMPLETION, excerpt
@@ -17,17 +15,14 @@ from orchestrator.views.words import _UNSEEN
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import Run
 
 HOSTILE = "\x1b[2J\x1b]0;t\x07\u202egpj.exe\u2066\r\x9b5A\u200b[bold]x[/bold] :smile:"
-_names = itertools.count()
 
 
 @pytest.fixture
 def store() -> Store:
-    store = Store(f"memory://shown-{next(_names)}")
-    documents.create_run(store, documents.RunRecord(documents.SCHEMA, "id", 1.0, spec()))
-    return store
+    return Run().create().store
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from orchestrator.cli import app, simulate
-from orchestrator.cli.options import Stop
+from orchestrator.cli import simulate
 from orchestrator.simulate.stories import Told
 from orchestrator.simulate.world import Broken, Outcome
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import RunPhase
+from tests.rigs.command_line import Cli
 
 RUN = """
 name: sim
@@ -31,19 +30,22 @@ def run_yaml(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     monkeypatch.setattr(simulate, "HOURS", 1.0)
-    arguments = ["simulate", str(run_yaml), "--seeds", "1", "--climate", "storms", "-o", "json"]
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 0, found.output
-    told = json.loads(found.stdout)
+    out = run_yaml.parent / "s.png"
+    words = "--seeds", "1", "--climate", "storms", "-o", "json", "--out", str(out)
+    found = grpo_orch("simulate", str(run_yaml), *words)
+    assert found.code == 0, found
+    told = json.loads(found.out)
     assert told["weather"] == "storms"
     assert set(told["outcomes"]) == {"this run", "on-demand"}
     assert told["outcomes"]["this run"]["steps"] > 0
     assert told["steps_per_usd_to_on_demand"] > 0
 
 
-def test_a_deadline_is_left_out_and_that_is_said(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_is_left_out_and_that_is_said(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
     """The simulated clock stands years before it."""
     run_yaml.write_text(run_yaml.read_text() + "policies: {fleet: {deadline: '2100-01-01T00:00:00Z'}}\n")
     told, steered = Told(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()
@@ -55,23 +57,22 @@ def test_a_deadline_is_left_out_and_that_is_said(run_yaml: Path, monkeypatch: py
     monkeypatch.setattr(simulate, "tell", tell)
     monkeypatch.setattr(simulate, "simulate_hours", lambda *_: Outcome(1.0, 1.0))
     monkeypatch.setattr(simulate, "render", lambda _: "")
-    found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seeds", "1"])
-    assert found.exit_code == 0, found.output
+    found = grpo_orch("simulate", str(run_yaml), "--seeds", "1")
+    assert found.code == 0, found
     assert steered == [None]
-    assert "policies.fleet.deadline is left out" in " ".join(found.stderr.split())
+    assert "policies.fleet.deadline is left out" in " ".join(found.err.split())
 
 
 def test_a_broken_promise_names_the_command_that_replays_it(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     def broken(seed: int, *_: object, **__: object) -> Told:
         raise Broken(f"seed {seed}: two trainers act")
 
     monkeypatch.setattr(simulate, "tell", broken)
-    found = CliRunner().invoke(app, ["simulate", str(run_yaml), "--seed", "41", "--climate", "scarce"])
-    assert isinstance(found.exception, Stop)
-    assert f"grpo-orch simulate {run_yaml} --climate scarce --seeds 1 --seed 41" in str(found.exception)
-    assert found.exception.exit_code == 1
+    found = grpo_orch("simulate", str(run_yaml), "--seed", "41", "--climate", "scarce")
+    assert f"grpo-orch simulate {run_yaml} --climate scarce --seeds 1 --seed 41" in found.err
+    assert found.code == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,5 @@ def test_a_broken_promise_names_the_command_that_replays_it(
         (["--trace", "missing.json"], "missing.json"),
     ],
 )
-def test_a_mistake_is_a_line(run_yaml: Path, arguments: list[str], told: str) -> None:
-    found = CliRunner().invoke(app, ["simulate", str(run_yaml), *arguments])
-    assert isinstance(found.exception, Stop)
-    assert told in str(found.exception)
+def test_a_mistake_is_a_line(run_yaml: Path, arguments: list[str], told: str, grpo_orch: Cli) -> None:
+    assert told in grpo_orch("simulate", str(run_yaml), *arguments).line

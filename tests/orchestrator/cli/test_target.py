@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
 from orchestrator.cli.target import NoSuchRun, open_run, storage_of
 from orchestrator.config.shorthand import PASSWORD
 from policies.model import exit_codes
 from tests.rigs.command_line import Cli
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import Run
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["plain", "a b", "100% sure", "what?", "grün", "it's #1"])
 def test_a_run_is_found_by_its_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name / "run"
-    store = Store(f"file://{folder}")
-    documents.create_run(store, documents.RunRecord(documents.SCHEMA, "sim-0", 0.0, spec()))
+    store = Run(folder).create().store
     for argument in (str(folder), f"{name}/run", f"{name}/../{name}/run/", f"file://{folder}"):
         found, record = open_run(argument)
         assert (found.url, record.run_id) == (store.url, "sim-0")
@@ -62,30 +59,14 @@ def test_a_url_with_a_password_is_refused_before_anybody_writes_it_down() -> Non
     assert str(refused.value) == PASSWORD
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["status"],
-        ["status", "-w"],
-        ["events"],
-        ["logs", "daemon"],
-        ["report"],
-        ["plot"],
-        ["samples"],
-        ["web"],
-        ["checkpoints", "ls"],
-        ["members", "ls"],
-        ["resume"],
-        ["rollback"],
-        ["down"],
-    ],
-    ids=" ".join,
-)
-def test_a_folder_that_is_not_there_is_no_run_and_is_not_made(
-    words: list[str], grpo_orch: Cli, tmp_path: Path
-) -> None:
+LOOKING = "status, status -w, events, logs daemon, report, plot, samples, web, checkpoints ls, members ls"
+STEERING = "resume, rollback, down"
+
+
+@pytest.mark.parametrize("words", f"{LOOKING}, {STEERING}".split(", "))
+def test_a_folder_that_is_not_there_is_no_run_and_is_not_made(words: str, grpo_orch: Cli, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/typo/run"
-    answer = grpo_orch(*words, url)
+    answer = grpo_orch(*words.split(), url)
     told = f"no run in {url}; start one with `grpo-orch up run.yaml`"
     assert (answer.code, answer.line) == (exit_codes.USAGE, told)
     assert not (tmp_path / "typo").exists()

@@ -16,7 +16,7 @@ from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, 
 from policies.control.snapshot import Machine
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from tests.budget import until
-from tests.stand_ins.cloud_worlds import EXIT, CloudWorld, LocalWorld, SkyWorld
+from tests.stand_ins.control_plane import EXIT, CloudWorld, LocalWorld, SkyWorld
 
 NODE, OTHER, TRAINER = "rollout-0-i1", "rollout-1-i1", "trainer-0-i1"
 
@@ -45,7 +45,7 @@ def order(node: str = NODE, attempt: int = 1, exit_code: int | None = None) -> O
     market = Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND
     environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt)}
     if exit_code is not None:
-        environment[EXIT] = str(exit_code)
+        environment |= {EXIT: str(exit_code), "STAND_IN_REASON": f"why {exit_code}"}
     return Order(node, role, market, attempt, environment)
 
 
@@ -112,10 +112,11 @@ def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(
     cloud.launch(order(TRAINER, exit_code=7))
     machine = seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code is not None)[TRAINER]
     assert (machine.state, machine.exit_code, machine.attempt) == (MachineState.UP, 7, 1)
+    assert machine.exit_reason == "why 7"
     cloud.launch(order(TRAINER, attempt=2))
     until("so at the cloud", lambda: world.attempts(TRAINER) == [1, 2])
     machine = seen(cloud, lambda all_: all_[TRAINER].attempt == 2)[TRAINER]
-    assert (machine.state, machine.exit_code) == (MachineState.UP, None)
+    assert (machine.state, machine.exit_code, machine.exit_reason) == (MachineState.UP, None, "")
 
 
 def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, world: CloudWorld) -> None:

@@ -21,54 +21,39 @@ from policies.control.snapshot import Machine
 from policies.model.linux import is_between_programs
 from policies.model.spec import Prices, Rehearsal
 from policies.model.vocabulary import MachineState, Market, Role, role_of
-from tests.budget import HANG_S
+from tests.budget import until
+from tests.stand_ins.control_plane import LocalWorld
 from tests.stand_ins.world import spec
 
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCloud]:
-    monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", str(Path(__file__).parents[2] / "stand_ins" / "stand_in_node.sh"))
-    made = LocalCloud(tmp_path / "machines", spec())
-    yield made
-    for node in made.machines():
-        made.terminate(node)
+    world = LocalWorld(tmp_path, monkeypatch)
+    yield world.open()
+    world.close()
 
 
 def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> Order:
     return Order(node, role_of(node), Market.SPOT, attempt, environment)
 
 
-def until(cloud: LocalCloud, node: str, wanted: Callable[[Machine | None], bool]) -> Machine:
+def seen(cloud: LocalCloud, node: str, wanted: Callable[[Machine], bool]) -> Machine:
     """Look until the machine is as wanted: what the controller does, too."""
-    deadline_s = time.monotonic() + HANG_S
-    while time.monotonic() < deadline_s:
-        machine = cloud.machines().get(node)
-        if wanted(machine):
-            assert machine is not None
-            return machine
-        time.sleep(0.02)
-    raise AssertionError(f"{node}: {cloud.machines()}")
+    until("so", lambda: node in (found := cloud.machines()) and wanted(found[node]))
+    return cloud.machines()[node]
 
 
-def up(machine: Machine | None) -> bool:
-    return machine is not None and machine.state is MachineState.UP
-
-
-def gone(machine: Machine | None) -> bool:
-    return machine is not None and machine.state is MachineState.GONE
-
-
-def processes(cloud: LocalCloud, node: str) -> list[int]:
-    return marked_processes(cloud._folder / node)
+def up(machine: Machine) -> bool:
+    return machine.state is MachineState.UP
 
 
 def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order())
     log = tmp_path / "machines" / "rollout-0-i1" / "log"
     while not log.read_text():
-        until(cloud, "rollout-0-i1", up)
+        seen(cloud, "rollout-0-i1", up)
     cloud.launch(order(attempt=2))
-    assert until(cloud, "rollout-0-i1", up).attempt == 1
+    assert seen(cloud, "rollout-0-i1", up).attempt == 1
 
 
 def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path) -> None:
@@ -135,11 +120,11 @@ def test_a_process_without_an_environment_belongs_to_no_machine(tmp_path: Path) 
 
 def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) -> None:
     cloud.launch(order())
-    until(cloud, "rollout-0-i1", up)
+    seen(cloud, "rollout-0-i1", up)
     cloud.preempt("rollout-0-i1", "preempted")
     machine = cloud.machines()["rollout-0-i1"]
     assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
-    assert processes(cloud, "rollout-0-i1") == []
+    assert marked_processes(cloud._folder / "rollout-0-i1") == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"attempt": "1", "pid": 1}'])
@@ -168,7 +153,7 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
 def killed(cloud: LocalCloud, node: str) -> None:
     machine = on_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
     os.kill(machine, signal.SIGKILL)
-    until(cloud, node, gone)
+    seen(cloud, node, lambda m: m.state is MachineState.GONE)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +170,7 @@ def test_the_memory_of_a_machine_is_given_back_with_it(
     links = {}
     for node in ("trainer-0-i1", "trainer-0-i2"):
         cloud.launch(order(node))
-        until(cloud, node, up)
+        seen(cloud, node, up)
         links[node] = a_spool(cloud, node, tmp_path / "memory" / f"grpo-orch-{node}")
     ends(cloud, "trainer-0-i1")
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["grpo-orch-trainer-0-i2"]
@@ -197,25 +182,16 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     cloud: LocalCloud, tmp_path: Path
 ) -> None:
     cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
-    until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
+    seen(cloud, "trainer-0-i1", lambda m: m.exit_code is not None)
     link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
     cloud.launch(order("trainer-0-i1", attempt=2))
-    until(cloud, "trainer-0-i1", lambda m: m is not None and m.attempt == 2)
+    seen(cloud, "trainer-0-i1", lambda m: m.attempt == 2)
     assert (link / "checkpoint-50").exists()  # the next attempt stores what is in it
 
     link.unlink()
     a_spool(cloud, "trainer-0-i1", tmp_path / "theirs")
     cloud.terminate("trainer-0-i1")
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
-
-
-def test_last_line_of_work_is_the_machines_until_its_next_attempt(cloud: LocalCloud) -> None:
-    cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="78", STAND_IN_REASON="no such column"))
-    ended = until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code is not None)
-    assert (ended.exit_code, ended.exit_reason) == (78, "no such column")
-    cloud.launch(order("trainer-0-i1", attempt=2, STAND_IN_EXIT="137"))
-    again = until(cloud, "trainer-0-i1", lambda m: m is not None and m.exit_code == 137)
-    assert again.exit_reason == ""
 
 
 def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +202,7 @@ def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.Mo
         cloud.launch(order())
     now_s += 0.35
     cloud.launch(order())
-    until(cloud, "rollout-0-i1", up)
+    seen(cloud, "rollout-0-i1", up)
 
 
 def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:

@@ -32,31 +32,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
+KNOWN = (
+    "min max kill for_s eval_dataset peft any_of resources accelerate cloud setup checkpoints storage options url "
+    "max_behind_steps on_rollback budget beta_factor"
+)
 KEYS = st.one_of(
     st.text(max_size=10),
-    st.sampled_from(
-        [
-            "min",
-            "max",
-            "kill",
-            "for_s",
-            "eval_dataset",
-            "peft",
-            "any_of",
-            "resources",
-            "accelerate",
-            "cloud",
-            "setup",
-            "checkpoints",
-            "storage",
-            "options",
-            "url",
-            "max_behind_steps",
-            "on_rollback",
-            "budget",
-            "beta_factor",
-        ]
-    ),
+    st.sampled_from(KNOWN.split()),
     st.sampled_from(sorted(grpo_table().keys)),
     st.sampled_from(sorted(vllm_table().keys)),
 )

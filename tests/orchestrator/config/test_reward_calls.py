@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load_spec
-from tests.generators.config_world import changed, furnish
+from tests.generators.config_world import furnish, problem, write_rows
 
 FUNCTIONS = """\
 import torch_of_mine  # never imported here
@@ -39,24 +37,18 @@ ROW = {"prompt": "1 + 1", "question": "?", "answer": "2"}
 COLUMNS = "which has question, answer; expected a column, a default, or a value in trainer.reward_args"
 
 
-def problem(folder: Path, function: str, *changes: tuple[str, str]) -> str:
+def asked(folder: Path, function: str, *changes: tuple[str, str]) -> str:
     """The only problem of a run.yaml with that reward function; empty where there is none."""
     if not (folder / "run.yaml").exists():
         furnish(folder)
-        (folder / "prompts.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+        write_rows(folder, *[ROW] * 8)
     (folder / "my.py").write_text(FUNCTIONS)
-    (folder / "run.yaml").write_text(changed(("[rewards.digit_share]", f"[{function}]"), *changes))
-    try:
-        load_spec(folder / "run.yaml")
-    except ConfigError as error:
-        [found] = error.problems
-        return f"{found.key}: {found.message}"
-    return ""
+    return problem(folder, ("[rewards.digit_share]", f"[{function}]"), *changes)
 
 
 @pytest.mark.parametrize("function", ["my.judged", "my.exact", "my.scored", "my.hidden"])
 def test_function_that_trl_can_call_is_taken(tmp_path: Path, function: str) -> None:
-    assert problem(tmp_path, function) == ""
+    assert asked(tmp_path, function) == ""
 
 
 @pytest.mark.parametrize(
@@ -71,28 +63,28 @@ def test_function_that_trl_can_call_is_taken(tmp_path: Path, function: str) -> N
     ],
 )
 def test_parameter_without_a_value_is_named(tmp_path: Path, function: str, parameter: str, near: str) -> None:
-    assert problem(tmp_path, f"my.{function}") == (
+    assert asked(tmp_path, f"my.{function}") == (
         f"trainer.reward_funcs[0]: parameter {parameter} of {function} is neither passed by TRL nor a column of "
         f"trainer.dataset, {COLUMNS}{near}"
     )
 
 
 def test_function_without_kwargs_lacks_a_column(tmp_path: Path) -> None:
-    assert problem(tmp_path, "my.narrow") == (
+    assert asked(tmp_path, "my.narrow") == (
         "trainer.reward_funcs[0]: narrow cannot be called by TRL, which passes question too"
         "; give it a **kwargs parameter"
     )
 
 
 def test_parameter_by_position_alone_is_refused(tmp_path: Path) -> None:
-    assert problem(tmp_path, "my.by_place") == (
+    assert asked(tmp_path, "my.by_place") == (
         "trainer.reward_funcs[0]: by_place takes completions by position alone, and TRL passes it by name"
         "; remove the `/`"
     )
 
 
 def test_missing_function_is_named(tmp_path: Path) -> None:
-    assert problem(tmp_path, "my.judge") == (
+    assert asked(tmp_path, "my.judge") == (
         'trainer.reward_funcs[0]: my.py defines no judge; expected a function of that name; did you mean "judged"?'
     )
 
@@ -111,21 +103,21 @@ def test_missing_function_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_value_from_elsewhere_is_not_judged(tmp_path: Path, function: str, change: tuple[str, str]) -> None:
-    assert problem(tmp_path, function, change) == ""
+    assert asked(tmp_path, function, change) == ""
 
 
 def test_column_that_only_training_rows_have_is_named(tmp_path: Path) -> None:
     furnish(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
+    write_rows(tmp_path, *[ROW] * 8)
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1", "question": "?"}\n')
     held_out = ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  eval_dataset: held_out.jsonl")
-    assert "nor a column of trainer.eval_dataset, which has question;" in problem(tmp_path, "my.judged", held_out)
+    assert "nor a column of trainer.eval_dataset, which has question;" in asked(tmp_path, "my.judged", held_out)
 
 
 def test_no_column_is_passed_where_they_are_dropped(tmp_path: Path) -> None:
     dropped = ("  beta: 0.02", "  beta: 0.02\n  remove_unused_columns: true")
-    assert "trainer.dataset, which has no others than prompt;" in problem(tmp_path, "my.judged", dropped)
-    assert problem(tmp_path, "my.narrow", dropped) == ""
+    assert "trainer.dataset, which has no others than prompt;" in asked(tmp_path, "my.judged", dropped)
+    assert asked(tmp_path, "my.narrow", dropped) == ""
 
 
 GOOD, BAD = "def reward(completions, **kwargs): ...", "def reward(completions): ..."
@@ -153,11 +145,11 @@ GOOD, BAD = "def reward(completions, **kwargs): ...", "def reward(completions): 
 )
 def test_function_that_only_python_can_find_is_left_to_it(tmp_path: Path, source: str) -> None:
     (tmp_path / "shapes.py").write_text(source)
-    assert problem(tmp_path, "shapes.reward") == ""
+    assert asked(tmp_path, "shapes.reward") == ""
 
 
 @pytest.mark.parametrize("source", [BAD, f"if 1:\n  {BAD}\nelse:\n  {BAD}", f"from narrow import reward\n{BAD}"])
 def test_function_that_fits_nowhere_is_refused(tmp_path: Path, source: str) -> None:
     (tmp_path / "narrow.py").write_text(BAD)
     (tmp_path / "shapes.py").write_text(source)
-    assert "give it a **kwargs parameter" in problem(tmp_path, "shapes.reward")
+    assert "give it a **kwargs parameter" in asked(tmp_path, "shapes.reward")

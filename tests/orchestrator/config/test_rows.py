@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load_spec
-from tests.generators.config_world import changed, furnish
+from tests.generators.config_world import NO_REHEARSAL, furnish, problem, write_rows
 
+LENGTH = ("max_completion_length: 16", "max_completion_length: 128")
 CHAT = [{"role": "user", "content": "1 + 1"}]
-
-
-def problem(folder: Path, *changes: tuple[str, str]) -> str:
-    """The only problem of a run.yaml; empty where there is none."""
-    (folder / "run.yaml").write_text(changed(*changes))
-    try:
-        load_spec(folder / "run.yaml")
-    except ConfigError as error:
-        [found] = error.problems
-        return f"{found.key}: {found.message}"
-    return ""
 
 
 @pytest.fixture
@@ -31,49 +19,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, *rows: dict[str, Any], name: str = "prompts.jsonl") -> None:
-    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def test_fewer_rows_than_a_step_takes_are_refused(folder: Path) -> None:
-    write(folder, *[{"prompt": str(at)} for at in range(3)])
+    write_rows(folder, *[{"prompt": str(at)} for at in range(3)])
     found = problem(folder)
     assert found.startswith("trainer.dataset: 3 rows, and one step takes 4 different prompts")
-    write(folder, *[{"prompt": str(at)} for at in range(4)])
+    write_rows(folder, *[{"prompt": str(at)} for at in range(4)])
     assert problem(folder) == ""
 
 
 def test_messages_without_a_prompt_column_are_refused(folder: Path) -> None:
-    write(folder, *[{"messages": CHAT}] * 8)
+    write_rows(folder, *[{"messages": CHAT}] * 8)
     found = problem(folder)
     assert found.startswith("trainer.dataset: the file's columns are messages; expected one called `prompt`")
     assert "`prompt: module.function`" in found
 
 
 def test_column_of_a_later_row_counts(folder: Path) -> None:
-    write(folder, *[{"question": "?"}] * 7, {"question": "?", "query": "?"})
+    write_rows(folder, *[{"question": "?"}] * 7, {"question": "?", "query": "?"})
     assert problem(folder, ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')) == ""
 
 
 def test_template_that_names_a_missing_column_is_refused(folder: Path) -> None:
-    write(folder, *[{"question": "?", "answer": 1}] * 8)
+    write_rows(folder, *[{"question": "?", "answer": 1}] * 8)
     dataset = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')
     assert problem(folder, dataset) == (
         "trainer.dataset.prompt: names query, and the file's columns are question, answer"
     )
-
-
-@pytest.mark.parametrize(
-    ("prompt", "says"),
-    [
-        ("'{question'", "prompt: expected '}' before end of string"),
-        ("[{role: user}]", "prompt[0]: expected a message with the texts"),
-        ("[{role: user, content: 3}]", "prompt[0]: expected a message with the texts"),
-    ],
-)
-def test_malformed_prompt_of_a_local_file_is_reported(folder: Path, prompt: str, says: str) -> None:
-    found = problem(folder, ("dataset: prompts.jsonl", f"dataset: {{path: prompts.jsonl, prompt: {prompt}}}"))
-    assert found.startswith(f"trainer.dataset.{says}")
 
 
 def test_csv_rows_are_counted_by_record(folder: Path) -> None:
@@ -84,7 +55,7 @@ def test_csv_rows_are_counted_by_record(folder: Path) -> None:
 
 @pytest.mark.parametrize("template", ["", "chat_template.jinja"])
 def test_chats_need_a_chat_template_in_a_local_model(folder: Path, template: str) -> None:
-    write(folder, *[{"prompt": CHAT}] * 8)
+    write_rows(folder, *[{"prompt": CHAT}] * 8)
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "tokenizer_config.json").write_text("{}")
@@ -95,7 +66,7 @@ def test_chats_need_a_chat_template_in_a_local_model(folder: Path, template: str
 
 
 def test_rows_that_setup_may_still_write_are_not_judged(folder: Path) -> None:
-    write(folder, {"messages": CHAT})
+    write_rows(folder, {"messages": CHAT})
     assert problem(folder, ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  setup: python prepare.py")) == ""
 
 
@@ -133,7 +104,7 @@ def test_file_without_rows_is_refused(folder: Path, key: str, name: str, content
     ],
 )
 def test_held_out_split_without_rows_is_refused(folder: Path, split: str, says: str) -> None:
-    write(folder, *[{"prompt": "1"}] * 4, name="few.jsonl")
+    write_rows(folder, *[{"prompt": "1"}] * 4, name="few.jsonl")
     held_out = f'eval_dataset: {{path: few.jsonl, split: "{split}"}}'
     found = problem(folder, ("dataset: prompts.jsonl", f"dataset: prompts.jsonl\n  {held_out}"))
     assert found == (says and f"trainer.eval_dataset.split: {says}")
@@ -145,8 +116,8 @@ def test_part_with_fewer_rows_than_a_step_takes_is_refused(folder: Path) -> None
 
 
 def test_rows_repeated_for_their_share_are_counted(folder: Path) -> None:
-    write(folder, {"prompt": "1"}, name="one.jsonl")
-    write(folder, *[{"prompt": "1"}] * 2, name="two.jsonl")
+    write_rows(folder, {"prompt": "1"}, name="one.jsonl")
+    write_rows(folder, *[{"prompt": "1"}] * 2, name="two.jsonl")
     parts = "[{path: one.jsonl, weight: 1}, {path: two.jsonl, weight: 1}]"
     assert problem(folder, ("dataset: prompts.jsonl", f"dataset: {parts}")) == ""
 
@@ -179,3 +150,25 @@ def test_blank_lines_before_the_columns_of_a_csv_are_skipped(folder: Path) -> No
 def test_name_that_no_file_can_have_is_refused(folder: Path) -> None:
     name = f"{'a' * 300}.jsonl"
     assert "no such file or folder" in problem(folder, ("dataset: prompts.jsonl", f"dataset: {name}"))
+
+
+SHORT = ("max-model-len: 256", "max-num-seqs: 8")
+NO_ROOM = "grpo.max_completion_length: 128 leaves no room for a prompt in the model's context; expected less than"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ([], "rollout.vllm.max-model-len: 256 is above the model's own context, and vLLM does not start; expe"),
+        ([SHORT], ""),
+        ([SHORT, LENGTH], NO_ROOM),
+        ([SHORT, LENGTH, ("  replicas: 2", "  replicas: 0"), NO_REHEARSAL], NO_ROOM),
+    ],
+)
+def test_lengths_beyond_the_models_own_context_are_refused(
+    folder: Path, changes: list[tuple[str, str]], says: str
+) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
+    found = problem(folder, *changes)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)

@@ -14,11 +14,10 @@ from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.control import actuate
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
-from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Machine, Terminate, WriteFork
-from policies.model.pools import PoolOffer
+from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, PolicyVersion, Refusal
 from tests.budget import HANG_S, until
@@ -35,9 +34,6 @@ class Clouds:
         self.go = threading.Event()
         self.fails: Exception | None = None
 
-    def machines(self) -> dict[str, Machine]:
-        return {}
-
     def launch(self, order: Order) -> None:
         self._called(f"launch {order.node}")
 
@@ -46,25 +42,6 @@ class Clouds:
 
     def confirm(self, node: str) -> None:
         self._called(f"confirm {node}")
-
-    def offers(self) -> list[Offer]:
-        return []
-
-    def without_quota(self) -> list[str]:
-        return []
-
-    def pools(self) -> list[PoolOffer]:
-        return []
-
-    def log(self, node: str, *, follow: bool) -> Iterator[str]:
-        yield from (node, str(follow))
-
-    def logged_nodes(self) -> list[str]:
-        return []
-
-    def clean_up(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def _called(self, what: str) -> None:
         self.calls.append(what)
@@ -97,7 +74,7 @@ def store() -> AwayStore:
 
 @pytest.fixture
 def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
-    made = Actuator(cloud, store, lambda _: {})
+    made = Actuator(cloud, store, lambda _: {})  # type: ignore[arg-type]  # of a cloud it wants the calls alone
     yield made
     cloud.go.set()
     made.close()
@@ -224,7 +201,7 @@ def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actua
 def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore) -> None:
     """This process is stopped between its look at the journal and the call."""
     now_s = [100.0]
-    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])
+    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])  # type: ignore[arg-type]  # as above
 
     def stopped() -> None:
         now_s[0] += ACT_WITHIN_S + 1

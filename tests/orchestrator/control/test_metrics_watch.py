@@ -132,25 +132,6 @@ def test_the_verdict_is_the_same_however_often_it_is_looked(every: int) -> None:
     assert run.looks().verdict.health is Health.TRIPPED
 
 
-def test_a_row_that_is_late_is_followed_when_it_comes() -> None:
-    run = Run()
-    run.trains(1, 50, CALM)
-    run.looks()
-    run.beat = Trainer("trainer-0-i1", 1, 0, 60, 1000, "training", 1.0)
-    assert run.looks().verdict.step == 50
-    run.trains(51, 60, CALM)
-    assert run.looks().verdict.step == 60
-
-
-def test_a_trainer_that_starts_again_is_followed_from_the_stored_rows() -> None:
-    run = Run()
-    run.trains(1, 150, CALM)
-    run.looks()
-    run.restarts(0, attempt=2)
-    run.trains(141, 152, CALM)
-    assert run.looks().verdict == run.by_hand((1, 152, CALM))
-
-
 def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before() -> None:
     run = Run()
     run.trains(1, 120, CALM)

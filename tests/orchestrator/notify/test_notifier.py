@@ -214,21 +214,6 @@ def test_a_channel_that_breaks_in_another_way_is_tried_as_seldom_and_holds_up_no
     one.close(drain_s=0.0)
 
 
-def test_whatever_breaks_in_it_stays_in_it() -> None:
-    class Bug(Told):
-        def deliver(self, message: Message, _limit_s: float) -> None:
-            super().deliver(message, _limit_s)
-            raise RuntimeError("a bug")
-
-    run, bug = Run(), Bug()
-    run.happens(DONE)
-    one = run.notifier(bug)
-    bug.wait()
-    one.wake()
-    one.close(drain_s=HANG_S)
-    assert set(bug.kinds) == {"finished"}
-
-
 def test_the_url_stays_with_the_daemon() -> None:
     run = Run()
     wanted = RunRecord(1, "demo-1", 0.0, replace(spec(), notify=Notify(url_env=("SLACK",), command=("true",))))

@@ -54,142 +54,79 @@ def on(gpu: str, count: int = 1, **more: Any) -> dict[str, Any]:
 ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
 
 
-BROKEN: list[tuple[Callable[..., Any], str, Change, str, str]] = [
-    (pitfalls.type_is_missing, "gsm8k-zero2", trainer(resources=on("T4")), "trainer.res", "grpo.fp16: true"),
-    (pitfalls.type_is_missing, "gsm8k-zero2", rollout(resources=on("V100")), "rollout.res", "dtype: half"),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        trainer(resources=on("H100")),
-        "trainer.resources.accelerators",
-        "H100 has 80",
-    ),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        grpo(gradient_checkpointing=False),
-        "trainer.resources.accelerators",
-        "fit with gradient_checkpointing: true",
-    ),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        grpo(model_init_kwargs={}, max_completion_length=1024),
-        "trainer.resources.accelerators",
-        "fit with model_init_kwargs: {dtype: bfloat16}",
-    ),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        trainer(resources=on("H200", count=2), peft=None, accelerate=ZERO3),
-        "trainer.resources.accelerators",
-        "would fit with 8 GPUs, over which",
-    ),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        trainer(resources=on("L4", count=8), peft=None, accelerate=ZERO3),
-        "trainer.resources.accelerators",
-        "; take a larger GPU or adapters",
-    ),
-    (
-        pitfalls.trainer_is_too_small,
-        "qwen-32b",
-        trainer(resources=on("T4")),
-        "trainer.resources.accelerators",
-        "; take a larger GPU or more GPUs that divide the weights",
-    ),
-    (
-        pitfalls.one_process_sees_several,
-        "qwen-32b",
-        trainer(resources={"instance_type": "p5en.48xlarge"}),
-        "trainer.accelerate.num_processes",
-        "would see 8 GPUs: TRL trains on one in each; set it to 8",
-    ),
-    (pitfalls.only_with_checkpointing, "qwen-32b", grpo(), "grpo.gradient_checkpointing", "leave it on"),
-    (pitfalls.frozen_in_float32, "qwen-32b", grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB"),
-    (
-        pitfalls.updates_are_lost,
-        "math-two-gpus",
-        grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6),
-        "grpo.model_init_kwargs",
-        "1e-06",
-    ),
-    (pitfalls.engine_is_too_small, "qwen-32b", rollout(resources=on("L40S")), "rollout.res", "tensor-parallel"),
-    (
-        pitfalls.engine_is_too_small,
-        "qwen-32b",
-        rollout(resources=on("H100"), vllm={"max-model-len": 32768, "gpu-memory-utilization": 0.85}),
-        "rollout.vllm.max-model-len",
-        "one sequence of 32,768",
-    ),
-    (
-        pitfalls.engine_is_too_small,
-        "qwen-32b",
-        rollout(vllm={"kv-cache-memory-bytes": 100 * 2**30}),
-        "rollout.vllm.kv-cache-memory-bytes",
-        "takes 167 GiB, and H200 has 140",
-    ),
-    (
-        pitfalls.heads_do_not_divide,
-        "qwen-32b",
-        rollout(vllm={"tensor_parallel_size": 16}),
-        "rollout.vllm.tensor-parallel-size",
-        "40 attention heads are no multiple of 16, and vLLM does not start; expected one of 1, 2, 4, 5, 8, 10",
-    ),
-    (
-        pitfalls.cache_makes_rounds,
-        "qwen-32b",
-        grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32),
-        "rollout.vllm",
-        "a step is ",
-    ),
-    (
-        pitfalls.context_is_too_long,
-        "math-two-gpus",
-        rollout(vllm={"max-model-len": 8192}),
-        "rollout.vllm.max-model-len",
-        "4096",
-    ),
-    (
-        pitfalls.context_is_too_long,
-        "math-two-gpus",
-        grpo(max_completion_length=4096),
-        "rollout.vllm.max-model-len",
-        "4096 leaves no room for a prompt",
-    ),
-    (
-        pitfalls.store_is_elsewhere,
-        "qwen-32b",
-        rollout(resources=on("H200", infra="gcp")),
-        "storage",
-        "1.1 GB a step",
-    ),
-    (
-        pitfalls.checkpoints_are_rare,
-        "qwen-32b",
-        trainer(resources={"accelerators": "H200:1", "use_spot": True}),
-        "grpo.save_steps",
-        "minutes of training",
-    ),
-    (pitfalls.budget_ends_it, "qwen-32b", budget(usd=50.0), "budget.usd", "stops at step"),
-    (pitfalls.budget_ends_it, "qwen-32b", budget(usd_per_h=5.0), "budget.usd_per_h", "6.06"),
-    (
-        pitfalls.step_outlasts_its_deadline,
-        "qwen-32b",
-        rollout(deadline_s=5.0),
-        "rollout.deadline_s",
-        "may wait 5 s",
-    ),
-]
+def of_32b(*told: tuple[Change, str, str]) -> list[tuple[str, Change, str, str]]:
+    return [("qwen-32b", *one) for one in told]
 
 
-@pytest.mark.parametrize(
-    ("rule", "recipe", "change", "key", "words"), BROKEN, ids=[f"{one[0].__name__}-{one[4]}" for one in BROKEN]
-)
+GPUS, CONTEXT = "trainer.resources.accelerators", "rollout.vllm.max-model-len"
+BF16 = {"dtype": "bfloat16"}
+LONG = {"max-model-len": 32768, "gpu-memory-utilization": 0.85}
+# By rule: a recipe and a change of it, the key that is named and what is said.
+BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
+    pitfalls.type_is_missing: [
+        ("gsm8k-zero2", trainer(resources=on("T4")), "trainer.res", "grpo.fp16: true"),
+        ("gsm8k-zero2", rollout(resources=on("V100")), "rollout.res", "dtype: half"),
+    ],
+    pitfalls.trainer_is_too_small: of_32b(
+        (trainer(resources=on("H100")), GPUS, "H100 has 80"),
+        (grpo(gradient_checkpointing=False), GPUS, "fit with gradient_checkpointing: true"),
+        (grpo(model_init_kwargs={}, max_completion_length=1024), GPUS, "fit with model_init_kwargs: {dtype: bfl"),
+        (trainer(resources=on("H200", 2), peft=None, accelerate=ZERO3), GPUS, "would fit with 8 GPUs, over which"),
+        (trainer(resources=on("L4", 8), peft=None, accelerate=ZERO3), GPUS, "; take a larger GPU or adapters"),
+        (trainer(resources=on("T4")), GPUS, "; take a larger GPU or more GPUs that divide the weights"),
+    ),
+    pitfalls.one_process_sees_several: of_32b(
+        (
+            trainer(resources={"instance_type": "p5en.48xlarge"}),
+            "trainer.accelerate.num_processes",
+            "would see 8 GPUs: TRL trains on one in each; set it to 8",
+        )
+    ),
+    pitfalls.only_with_checkpointing: of_32b((grpo(), "grpo.gradient_checkpointing", "leave it on")),
+    pitfalls.frozen_in_float32: of_32b((grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB")),
+    pitfalls.updates_are_lost: [
+        ("math-two-gpus", grpo(model_init_kwargs=BF16, learning_rate=1e-6), "grpo.model_init_kwargs", "1e-06"),
+    ],
+    pitfalls.engine_is_too_small: of_32b(
+        (rollout(resources=on("L40S")), "rollout.res", "tensor-parallel"),
+        (rollout(resources=on("H100"), vllm=LONG), CONTEXT, "one sequence of 32,768"),
+        (
+            rollout(vllm={"kv-cache-memory-bytes": 100 * 2**30}),
+            "rollout.vllm.kv",
+            "takes 167 GiB, and H200 has 140",
+        ),
+    ),
+    pitfalls.heads_do_not_divide: of_32b(
+        (
+            rollout(vllm={"tensor_parallel_size": 16}),
+            "rollout.vllm.tensor-parallel-size",
+            "40 attention heads are no multiple of 16, and vLLM does not start; expected one of 1, 2, 4, 5, 8, 10",
+        )
+    ),
+    pitfalls.cache_makes_rounds: of_32b(
+        (grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32), "rollout.vllm", "a step is ")
+    ),
+    pitfalls.context_is_too_long: [
+        ("math-two-gpus", rollout(vllm={"max-model-len": 8192}), CONTEXT, "4096"),
+        ("math-two-gpus", grpo(max_completion_length=4096), CONTEXT, "4096 leaves no room for a prompt"),
+    ],
+    pitfalls.store_is_elsewhere: of_32b((rollout(resources=on("H200", infra="gcp")), "storage", "1.1 GB a step")),
+    pitfalls.checkpoints_are_rare: of_32b(
+        (trainer(resources={**on("H200"), "use_spot": True}), "grpo.save_steps", "minutes of training")
+    ),
+    pitfalls.budget_ends_it: of_32b(
+        (budget(usd=50.0), "budget.usd", "stops at step"),
+        (budget(usd_per_h=5.0), "budget.usd_per_h", "6.06"),
+    ),
+    pitfalls.step_outlasts_its_deadline: of_32b((rollout(deadline_s=5.0), "rollout.deadline_s", "may wait 5 s")),
+}
+
+
+@pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in BROKEN.items() for case in cases])
 def test_a_rule_names_the_key_and_what_helps(
-    rule: Callable[[pitfalls.Seen], Any], recipe: str, change: Change, key: str, words: str
+    rule: Callable[[pitfalls.Seen], Any], case: tuple[str, Change, str, str]
 ) -> None:
+    recipe, change, key, words = case
     told: list[Warned] = list(rule(seen(change(spec_of(recipe)))))
     assert len(told) == 1, told
     assert told[0].key.startswith(key)
@@ -241,7 +178,7 @@ def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
 
 
 def test_every_rule_is_in_force_and_was_tried() -> None:
-    tried = {one[0] for one in BROKEN} | {pitfalls.adapter_is_merged, pitfalls.quantised}
+    tried = BROKEN.keys() | {pitfalls.adapter_is_merged, pitfalls.quantised}
     assert set(pitfalls.RULES) == tried
 
 

@@ -1,4 +1,4 @@
-"""Which price counts: of the kind, the number and the place that run.yaml names."""
+"""Which price counts: of the kind, the number and the place that run.yaml names; and where a store is."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from checkpoint.store.run_store import Store
 from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.records import PriceList
-from orchestrator.plan.prices import by_catalog, by_offers, by_rehearsal, cloud_prices, clouds_of
+from orchestrator.plan.prices import by_catalog, by_offers, by_rehearsal, cloud_prices, clouds_of, store_place
+from policies.fleet.store_costs import Place
 from policies.model.spec import Prices as Rehearsed
 from policies.model.spec import Rehearsal, RunSpec
 from policies.model.vocabulary import Market, Role
@@ -124,3 +126,32 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
     spot = cloud_prices(PRICES.prices, "L4", 1, Market.SPOT)
     assert [(one.cloud, one.spot_usd_per_h) for one in spot] == [("aws", 0.30), ("gcp", None)]
     assert cloud_prices(PRICES.prices, "H200", 4, Market.SPOT) == ()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "place"),
+    [
+        ("s3://bucket/run", {"region": "eu-west-1"}, Place("aws", "eu-west-1")),
+        ("s3://bucket/run", {"endpoint": "https://s3.us-east-2.amazonaws.com"}, Place("aws", "us-east-2")),
+        ("s3://bucket/run", {"endpoint": "https://x.r2.cloudflarestorage.com", "region": "auto"}, Place("r2")),
+        ("s3://bucket/run", {"endpoint": "https://minio.example"}, Place("")),
+        ("s3://bucket/run", {}, Place("aws")),
+        ("gs://bucket/run", {}, Place("gcp")),
+        ("memory://run", {}, Place("local")),
+    ],
+)
+def test_a_store_is_where_its_url_and_options_say(
+    url: str, options: dict[str, str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    store = Store("memory://place", options={})
+    store.url, store.options = url, dict(options)
+    assert store_place(store) == place
+
+
+def test_the_environment_names_a_region_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    store = Store("memory://place", options={})
+    store.url = "s3://bucket/run"
+    assert store_place(store) == Place("aws", "us-west-2")

@@ -35,63 +35,40 @@ def test_verls_lines(before: str) -> None:
         assert values.items() >= {**VERL_VALUES, "kl": step / 10_000}.items()
 
 
-@pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        # prime-rl's trainer and orchestrator
-        (
-            "12:00:01 \x1b[32mSUCCESS\x1b[0m Step 7 | Time: 3s | Loss: 0.0021 | Entropy: 0.31 | Mismatch KL: 0.4",
-            {"loss": 0.0021, "entropy": 0.31, "Mismatch KL": 0.4},
-        ),
-        (
-            "SUCCESS Step 7 | Time: 9.02s | Reward: 0.4353 | Seq. Length: 2069.9 tokens/sample",
-            {"reward": 0.4353},
-        ),
-        # OpenRLHF and slime
-        (
-            "2026-01-01 12:00:01.5 | INFO | ✨ Global step 7: {'policy_loss': 0.01, 'kl': 0.2, 'ppo_kl': 3.0}",
-            {"loss": 0.01, "kl": 0.2, "ppo_kl": 3.0},
-        ),
-        (
-            "(MegatronTrainRayActor pid=3) step 7: {'train/loss': 0.1, 'train/kl_loss': 0.2, 'train/ppo_kl': 3.0}",
-            {"loss": 0.1, "kl": 0.2, "ppo_kl": 3.0},
-        ),
-        # ms-swift
-        (
-            "{'loss': 0.1, 'kl': 0.2, 'global_step/max_steps': '7/500', 'elapsed_time': '6s'}",
-            {"loss": 0.1, "kl": 0.2},
-        ),
-        # loops of one's own
-        ("step=7 reward=0.3 kl=0.01", {"reward": 0.3, "kl": 0.01}),
-        (
-            "[12:00:01] INFO epoch=0 global_step=7/500, loss=+1e-3, kl=nan | solved=3/8 lr=1e-6 s/step=2.1",
-            {
-                "loss": 0.001,
-                "kl": None,
-                "learning_rate": 1e-6,
-                "s/step": 2.1,
-            },
-        ),
-        ("reward=0.3 step=7", {"reward": 0.3}),
-        ("  3%|▎   | 7/500 [00:01<00:41]step=7 reward=0.3", {"reward": 0.3}),
-        ("[Step 7/500] Reward: 0.3 | KL: 0.01", {"reward": 0.3, "kl": 0.01}),
-        (
-            "[Step 7/500] loss=-0.00 reward_avg=0.125 tokens_per_sec=27.3 avg_response_len=6.6 entropy_avg=1.24",
-            {
-                "loss": 0.0,
-                "reward": 0.125,
-                "tokens_per_sec": 27.3,
-                "completions/mean_length": 6.6,
-                "entropy": 1.24,
-            },
-        ),
-        (
-            "Epoch: 2, Step: 7/500, Actor Loss: 0.1, KL: 0.2, LR: 1e-6",
-            {"loss": 0.1, "kl": 0.2, "learning_rate": 1e-6},
-        ),
-    ],
-)
-def test_lines_that_name_their_step(line: str, values: dict[str, float]) -> None:
+# prime-rl, OpenRLHF, slime, ms-swift, and loops of one's own; below each line what it holds.
+LINES = """
+12:00:01 \x1b[32mSUCCESS\x1b[0m Step 7 | Time: 3s | Loss: 0.0021 | Entropy: 0.31 | Mismatch KL: 0.4
+    loss=0.0021 entropy=0.31 Mismatch·KL=0.4
+SUCCESS Step 7 | Time: 9.02s | Reward: 0.4353 | Seq. Length: 2069.9 tokens/sample
+    reward=0.4353
+2026-01-01 12:00:01.5 | INFO | ✨ Global step 7: {'policy_loss': 0.01, 'kl': 0.2, 'ppo_kl': 3.0}
+    loss=0.01 kl=0.2 ppo_kl=3.0
+(MegatronTrainRayActor pid=3) step 7: {'train/loss': 0.1, 'train/kl_loss': 0.2, 'train/ppo_kl': 3.0}
+    loss=0.1 kl=0.2 ppo_kl=3.0
+{'loss': 0.1, 'kl': 0.2, 'global_step/max_steps': '7/500', 'elapsed_time': '6s'}
+    loss=0.1 kl=0.2
+step=7 reward=0.3 kl=0.01
+    reward=0.3 kl=0.01
+[12:00:01] INFO epoch=0 global_step=7/500, loss=+1e-3, kl=nan | solved=3/8 lr=1e-6 s/step=2.1
+    loss=0.001 kl=none learning_rate=1e-6 s/step=2.1
+reward=0.3 step=7
+    reward=0.3
+  3%|▎   | 7/500 [00:01<00:41]step=7 reward=0.3
+    reward=0.3
+[Step 7/500] Reward: 0.3 | KL: 0.01
+    reward=0.3 kl=0.01
+[Step 7/500] loss=-0.00 reward_avg=0.125 tokens_per_sec=27.3 avg_response_len=6.6 entropy_avg=1.24
+    loss=0.0 reward=0.125 tokens_per_sec=27.3 completions/mean_length=6.6 entropy=1.24
+Epoch: 2, Step: 7/500, Actor Loss: 0.1, KL: 0.2, LR: 1e-6
+    loss=0.1 kl=0.2 learning_rate=1e-6
+"""
+
+
+@pytest.mark.parametrize("case", LINES.strip("\n").replace("\n    ", "\0").splitlines())
+def test_lines_that_name_their_step(case: str) -> None:
+    line, _, held = case.partition("\0")
+    named = [value.rpartition("=") for value in held.replace("·", "\xa0").split(" ")]
+    values = {name.replace("\xa0", " "): None if value == "none" else float(value) for name, _, value in named}
     assert points(f"started\n{line}\n{{'learning_rate': 1e-6}}\n") == {7: values}
 
 

@@ -1,4 +1,4 @@
-"""What is seen of a run, from its store."""
+"""What is seen of a run, from its store: its machines, its money and deadline, its rollbacks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from checkpoint.records import documents
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import NotFound
 from checkpoint.store.run_store import Store
-from orchestrator.views.model import to_json
+from orchestrator.views import screen as notes
+from orchestrator.views.model import DeadlineView, HealthView, to_json
 from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import view_of
 from orchestrator.views.screen import head
 from orchestrator.web.app import headline
+from policies.detect.divergence import Health
 from policies.model.events import (
     BuyingResumed,
     BuyingStopped,
+    DivergenceCleared,
+    Event,
+    FleetMoved,
     JobExited,
     JobRestarted,
     NodeMoved,
+    ProbationPassed,
     RunMoved,
+    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
 )
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.model.timelines import Fork
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, Coming, Stage
-from tests.generators.views_world import T0, World, look, run_view
+from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, run_view
 
 
 def member(node: str, policy: str | None) -> MemberStatus:
@@ -253,3 +264,143 @@ def test_json_always_has_the_same_keys() -> None:
     assert again["nodes"][1]["slot"] == "rollout-0"
     assert again["phase"] == "training"
     assert again["events"][-1]["type"] == "RunMoved"
+
+
+def test_the_way_to_a_deadline_is_seen() -> None:
+    assert look(World(), 1).deadline is None
+    world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
+    world.starts()
+    before = look(world, 11).deadline
+    assert before == DeadlineView(T0 + 200, None, None, None, None)
+    world.happens(10, SpecProved())
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, orch__generate_s=1.0, orch__generate_node_s=1.0, orch__tokens=100.0)
+    world.beats(41, 10)
+    view = look(world, 42)
+    assert view.deadline is not None
+    assert (view.deadline.behind, view.deadline.nodes, view.deadline.end_s) == (False, 1, T0 + 102)
+    assert view.deadline.expected_step == pytest.approx(
+        40 * 32 / (200 - 10 - 18)
+    )  # two starts of 9 s are kept in reserve
+    assert to_json(view)["deadline"]["deadline_s"] == T0 + 200
+    (line,) = notes.deadline(view, 110)
+    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · 1 node keeps it"
+    assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
+    late = look(world, 150).deadline
+    assert late is not None
+    assert (late.behind, late.nodes) == (True, 0)
+
+
+def test_whether_a_deadline_was_kept_is_seen_once_the_run_is_done() -> None:
+    for last_s, told in ((140, "kept, 1:00 min before"), (230, "missed by 30 s")):
+        world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
+        world.starts()
+        world.happens(10, SpecProved())
+        world.logs(last_s, 40)
+        world.beats(last_s, 40)
+        world.happens(last_s + 5, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
+        (line,) = notes.deadline(look(world, 900), 110)
+        assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
+
+
+def test_the_money_and_the_split_of_a_step_are_told() -> None:
+    """Two nodes at 0.90 USD an hour and a trainer at 7.20 since 1 s; steps of 10 s, 4 s of them on two nodes."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 10 * step, step, orch__generate_s=4.0, orch__generate_node_s=8.0, orch__tokens=1000.0)
+    world.beats(121, 10)
+    view = run_view(world.store, T0 + 121, None)
+    spent = 120 * (7.2 + 1.8) / 3600
+    assert view.money.spent_usd == pytest.approx(spent)
+    assert view.money.all_on_demand_usd == pytest.approx(120 * (7.2 + 7.2) / 3600)
+    assert view.money.usd_per_step == pytest.approx(spent / 10)
+    assert view.money.usd_per_million_tokens == pytest.approx(spent * 100)
+    assert view.money.forecast_usd == pytest.approx(spent + 9.0 * 300 / 3600)
+    assert view.fleet is not None
+    assert view.fleet.fixed_s == pytest.approx(6)
+    assert view.fleet.generation_node_s == pytest.approx(8)
+    assert view.fleet.cheapest == pytest.approx((7.2 * 8 / (0.9 * 6)) ** 0.5)
+    assert json.dumps(to_json(view))
+
+
+def test_the_limit_is_above_the_run_s_own_start() -> None:
+    world = World(kl_limit=0.5)
+    for step, kl in enumerate((3.0, 3.5, 90.0), start=1):
+        assert look(world, step).kl_limit is None
+        world.logs(step, step, kl=kl)
+    assert look(world, 4).kl_limit == 4.0
+    assert look(World(kl_limit=None), 1).kl_limit is None
+
+
+def test_what_the_detectors_say_is_seen() -> None:
+    assert look(World(), 1).health == HealthView()
+    world = diverging()
+    assert look(world, 40).health == HealthView(Health.WATCH, 9, 7, EVIDENCE[:1])
+    world.happens(41, DivergenceCleared(0, 10))
+    assert look(world, 41).health == HealthView()
+    world.diverges(42, onset_step=7, step=10)
+    health = to_json(look(world, 42))["health"]
+    assert health == {"health": "tripped", "step": 10, "onset_step": 7, "evidence": EVIDENCE}
+
+
+def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
+    world = diverging()
+    world.saves(32, 5, tmp_path)
+    world.saves(42, 10, tmp_path)
+    world.beats(41, 10)
+    world.diverges(42, onset_step=7, step=10)
+    world.begins_rollback(43, FIRST_FORK, 10)
+    view = look(world, 44)
+    assert view.rollback is not None
+    assert (view.rollback.stage, view.rollback.since_s) == (RollbackStage.BEGUN, T0 + 43)
+    assert (view.timeline, view.step, view.kl, view.rollbacks) == (0, 10, 3.0, 1)
+
+    stages: list[tuple[RollbackStage, str]] = []
+    events: tuple[Event, ...] = (TimelineForked(1), TrainerFenced(1), TimelineResumed(1, 5), FleetMoved(1, "1-5"))
+    for at_s, event in enumerate(events, start=45):
+        world.happens(at_s, event)
+        view = look(world, at_s)
+        assert view.rollback is not None
+        stages.append((view.rollback.stage, view.rollback.text))
+        assert view.rollback.since_s == T0 + at_s
+        assert view.health == HealthView(), "that was the old timeline's"
+        # The old trainer's last word is no longer the run's.
+        assert (view.timeline, view.step, view.max_steps, view.activity, view.kl) == (1, 5, 40, None, 0.05)
+        assert view.eta_s == 35 * 2.0
+        assert view.nodes[0].policy is None
+        assert view.checkpoint is not None
+        assert view.checkpoint.version == "0-5", "0-10 is abandoned"
+    assert stages == [
+        (RollbackStage.FORKED, "waits for the old trainer to end"),
+        (RollbackStage.FENCED, "waits for its trainer"),
+        (RollbackStage.RESUMED, "is trained, and waits for the fleet"),
+        (RollbackStage.PROBATION, "is on probation until step 15"),
+    ]
+    assert to_json(view)["rollback"] == {
+        "timeline": 1,
+        "cause": "diverged",
+        "reason": FIRST_FORK.reason,
+        "from_step": 10,
+        "start": "0-5",
+        "stage": "probation",
+        "since_s": T0 + 48,
+        "probation_until_step": 15,
+        "text": "is on probation until step 15",
+    }
+    world.logs(50, 6, timeline=1, reward=0.9, kl=0.06)
+    world.beats(50, 6, timeline=1)
+    view = look(world, 51)
+    assert (view.step, view.activity, view.reward, view.kl) == (6, "generating", 0.9, 0.06)
+    assert [point.step for point in view.recent] == [1, 2, 3, 4, 5, 6]
+    assert view.nodes[0].policy == "1-6"
+    world.happens(60, ProbationPassed(1, 16))
+    view = look(world, 61)
+    assert (view.rollback, view.rollbacks, view.timeline) == (None, 1, 1)
+
+
+def test_a_run_that_began_anew_has_a_line_of_its_own() -> None:
+    world = diverging()
+    world.rolls_back(45, Fork(1, None), 10)
+    view = look(world, 50)
+    assert (view.step, view.reward, view.recent, view.checkpoint, view.kl_limit) == (0, None, (), None, None)

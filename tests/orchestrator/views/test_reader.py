@@ -80,15 +80,6 @@ def test_a_node_that_leaves_as_the_first_thing_that_is_read_is_still_shown() -> 
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
 
 
-def test_a_slot_that_has_been_empty_for_long_is_still_shown() -> None:
-    world = long_run(1)
-    world.moves(30, "rollout-1-i1", NodePhase.GONE, "preempted")
-    for number in range(3 * SEGMENT_ENTRIES):
-        world.happens(40, GatewayRestarted(f"h{number}"))
-    shown = {node.slot: (node.phase, node.reason) for node in view_of(Reader(world.store), T0 + 50, None).nodes}
-    assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
-
-
 class CountingStore(Store):
     """Remembers which objects were fetched."""
 

@@ -66,18 +66,6 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
 
 
-def test_a_run_without_anything_yet_can_be_drawn() -> None:
-    lines = drawn(run_view(World().store, T0 + 1, None))
-    assert lines[0].split()[:2] == ["digits", "STARTING"]
-    assert any("none yet" in line for line in lines)
-
-
-def test_it_says_that_the_store_is_slow(view: RunView) -> None:
-    lines = drawn(replace(view, store_slow=True))
-    assert "trainer is generating, 3 requests wait, the store is slow" in lines[0]
-    assert max(map(len, lines)) <= 80
-
-
 def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
     reason = "3 in a row came to nothing: no work seen within 900 s (`policies.boot_timeout_s`)"
     stopped = StoppedKindView("rollout on spot", reason, T0, T0 + 642, 1)
@@ -177,25 +165,6 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert more.split()[:6] == [str(64 - singles), "more:", "spot", str(64 - singles), "at", "work"]
 
 
-@pytest.mark.parametrize(
-    ("engines", "serving", "unfit", "words"),
-    [
-        (1, 1, "", ["serving", "0-9"]),
-        (8, 7, "why", ["serving 7/8", "0-9"]),
-        (8, 0, "why", ["serving 0/8", "unfit"]),
-    ],
-)
-def test_a_machine_says_how_many_of_its_engines_serve(
-    view: RunView, engines: int, serving: int, unfit: str, words: list[str]
-) -> None:
-    plain = replace(
-        view.nodes[1], node="rollout-10-i12", phase=NodePhase.SERVING, state=NodeState.SERVING, policy="0-9"
-    )
-    node = replace(plain, engines=engines, engines_serving=serving, unfit=unfit)
-    line = next(one for one in drawn(replace(view, nodes=(node,))) if one.startswith("rollout-10-i12"))
-    assert all(word in line for word in words), line
-
-
 def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
     wild = replace(view.events[-1], text="took [red]node[/blue]")
     assert any("took [red]node[/blue]" in line for line in drawn(replace(view, events=(wild,))))
@@ -256,12 +225,6 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_lines_while_the_run_goes_on(
     assert "step 10/40 reward 1" in out.getvalue()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_watching_stops_when_asked_to(view: RunView, terminal: bool) -> None:
-    console = Console(width=80, height=24, file=io.StringIO(), force_terminal=terminal)
-    assert not watch(showing([view]), lambda _: True, console).over
-
-
 def test_ctrl_c_is_left_to_the_caller_and_the_cursor_comes_back(view: RunView) -> None:
     out = io.StringIO()
 
@@ -272,21 +235,6 @@ def test_ctrl_c_is_left_to_the_caller_and_the_cursor_comes_back(view: RunView) -
     with pytest.raises(KeyboardInterrupt):
         watch(showing([view]), interrupted, console)
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "line"),
-    [
-        ([], 5, ""),
-        ([1.0], 5, "▄"),
-        ([2.0, 2.0, 2.0], 5, "▄▄▄"),
-        ([0.0, 1.0], 5, "▁█"),
-        ([0.0, 0.0, 7.0, 7.0], 2, "▁█"),
-        ([float(n) for n in range(6)], 3, "▁▅█"),
-    ],
-)
-def test_sparklines(values: list[float], width: int, line: str) -> None:
-    assert sparkline(values, width) == line
 
 
 def test_a_sparkline_has_room_for_any_number_of_values() -> None:

@@ -6,19 +6,12 @@ import io
 from dataclasses import asdict, replace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from checkpoint.records import documents, metrics
 from checkpoint.records.metrics import Row
 from orchestrator.views import report
-from orchestrator.views.measured import (
-    WeightsView,
-    newest_weights,
-    policy_stage_words,
-    weights_view,
-    weights_words,
-)
+from orchestrator.views.measured import WeightsView, newest_weights, weights_view
 from orchestrator.views.screen import Screen
 from policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World, report_of, run_view
@@ -58,30 +51,6 @@ def test_a_run_is_told_by_means_and_medians() -> None:
     assert view is not None
     assert (view.policies, view.sent_bytes, view.publish_s, view.encode_s) == (2, 20.0 * MIB, 3.0, 0.25)
     assert (view.fetch_s, view.fetched_bytes, view.first_ready_s, view.last_ready_s) == (2.5, 25 * MIB, 5.0, 7.0)
-
-
-@pytest.mark.parametrize(
-    ("view", "words", "stages"),
-    [
-        (
-            WeightsView(1, 1000.0 * MIB, 20.0 * MIB, 3.0, 1.0),
-            "20.0 MiB in 3.0 s (2.0 % of whole)",
-            "encoded in 1.0 s, sent 2.0 s later",
-        ),
-        (
-            WeightsView(1, 1000.0 * MIB, 20.0 * MIB, 3.0, 1.0, 3, 3, 2.0, 20.0 * MIB, 1.0, 4.0, 5.0),
-            "20.0 MiB in 3.0 s (2.0 % of whole); all ready in 4.0 to 5.0 s",
-            "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
-        ),
-        (
-            WeightsView(1, 1000.0 * MIB, 1000.0 * MIB, 3.0, 1.0, 3, 1, 2.0, 20.0 * MIB, 1.0, 4.0, 4.0),
-            "1000.0 MiB in 3.0 s (100.0 % of whole); 1 of 3 ready in 4.0 to 4.0 s",
-            "encoded in 1.0 s, sent 2.0 s later; fetched in 2.0 s (20.0 MiB), loaded in 1.0 s",
-        ),
-    ],
-)
-def test_the_words(view: WeightsView, words: str, stages: str) -> None:
-    assert (weights_words(view), policy_stage_words(view)) == (words, stages)
 
 
 def test_status_and_report_show_them_on_80_columns() -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from urllib.request import urlopen
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
+from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.home import keep_run_digest, run_digest
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import free_port
+from tests.stand_ins.control_plane import Run
 
 pytestmark = pytest.mark.slow
 
@@ -71,19 +70,16 @@ def is_there(pid: int) -> bool:
 
 @pytest.fixture
 def steered(tmp_path: Path) -> Iterator[Steered]:
-    store = Store((tmp_path / "store").as_uri())
-    trainer = TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",))
-    run = RunSpec(name="sim", storage=store.url, workdir=str(tmp_path), trainer=trainer, grpo={})
+    store = Run(tmp_path / "store").create().store
     environment = {
         **os.environ,
         "GRPO_ORCH_HOME": str(tmp_path / "home"),
         "GRPO_ORCH_NODE_PYTHON": str(tmp_path / "there-is-none"),
     }
     made = Steered(store, environment)
-    run_json = documents.create_run(store, RunRecord(documents.SCHEMA, "sim-0", time.time(), run))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_ORCH_HOME", environment["GRPO_ORCH_HOME"])
-        keep_run_digest(store.url, run_digest(run_json))
+        keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
     try:
         yield made
     finally:

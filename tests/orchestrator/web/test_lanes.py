@@ -7,21 +7,8 @@ from typing import Any
 from orchestrator.web.course import CELLS, SPANS_MOST
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase
-from tests.generators.views_world import FIRST_FORK, T0, World, requested
-from tests.orchestrator.web.test_site import HOSTILE, Client, browse, run_of
-
-
-def ask(world: World, *queries: dict[str, str]) -> list[dict[str, Any]]:
-    found = []
-
-    async def story(client: Client) -> None:
-        for query in queries:
-            answer = await client.get("/lanes", params=query)
-            assert answer.status == 200, await answer.text()
-            found.append(await answer.json())
-
-    browse(world, story)
-    return found
+from tests.generators.views_world import FIRST_FORK, T0, requested
+from tests.orchestrator.web.test_site import HOSTILE, ask, run_of, visit
 
 
 def slots(told: dict[str, Any]) -> list[str]:
@@ -32,7 +19,7 @@ def test_a_lane_for_each_place_and_the_machines_in_it() -> None:
     world = run_of()
     world.moves(40, "rollout-0-i1", NodePhase.GONE, HOSTILE)
     world.asks_for(41, "rollout-0-i2")
-    (told,) = ask(world, {})
+    (told,) = ask(world, "/lanes")
     assert slots(told) == ["trainer-0", "rollout-0", "rollout-1"]
     lost, new = told["lanes"][1]["machines"]
     assert (lost["node"], lost["market"], lost["price_usd_per_h"], lost["end"]) == (
@@ -54,7 +41,7 @@ def test_what_changed_last_in_view_comes_first() -> None:
     world = run_of()
     world.moves(30, "rollout-1-i1", NodePhase.DRAINING)
     world.moves(40, "rollout-0-i1", NodePhase.DRAINING)
-    everything, before = ask(world, {}, {"x": "time", "from": str(T0 + 20), "to": str(T0 + 35)})
+    everything, before = ask(world, "/lanes", f"/lanes?x=time&from={T0 + 20}&to={T0 + 35}")
     assert slots(everything) == ["trainer-0", "rollout-0", "rollout-1"]  # after the trainer
     assert slots(before) == ["trainer-0", "rollout-1", "rollout-0"]
 
@@ -62,7 +49,7 @@ def test_what_changed_last_in_view_comes_first() -> None:
 def test_the_ended_are_left_out_until_asked_for() -> None:
     world = run_of()
     world.moves(40, "rollout-1-i1", NodePhase.GONE)
-    without, with_them, second = ask(world, {}, {"ended": "yes"}, {"ended": "yes", "first": "1", "count": "1"})
+    without, with_them, second = ask(world, "/lanes", "/lanes?ended=yes", "/lanes?ended=yes&first=1&count=1")
     assert (slots(without), without["ended"]) == (["trainer-0", "rollout-0"], 1)
     assert slots(with_them) == ["trainer-0", "rollout-0", "rollout-1"]
     assert (slots(second), second["total"]) == (["rollout-0"], 3)
@@ -73,9 +60,9 @@ def test_a_window_in_steps_is_one_of_time() -> None:
     world.rolls_back(35, FIRST_FORK, from_step=12)
     by_step, begun, forked = ask(
         world,
-        {"from": "4", "to": "5"},
-        {"x": "time", "from": str(T0 + 2), "to": str(T0 + 3)},
-        {"x": "time", "from": str(T0 + 18), "to": str(T0 + 60)},
+        "/lanes?from=4&to=5",
+        f"/lanes?x=time&from={T0 + 2}&to={T0 + 3}",
+        f"/lanes?x=time&from={T0 + 18}&to={T0 + 60}",
     )
     assert (by_step["from_s"] - T0, by_step["until_s"] - T0) == (16, 20)  # a step's row is of its end
     assert [one["machines"][0]["spans"][0][0] for one in begun["lanes"]] == ["requested"] * 3
@@ -94,8 +81,8 @@ def test_a_lane_of_hundreds_of_machines_stays_small() -> None:
         world.happens(at_s + 9, NodeMoved(node, NodePhase.GONE, "taken"))
     everything, closer = ask(
         world,
-        {"ended": "yes", "x": "time", "to": str(T0 + 7100)},
-        {"ended": "yes", "x": "time", "from": str(T0 + 5000), "to": str(T0 + 5100)},
+        f"/lanes?ended=yes&x=time&to={T0 + 7100}",
+        f"/lanes?ended=yes&x=time&from={T0 + 5000}&to={T0 + 5100}",
     )
     busy = next(one for one in everything["lanes"] if one["slot"] == "rollout-1")
     assert SPANS_MOST > len(busy["machines"]) > 0
@@ -107,9 +94,6 @@ def test_a_lane_of_hundreds_of_machines_stays_small() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    async def story(client: Client) -> None:
-        for query in ({"count": "100000"}, {"ended": "1"}, {"first": "-1"}, {"from": "nan"}):
-            assert (await client.get("/lanes", params={**query, "format": "json"})).status == 400, query
-        assert (await client.get("/lanes", params={"from": "9", "to": "3"})).status == 200
-
-    browse(run_of(), story)
+    world = run_of()
+    visit(world, *(f"/lanes?{one}" for one in ("count=100000", "ended=1", "first=-1", "from=nan")), status=400)
+    visit(world, "/lanes?from=9&to=3")

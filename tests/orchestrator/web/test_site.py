@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession, web
@@ -52,6 +54,25 @@ def browse(
     asyncio.run(go())
 
 
+def visit(world: World, *paths: str, status: int = 200) -> list[str]:
+    """What stands on these pages."""
+    found: list[str] = []
+
+    async def story(client: Client) -> None:
+        for path in paths:
+            answer = await client.get(path)
+            found.append(await answer.text())
+            assert answer.status == status, (path, found[-1])
+
+    browse(world, story)
+    return found
+
+
+def ask(world: World, *paths: str) -> list[Any]:
+    """The same as programs have it."""
+    return [json.loads(text) for text in visit(world, *paths)]
+
+
 def check_headers(answer: ClientResponse) -> None:
     for name, value in HEADERS.items():
         assert answer.headers[name] == value
@@ -77,24 +98,15 @@ def test_the_way_to_a_deadline_is_on_every_page() -> None:
     world = run_of(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
     world.happens(10, SpecProved())
 
-    async def story(client: Client) -> None:
-        for path in ("/", "/money", "/diary"):
-            drawn = await (await client.get(path)).text()
-            (line,) = [one for one in drawn.splitlines() if 'class="deadline' in one]
-            assert "deadline <b>2023-11-14 22:16 UTC</b> · ends " in line
-            assert 'class="deadline warn"' in line  # long past by this machine's clock
-            assert "step 12, 40 expected: behind" in line
-            assert " at the end</p>" in line
-        told = await (await client.get("/?format=json")).json()
-        assert told["run"]["deadline"]["deadline_s"] == T0 + 200
-        assert told["run"]["deadline"]["behind"] is True
-
-    browse(world, story)
-
-    async def without(client: Client) -> None:
-        assert 'class="deadline' not in await (await client.get("/")).text()
-
-    browse(run_of(), without)
+    for drawn in visit(world, "/", "/money", "/diary"):
+        (line,) = [one for one in drawn.splitlines() if 'class="deadline' in one]
+        assert "deadline <b>2023-11-14 22:16 UTC</b> · ends " in line
+        assert 'class="deadline warn"' in line  # long past by this machine's clock
+        assert "step 12, 40 expected: behind" in line
+        assert " at the end</p>" in line
+    (told,) = ask(world, "/?format=json")
+    assert (told["run"]["deadline"]["deadline_s"], told["run"]["deadline"]["behind"]) == (T0 + 200, True)
+    assert 'class="deadline' not in visit(run_of(), "/")[0]
 
 
 def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
@@ -111,15 +123,12 @@ def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
     )
     world.happens(40, BuyingStopped("rollout on spot", HOSTILE), StoreSlowed(9, 3))
 
-    async def story(client: Client) -> None:
-        drawn = await (await client.get("/checkpoints")).text()
-        # Its run.yaml wants one, whatever places there are.
-        assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
-        assert "No machines are bought, rollout on spot; one is tried any time now: &lt;script&gt;" in drawn
-        assert "The store is slow: " in drawn
-        assert len(drawn) < 20_000
-
-    browse(world, story)
+    (drawn,) = visit(world, "/checkpoints")
+    # Its run.yaml wants one, whatever places there are.
+    assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
+    assert "No machines are bought, rollout on spot; one is tried any time now: &lt;script&gt;" in drawn
+    assert "The store is slow: " in drawn
+    assert len(drawn) < 20_000
 
 
 def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None:
@@ -127,27 +136,19 @@ def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None
     why = "12.00 of `budget.usd` 12 are spent"
     world.happens(40, BudgetReached(12.0, why, "pause"), RunMoved(RunPhase.STOPPING, why))
     world.happens(41, RunMoved(RunPhase.PAUSED, why))
-
-    async def story(client: Client) -> None:
-        drawn = await (await client.get("/")).text()
-        assert f"{why}; go on with: grpo-orch resume --budget-usd NUMBER {world.store.url}" in drawn
-
-    browse(world, story)
+    told = f"{why}; go on with: grpo-orch resume --budget-usd NUMBER {world.store.url}"
+    assert told in visit(world, "/")[0]
 
 
 def test_what_others_wrote_is_text() -> None:
     world = run_of()
     world.happens(40, Noticed("reward_hacking", 12, HOSTILE))
-
-    async def story(client: Client) -> None:
-        drawn = await (await client.get("/")).text()
-        assert "<script>alert" not in drawn
-        assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in drawn
-        assert "characters more" in drawn
-        assert len(drawn) < 50_000
-        assert not set("\x1b\u202e\u2066") & set(drawn)
-
-    browse(world, story)
+    (drawn,) = visit(world, "/")
+    assert "<script>alert" not in drawn
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in drawn
+    assert "characters more" in drawn
+    assert len(drawn) < 50_000
+    assert not set("\x1b\u202e\u2066") & set(drawn)
 
 
 def test_nothing_can_be_changed_and_no_other_name_is_answered() -> None:
@@ -248,8 +249,7 @@ def test_look_that_fails_is_told_and_the_next_one_is_shown(monkeypatch: pytest.M
         with monkeypatch.context() as broken:
             broken.setattr(Watch, "_look", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
-        told = await (await client.get("/")).text()
-        assert "ZeroDivisionError" not in told
+        assert "ZeroDivisionError" not in await (await client.get("/")).text()
 
     browse(world, story)
 

@@ -16,18 +16,8 @@ from pathlib import Path
 from tests.rigs.sky.network import HOST_ADDRESS
 
 _INIT = Path(__file__).with_name("machine.sh")
-_UNSHARE = [
-    "unshare",
-    "--net",
-    "--mount",
-    "--pid",
-    "--uts",
-    "--ipc",
-    "--fork",
-    "--kill-child",
-    "--propagation",
-    "private",
-]
+_NAMESPACES = "--net --mount --pid --uts --ipc --fork --kill-child --propagation private"
+_UNSHARE = ["unshare", *_NAMESPACES.split()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ import msgspec
 import pytest
 
 from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store import layout
-from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky import watch
@@ -25,55 +22,21 @@ from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.home import run_dir
 from policies.control.snapshot import Machine
 from policies.model import exit_codes
-from policies.model.spec import RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from tests.budget import HANG_S
 from tests.budget import until as wait_until
-from tests.stand_ins.cloud_worlds import hurry
-from tests.stand_ins.sky_table import PREFIX, Table
-from tests.stand_ins.world import spec
-
-stores = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hurry(monkeypatch)
-    monkeypatch.setattr(sky_cloud, "REGION_WAIT_S", 0.05)
-    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 0.0)
-    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-
-
-class Clouds:
-    """One run, and as many controllers of it as a test opens."""
-
-    def __init__(self, folder: Path) -> None:
-        base = spec()
-        trainer = replace(base.trainer, resources={"infra": "aws"})
-        self.spec: RunSpec = replace(base, cloud="sky", workdir=str(folder), trainer=trainer)
-        self.opened: list[SkyCloud] = []
-        self.store = Store(f"memory://sky-{next(stores)}")
-        self.sky = Table()
-
-    def open(self) -> SkyCloud:
-        record = RunRecord(1, "sim-0", 0.0, self.spec)
-        made = SkyCloud(self.sky, record, self.store)  # type: ignore[arg-type]  # the table stands in for SkyPilot
-        self.opened.append(made)
-        return made
-
-    def says(
-        self, node: str, attempt: int, exit_code: int | None = None, notice: bool = False, reason: str = ""
-    ) -> None:
-        report = MachineReport(node, attempt, exit_code, notice, exit_reason=reason)
-        documents.machine(report.node).write(self.store, report)
+from tests.stand_ins.control_plane import PREFIX, SkyWorld
 
 
 @pytest.fixture
-def clouds(tmp_path: Path) -> Iterator[Clouds]:
-    made = Clouds(tmp_path)
+def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SkyWorld]:
+    """One run, and as many controllers of it as a test opens."""
+    made = SkyWorld(tmp_path, monkeypatch, idle=True)
+    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 0.0)
+    trainer = replace(made.spec.trainer, resources={"infra": "aws"})
+    made.spec = replace(made.spec, trainer=trainer)
     yield made
-    for cloud in made.opened:
-        cloud.close()
+    made.close()
 
 
 def order(node: str = "trainer-0-i1", attempt: int = 1) -> Order:
@@ -100,18 +63,18 @@ def seen(cloud: SkyCloud) -> dict[str, Machine]:
     return until(cloud, lambda _: True)
 
 
-def running(clouds: Clouds, node: str = "rollout-0-i1") -> SkyCloud:
+def running(clouds: SkyWorld, node: str = "rollout-0-i1") -> SkyCloud:
     """A controller with a trainer and one other node up, at work."""
     cloud = clouds.open()
     seen(cloud)
     for name in ("trainer-0-i1", node):
         cloud.launch(order(name))
-        clouds.says(name, 1)
+        clouds.run.machine_says(name, 1)
     until(cloud, lambda machines: len(machines) == 2)
     return cloud
 
 
-def test_nothing_is_known_before_the_first_look(clouds: Clouds) -> None:
+def test_nothing_is_known_before_the_first_look(clouds: SkyWorld) -> None:
     clouds.sky.fails = CloudUnavailable("the API server is away")
     cloud = clouds.open()
     with pytest.raises(CloudUnavailable):
@@ -121,7 +84,7 @@ def test_nothing_is_known_before_the_first_look(clouds: Clouds) -> None:
 
 
 def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud = running(clouds)
     monkeypatch.setattr(watch, "STALE_S", 0.05)
@@ -137,67 +100,8 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
     wait_until("nothing is known", nothing_is_known)
 
 
-def test_the_token_goes_as_a_secret(clouds: Clouds) -> None:
-    running(clouds)
-    for work in clouds.sky.works:
-        assert work.secrets["GRPO_ORCH_TOKEN"] == "s3cret"
-        assert "s3cret" not in repr(work)
-
-
-def test_work_that_ended_is_run_again_on_the_same_machine(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    clouds.says("trainer-0-i1", 1, exit_code=7, reason="no such column")
-    until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == 7)
-    assert cloud.machines()["trainer-0-i1"].exit_reason == "no such column"
-    cloud.launch(order(attempt=2))
-    assert clouds.sky.asked[-1] == "run_again trainer-0-i1"
-    machine = seen(cloud)["trainer-0-i1"]
-    assert (machine.attempt, machine.exit_code, machine.exit_reason) == (2, None, "")
-
-
-def test_a_machine_is_not_given_up_because_skypilot_cannot_reach_it(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    name = PREFIX + "rollout-0-i1"
-    clouds.sky.table[name] = replace(clouds.sky.table[name], state=ClusterState.STARTING)
-    time.sleep(0.1)  # a few looks, of which nothing may follow: there is no event to wait for
-    assert seen(cloud)["rollout-0-i1"].state is MachineState.UP
-
-
-def test_a_silent_machine_is_gone_once_its_cloud_says_so(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
-    cloud = running(clouds)
-    monkeypatch.setattr(clouds.sky, "has_machines", lambda _: False)
-    cloud.confirm("rollout-0-i1")
-    machine = cloud.machines()["rollout-0-i1"]
-    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
-
-
-def test_work_that_ended_without_a_word_has_failed(clouds: Clouds) -> None:
-    cloud = clouds.open()
-    seen(cloud)
-    cloud.launch(order())
-    clouds.sky.idle = True  # the set-up failed: the machine never got to say anything
-    cloud.confirm("trainer-0-i1")
-    machine = cloud.machines()["trainer-0-i1"]
-    assert (machine.attempt, machine.exit_code) == (1, exit_codes.FAILED)
-    clouds.sky.idle = False
-    cloud.launch(order(attempt=2))
-    assert cloud.machines()["trainer-0-i1"].exit_code is None
-
-
-def test_a_machines_jobs_are_not_looked_at_while_they_may_still_be_starting(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", 1000.0)
-    cloud = clouds.open()
-    seen(cloud)
-    cloud.launch(order())
-    clouds.sky.idle = True
-    cloud.confirm("trainer-0-i1")
-    assert cloud.machines()["trainer-0-i1"].exit_code is None
-
-
 def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -215,41 +119,17 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
     assert len(asked) == 1
 
 
-def test_machine_reporting_a_rebalance_recommendation_is_seen(clouds: Clouds) -> None:
+def test_machine_reporting_a_rebalance_recommendation_is_seen(clouds: SkyWorld) -> None:
     cloud, node = running(clouds), "rollout-0-i1"
     key = layout.machine(node)
     assert not seen(cloud)[node].rebalance_recommended
-    report = msgspec.json.decode(clouds.store.get(key))
-    clouds.store.put(key, msgspec.json.encode({**report, "rebalance_recommended": True}))
+    report = msgspec.json.decode(clouds.run.store.get(key))
+    clouds.run.store.put(key, msgspec.json.encode({**report, "rebalance_recommended": True}))
     until(cloud, lambda machines: machines[node].rebalance_recommended)
     assert not seen(cloud)[node].notice
 
 
-def test_work_that_said_how_it_ended_is_believed(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    clouds.says("trainer-0-i1", 1, exit_code=exit_codes.BAD_SPEC)
-    clouds.sky.idle = True
-    cloud.confirm("trainer-0-i1")
-    assert cloud.machines()["trainer-0-i1"].exit_code == exit_codes.BAD_SPEC
-
-
-def test_another_controller_sets_the_machine_up_anew_before_it_runs_work_there(clouds: Clouds) -> None:
-    running(clouds)
-    after = clouds.open()
-    seen(after)
-    after.launch(order(attempt=2))
-    assert clouds.sky.asked[-1] == "launch trainer-0-i1"
-    assert seen(after)["trainer-0-i1"].attempt == 2
-
-
-def test_what_a_machine_said_goes_with_it(clouds: Clouds) -> None:
-    cloud = running(clouds)
-    cloud.terminate("rollout-0-i1")
-    assert documents.machine("rollout-0-i1").read(clouds.store) is None
-    assert documents.machine("trainer-0-i1").read(clouds.store) is not None
-
-
-def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) -> None:
+def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: SkyWorld) -> None:
     name = PREFIX + "trainer-0-i1"
     clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
     cloud = clouds.open()
@@ -264,7 +144,7 @@ def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: Clouds) ->
     ("bought", "said"), [(False, CloudRefused), (True, CloudUnavailable), (None, CloudUnavailable)]
 )
 def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down_and_was_bought_if_its_cloud_had_it(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch, bought: bool | None, said: type[Exception]
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch, bought: bool | None, said: type[Exception]
 ) -> None:
     cloud = clouds.open()
     seen(cloud)
@@ -303,7 +183,7 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down_and_was
 
 
 def test_a_refused_launch_that_left_a_machine_says_so_and_the_machine_is_there(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud = clouds.open()
     seen(cloud)
@@ -322,7 +202,7 @@ def test_a_refused_launch_that_left_a_machine_says_so_and_the_machine_is_there(
 
 
 def test_a_launch_is_not_refused_while_nobody_can_say_what_it_left(
-    clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud = clouds.open()
     seen(cloud)
@@ -336,7 +216,7 @@ def test_a_launch_is_not_refused_while_nobody_can_say_what_it_left(
         cloud.launch(order())
 
 
-def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds) -> None:
+def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: SkyWorld) -> None:
     cloud = clouds.open()
     seen(cloud)
     with pytest.raises(CloudUnavailable, match="waits for the trainer's region"):
@@ -346,7 +226,7 @@ def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: Clouds)
     assert clouds.sky.works[-1].resources["infra"] == "aws/us-east-1"
 
 
-def test_the_plan_names_both_prices(clouds: Clouds) -> None:
+def test_the_plan_names_both_prices(clouds: SkyWorld) -> None:
     trainer, *rollouts = clouds.open().offers()
     assert (trainer.market, trainer.price_usd_per_h, trainer.other_market_usd_per_h) == (
         Market.ON_DEMAND,
@@ -360,7 +240,7 @@ def test_the_plan_names_both_prices(clouds: Clouds) -> None:
     assert clouds.open().offers()[0].other_market_usd_per_h is None
 
 
-def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_market(clouds: Clouds) -> None:
+def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_market(clouds: SkyWorld) -> None:
     assert clouds.open().without_quota() == []
     clouds.sky.no_quota = {True}
     (line,) = clouds.open().without_quota()
@@ -373,7 +253,7 @@ def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_m
     assert rollout == line
 
 
-def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clouds) -> None:
+def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: SkyWorld) -> None:
     trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
     rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})
     clouds.spec = replace(clouds.spec, trainer=trainer, rollout=rollout)
@@ -381,7 +261,7 @@ def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: Clou
         clouds.open().offers()
 
 
-def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds: Clouds) -> None:
+def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds: SkyWorld) -> None:
     pools = clouds.open().pools()
     assert {(one.role, one.pool.market) for one in pools} == {(role, market) for role in Role for market in Market}
     named = replace(clouds.spec.rollout, resources={"ordered": [{"use_spot": True}, {"use_spot": False}]})
@@ -389,7 +269,7 @@ def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds:
     assert clouds.open().pools() == []
 
 
-def test_a_machine_of_which_little_is_known_is_there_and_costs_what_it_was_asked_for(clouds: Clouds) -> None:
+def test_a_machine_of_which_little_is_known_is_there_and_costs_what_it_was_asked_for(clouds: SkyWorld) -> None:
     cloud = running(clouds)
     before = cloud.machines()["rollout-0-i1"]
     for node in ("rollout-0-i1", "rollout-1-i1"):
@@ -407,10 +287,55 @@ def test_a_machine_of_which_little_is_known_is_there_and_costs_what_it_was_asked
     assert (found["rollout-1-i1"].pool, found["rollout-1-i1"].price_usd_per_h) == (None, 0.0)
 
 
-def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: Clouds) -> None:
+def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: SkyWorld) -> None:
     cloud = clouds.open()
     with pytest.raises(KeyError):
         cloud.log("daemon", follow=False)
     (run_dir("sim-0") / "daemon.log").write_text("took the run\nticked\n")
     assert list(cloud.log("daemon", follow=False)) == ["took the run", "ticked"]
     assert cloud.logged_nodes() == ["daemon"]
+
+
+def test_work_is_run_again_on_its_machine_which_another_controller_sets_up_anew(
+    clouds: SkyWorld,
+) -> None:
+    cloud = running(clouds)
+    clouds.run.machine_says("trainer-0-i1", 1, exit_code=7)
+    until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == 7)
+    after = clouds.open()
+    seen(after)
+    for controller, attempt, asked in ((cloud, 2, "run_again"), (after, 3, "launch")):
+        controller.launch(order(attempt=attempt))
+        assert clouds.sky.asked[-1] == f"{asked} trainer-0-i1"
+        assert seen(controller)["trainer-0-i1"].attempt == attempt
+
+
+@pytest.mark.parametrize(
+    ("since_s", "said", "exit_code"),
+    [(0.0, None, exit_codes.FAILED), (0.0, exit_codes.BAD_SPEC, exit_codes.BAD_SPEC), (1000.0, None, None)],
+    ids=["the set-up failed", "it said how it ended", "it may still be starting"],
+)
+def test_work_that_ended_without_a_word_has_failed(
+    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch, since_s: float, said: int | None, exit_code: int | None
+) -> None:
+    monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", since_s)
+    cloud = clouds.open()
+    seen(cloud)
+    cloud.launch(order())
+    if said is not None:
+        clouds.run.machine_says("trainer-0-i1", 1, exit_code=said)
+        until(cloud, lambda machines: machines["trainer-0-i1"].exit_code == said)
+    clouds.sky.idle = True
+    cloud.confirm("trainer-0-i1")
+    machine = cloud.machines()["trainer-0-i1"]
+    assert (machine.attempt, machine.exit_code) == (1, exit_code)
+    clouds.sky.idle = False
+    cloud.launch(order(attempt=2))
+    assert cloud.machines()["trainer-0-i1"].exit_code is None
+
+
+def test_what_a_machine_said_goes_with_it(clouds: SkyWorld) -> None:
+    cloud = running(clouds)
+    cloud.terminate("rollout-0-i1")
+    assert documents.machine("rollout-0-i1").read(clouds.run.store) is None
+    assert documents.machine("trainer-0-i1").read(clouds.run.store) is not None

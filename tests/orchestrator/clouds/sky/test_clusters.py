@@ -30,40 +30,24 @@ def look(clusters: Clusters, *found: Cluster) -> None:
     clusters.end_look(clusters.begin_look(), found)
 
 
-def lost(clusters: Clusters) -> str:
-    return clusters.entries()[NAME].lost
-
-
-def test_a_cluster_that_was_up_and_is_no_longer_on_record_is_lost(clusters: Clusters) -> None:
-    look(clusters, UP)
-    assert clusters.entries()[NAME].is_up
-    look(clusters)
-    assert lost(clusters) == "preempted"
-    assert not clusters.entries()[NAME].is_up
-
-
-def test_a_lost_on_demand_cluster_was_not_preempted(clusters: Clusters) -> None:
-    look(clusters, replace(UP, spot=False))
-    look(clusters)
-    assert lost(clusters) == "the cloud no longer has it"
-
-
-def test_a_cluster_that_never_came_up_is_forgotten(clusters: Clusters) -> None:
-    look(clusters, STARTING)
-    look(clusters)
-    assert clusters.entries() == {}
-
-
-def test_a_cluster_that_skypilot_cannot_reach_is_not_given_up_for_that(clusters: Clusters) -> None:
-    look(clusters, UP)
-    look(clusters, STARTING)
-    assert clusters.entries()[NAME].is_up
-
-
-def test_a_stopped_cluster_is_lost(clusters: Clusters) -> None:
-    look(clusters, UP)
-    look(clusters, replace(UP, state=ClusterState.STOPPED))
-    assert lost(clusters) == "it was stopped"
+@pytest.mark.parametrize(
+    ("looks", "lost"),
+    [
+        ([UP], ""),
+        ([UP, None], "preempted"),
+        ([UP, None, None], "preempted"),  # and stays so
+        ([replace(UP, spot=False), None], "the cloud no longer has it"),
+        ([UP, STARTING], ""),  # SkyPilot cannot reach it, and it is not given up for that
+        ([UP, replace(UP, state=ClusterState.STOPPED)], "it was stopped"),
+        ([STARTING, None], None),  # it never came up, and is forgotten
+    ],
+)
+def test_what_looks_find_of_a_cluster(clusters: Clusters, looks: list[Cluster | None], lost: str | None) -> None:
+    for found in looks:
+        look(clusters, *([found] if found else []))
+    entry = clusters.entries().get(NAME)
+    assert (entry and entry.lost) == lost
+    assert entry is None or entry.is_up == (not lost)
 
 
 def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> None:
@@ -71,7 +55,7 @@ def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> No
     clusters.lose(NAME, "preempted")
     clusters.lose(NAME, "something else")
     look(clusters, UP)
-    assert lost(clusters) == "preempted"
+    assert clusters.entries()[NAME].lost == "preempted"
     clusters.forget(NAME)
     assert clusters.entries() == {}
 
@@ -83,7 +67,7 @@ def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clus
     clusters.end_look(began, [])
     assert clusters.entries()[NAME].is_up
     look(clusters)
-    assert lost(clusters) == "preempted"
+    assert clusters.entries()[NAME].lost == "preempted"
 
 
 def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(clusters: Clusters) -> None:
@@ -126,4 +110,4 @@ def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
 def test_what_is_handed_out_is_a_copy(clusters: Clusters) -> None:
     look(clusters, UP)
     clusters.entries()[NAME].lost = "not really"
-    assert lost(clusters) == ""
+    assert clusters.entries()[NAME].lost == ""

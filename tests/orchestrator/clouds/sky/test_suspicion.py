@@ -57,33 +57,37 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
-def test_a_machine_that_answers_is_there_and_nobody_else_is_asked(world: World) -> None:
-    assert world.look()
-    assert (world.asked, world.lost) == (0, "")
-
-
-def test_a_preempted_machine_is_lost_at_the_clouds_word(world: World) -> None:
-    world.answers, world.has = False, False
-    assert not world.look()
-    assert (world.asked, world.lost) == (0, "preempted")
-
-
-def test_where_the_cloud_cannot_be_asked_skypilot_is(world: World) -> None:
-    world.answers, world.says = False, None
-    assert not world.look()
-    assert (world.asked, world.lost) == (1, "preempted")
-
-
-def test_a_machine_that_answered_before_is_dead_after_a_while_of_silence(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("answers", "has", "says", "asked", "lost"),
+    [
+        (True, None, [UP], 0, ""),  # it answers, and nobody else is asked
+        (True, None, [INIT], 0, ""),  # busy: SkyPilot cannot talk to it
+        (False, False, [UP], 0, "preempted"),  # at the cloud's word
+        (False, None, [None], 1, "preempted"),  # where the cloud cannot be asked SkyPilot is
+        (False, True, [INIT], 1, ""),
+        (False, True, [INIT, INIT], 2, DEAD),
+        (False, None, [INIT, INIT], 2, DEAD),
+        (False, None, [INIT, UP, INIT], 3, ""),  # a word of life between
+    ],
+)
+def test_what_a_silent_machine_comes_to(
+    world: World, answers: bool, has: bool | None, says: list[Cluster | None], asked: int, lost: str
 ) -> None:
-    world.look()
-    world.answers, world.has = False, True
-    assert not world.look()
+    world.answers, world.has = answers, has
+    for said in says:
+        world.says = said and replace(said, ssh_address=None)
+        there = world.look()
+    assert (world.asked, world.lost) == (asked, lost)
+    assert there == answers or len(says) > 1
+
+
+def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
+    world.clusters.forget(NAME)
+    world.clusters.saw(INIT)
+    world.answers, world.says = False, INIT
+    for _ in range(3):
+        world.look()
     assert world.lost == ""
-    monkeypatch.setattr(suspicion, "DEAD_AFTER_S", 0.0)
-    assert not world.look()
-    assert (world.asked, world.lost) == (0, DEAD)
 
 
 def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,39 +101,6 @@ def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pyte
         now_s += passes_s
     world.look()
     assert world.lost == DEAD
-
-
-@pytest.mark.parametrize("has", [True, None])
-def test_one_that_never_answered_here_is_dead_when_skypilot_says_it_twice(world: World, has: bool | None) -> None:
-    world.has = has
-    world.answers, world.says = False, INIT
-    world.look()
-    assert world.lost == ""
-    world.look()
-    assert world.lost == DEAD
-
-
-def test_a_word_of_life_between_takes_the_first_word_back(world: World) -> None:
-    world.clusters.saw(replace(UP, ssh_address=None))
-    for says in (INIT, UP, INIT):
-        world.says = replace(says, ssh_address=None)
-        world.look()
-    assert world.lost == ""
-
-
-def test_a_busy_machine_that_skypilot_cannot_talk_to_is_kept_while_its_port_answers(world: World) -> None:
-    world.says = INIT
-    assert world.look()
-    assert world.lost == ""
-
-
-def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
-    world.clusters.forget(NAME)
-    world.clusters.saw(INIT)
-    world.answers, world.says = False, INIT
-    for _ in range(3):
-        world.look()
-    assert world.lost == ""
 
 
 def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> None:

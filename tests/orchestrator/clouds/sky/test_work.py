@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.clouds.sky.work import is_secret, region_of, resources_for, sole_region, work_for
+from orchestrator.clouds.sky.remote import settings_elsewhere
+from orchestrator.clouds.sky.work import (
+    SETTABLE,
+    is_secret,
+    region_of,
+    resources_for,
+    sole_region,
+    unused_clouds,
+    work_for,
+)
 from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import Market, Refusal, Role
 
@@ -224,3 +233,42 @@ def test_a_pod_has_a_hook_that_tells_its_work_of_its_end(spec: RunSpec, place: s
     for hook in work.hooks:
         assert hook["run"].startswith("NODE=trainer-0-i1\n")
         assert hook["events"] == ["preemption"]
+
+
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    (
+        {
+            "api_server": {"endpoint": "https://me:secret@sky.example.com"},
+            "admin_policy": "mine.Policy",
+            "db": "postgresql://me:secret@db.example.com/sky",
+        },
+        {},
+    ),
+    (
+        {"aws": {"vpc_name": "training", "use_internal_ips": True, "ssh_proxy_command": "ssh -W %h:%p me@jump"}},
+        {"aws": {"vpc_name": "training", "use_internal_ips": True, "ssh_proxy_command": None}},
+    ),
+    (
+        {"gcp": {"ssh_proxy_command": {"us-west1": "ssh -W %h:%p me@west", "us-east1": None}}},
+        {"gcp": {"ssh_proxy_command": {"us-west1": None, "us-east1": None}}},
+    ),
+    (
+        {"workspaces": {"rl": {"clouds": [{"ssh_proxy_command": "ssh me@jump"}, "gcp"]}}},
+        {"workspaces": {"rl": {"clouds": [{"ssh_proxy_command": None}, "gcp"]}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("here", "there"), SETTINGS)
+def test_settings_hold_elsewhere_without_servers_code_and_proxies(
+    here: dict[str, Any], there: dict[str, Any]
+) -> None:
+    assert settings_elsewhere(here) == there
+
+
+def test_only_what_a_run_surely_does_not_use_is_withheld() -> None:
+    assert unused_clouds(["aws/us-east-1", "aws"], "s3://b/r") == sorted(SETTABLE - {"aws"})
+    assert unused_clouds(["gcp/us-east1"], "s3://b/r") == sorted(SETTABLE - {"aws", "gcp"})
+    assert "ssh" not in unused_clouds(["kubernetes/a"], "gs://b/r")  # they share a file
+    assert unused_clouds([None], "s3://b/r") == unused_clouds(["aws"], "abfs://b/r") == []

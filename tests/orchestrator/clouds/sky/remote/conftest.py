@@ -1,8 +1,11 @@
-"""What these tests have in common."""
+"""A run whose daemon lives on a machine that SkyPilot provisions, and the user who has it.
+
+SkyPilot is a table, twice: the user's, and the controller machine's own, of which the user's knows nothing. The
+daemon in its thread is on that machine.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,44 +15,69 @@ import pytest
 import structlog
 
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator import clouds
 from orchestrator.cli import remote
-from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import watch
 from orchestrator.clouds.sky.cloud import SkyCloud
+from orchestrator.clouds.sky.records import CloudCheck, Cluster
+from orchestrator.clouds.sky.work import Work
 from orchestrator.control import daemon
 from tests.budget import HANG_S
-from tests.orchestrator.clouds.sky.remote.world import RUN_ID, Users, World
-from tests.stand_ins.world import spec
+from tests.stand_ins.control_plane import RUN_ID, SkyUser, Table, on_sky
+
+CLUSTER = f"grpo-controller-{RUN_ID}"
+
+
+class Users(Table):
+    """The user's SkyPilot, and beyond it the controller machine with a SkyPilot of its own."""
+
+    def __init__(self, user: World) -> None:
+        super().__init__()
+        self.beyond = Table()
+        self.set_by_user: dict[str, Any] = {}
+        self.reasons: list[str] = []
+        self.noted: list[documents.ControllerMachine | None] = []  # in the store, as each launch began
+        self._user = user
+
+    def launch(self, name: str, work: Work, timeout_s: float) -> Cluster:
+        documents.read_run(self._user.store)  # raises: the run comes first
+        self.noted.append(documents.CONTROLLER.read(self._user.store))
+        launched = super().launch(name, work, timeout_s)
+        if self.is_idle(name, timeout_s):
+            self.reasons.append(work.env["GRPO_ORCH_REASON"])
+            self._user.steer(self._user.store, self.reasons[-1])
+        return launched
+
+    def is_idle(self, _name: str, _: float) -> bool:
+        return self.idle or not self._user.is_steered()
+
+    def settings(self) -> dict[str, Any]:
+        return self.set_by_user
+
+    def log(self, name: str, *, follow: bool) -> Iterator[str]:
+        if name not in self.table:
+            raise KeyError(name)
+        return iter([f"the daemon says{' and goes on' if follow else ''}"])
+
+    def clouds(self) -> list[CloudCheck]:
+        return [CloudCheck("aws", True, ""), CloudCheck("gcp", False, "no keys"), CloudCheck("lambda", True, "")]
+
+
+class World(SkyUser):
+    """The user; `sky` has the controller machine, `sky.beyond` those of the run."""
+
+    sky: Users
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
-    for module, name, value_s in (
-        (watch, "LOOK_EVERY_S", 0.01), (watch, "READ_EVERY_S", 0.01), (sky_cloud, "REGION_WAIT_S", 0.05),
-        (remote, "POLL_S", 0.01), (remote, "ENDED_EVERY_S", 0.1), (remote, "DAEMON_TIMEOUT_S", HANG_S),
-        (daemon, "TROUBLE_WAIT_S", 0.01),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value_s)
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    trainer = replace(spec().trainer, resources={"infra": "aws/us-east-1/us-east-1a", "accelerators": "H100:8"})
-    rollout = replace(spec().rollout, resources={"infra": "aws"})
-    store = Store((tmp_path / "store").as_uri())
-    run = replace(spec(), cloud="sky", storage=store.url, workdir=str(folder), trainer=trainer, rollout=rollout)
-    made = World(store, Users(store), RunRecord(documents.SCHEMA, RUN_ID, time.time(), run))
-    monkeypatch.setattr(clouds, "_open_skypilot", lambda *_: made.sky)
-    # What the daemon says is said on the other machine.
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    monkeypatch.setattr(structlog, "configure", lambda **_: None)
-    # The daemon in its thread is on the other machine.
+    for name, value_s in (("POLL_S", 0.01), ("ENDED_EVERY_S", 0.1), ("DAEMON_TIMEOUT_S", HANG_S)):
+        monkeypatch.setattr(remote, name, value_s)
+    made = World(tmp_path, monkeypatch, on_sky("aws/us-east-1/us-east-1a", "aws"))
+    (tmp_path / "mine").mkdir()
+    made.record = replace(made.record, spec=replace(made.record.spec, workdir=str(tmp_path / "mine")))
+    made.sky = Users(made)
     monkeypatch.setattr(
         daemon, "open_cloud", lambda record, store: SkyCloud(cast(Any, made.sky.beyond), record, store)
     )
     yield made
-    made.sky.daemon_dies()
+    made.daemon_dies()
     structlog.reset_defaults()

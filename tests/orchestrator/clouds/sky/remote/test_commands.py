@@ -18,11 +18,12 @@ from orchestrator.clouds.protocol import CloudRefused
 from orchestrator.control import daemon
 from policies.model import exit_codes
 from policies.model.vocabulary import Refusal, RunPhase
-from tests.orchestrator.clouds.sky.remote.world import CLUSTER, World
+from tests.budget import until
+from tests.orchestrator.clouds.sky.remote.conftest import CLUSTER, World
 from tests.rigs.command_line import Answer, Cli
 from tests.rigs.store.server import S3Server
+from tests.stand_ins.control_plane import Table
 from tests.stand_ins.earlier_trainer import leave_heartbeat
-from tests.stand_ins.sky_table import Table
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def cli(grpo_orch: Cli) -> Cli:
 
 def begun(world: World, cli: Cli) -> None:
     """A run whose daemon lives on its controller machine, with machines of its own."""
-    documents.create_run(world.store, world.record)
+    world.create()
     leave_heartbeat(world.store)
     done = cli("resume", "--remote", "-d", world.store.url)
     assert done.code == 0, done
-    world.until(lambda: len(world.sky.beyond.table) == 3)
+    until("so", lambda: len(world.sky.beyond.table) == 3)
 
 
 def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
@@ -65,7 +66,7 @@ def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
 
 def test_a_dead_daemon_is_started_again_to_stop_the_run(world: World, cli: Cli) -> None:
     begun(world, cli)
-    world.sky.daemon_dies()
+    world.daemon_dies()
     assert world.sky.beyond.table
     assert cli("down", world.store.url).code == 0
     assert world.sky.table == world.sky.beyond.table == {}
@@ -76,7 +77,7 @@ def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: Wo
     begun(world, cli)
     held = cli("resume", "-d", world.store.url)
     assert (held.code, "is steered by pid" in held.err) == (exit_codes.HELD, True)
-    world.sky.daemon_dies()
+    world.daemon_dies()
     asked = list(world.sky.beyond.asked)
     done = cli("resume", "-d", world.store.url)
     assert done.code == 0, done
@@ -88,7 +89,7 @@ def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: Wo
 def test_a_run_that_has_ended_costs_its_machine_until_down(world: World, cli: Cli) -> None:
     begun(world, cli)
     documents.send_command(world.store, "down", time.time())
-    world.until(lambda: world.state.phase is RunPhase.STOPPED and not remote.is_steered(world.store))
+    until("so", lambda: world.state.phase is RunPhase.STOPPED and not remote.is_steered(world.store))
     assert cli("down", world.store.url).code == 0
     assert world.sky.table == {}
     assert world.sky.reasons == ["resume"], "nothing was left to steer, and a daemon was started"
@@ -98,7 +99,7 @@ def test_a_lost_controller_machine_is_said_with_what_it_knew(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(world, cli)
-    world.sky.daemon_dies()
+    world.daemon_dies()
     world.sky.table.clear()
     refused = cli("resume", "-d", world.store.url)
     assert refused.code == exit_codes.FAILED
@@ -136,7 +137,7 @@ def test_the_controller_of_another_user_stops_the_run_and_stays(world: World, cl
 
 
 def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: Cli) -> None:
-    documents.create_run(world.store, world.record)
+    world.create()
     world.sky.fails = CloudRefused(Refusal.QUOTA, "no quota for it")
     refused = cli("resume", "--remote", "-d", world.store.url)
     assert refused.code == exit_codes.FAILED
@@ -150,7 +151,7 @@ def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: C
 def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents.create_run(world.store, world.record)
+    world.create()
     monkeypatch.setattr(daemon, "steer", lambda *_: None)
     failed = cli("resume", "--remote", "-d", world.store.url)
     assert failed.code == exit_codes.FAILED
@@ -162,7 +163,7 @@ def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
 def test_down_of_a_run_whose_daemon_never_came_up_returns_the_machine_and_launches_nothing(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents.create_run(world.store, world.record)
+    world.create()
     steer = daemon.steer
     monkeypatch.setattr(daemon, "steer", lambda *_: None)
     assert cli("resume", "--remote", "-d", world.store.url).code == exit_codes.FAILED
@@ -225,7 +226,7 @@ def test_up_shows_the_price_and_creates_the_run_before_it_launches(
     )
     (tmp_path / "mine" / "run.yaml").write_text(yaml.safe_dump(run_yaml))
     store = Store(url, options=moto.options())
-    world.sky._store = store
+    world.store = store
     done = cli("up", str(tmp_path / "mine" / "run.yaml"), "--remote", "-y", "-d")
     assert done.code == 0, done
     assert any("controller" in line and "on_demand" in line and "55.04" in line for line in done.out.splitlines())

@@ -19,7 +19,8 @@ from orchestrator.home import DIGEST_ENV, keep_run_digest, run_digest
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Refusal
 from tests.budget import HANG_S
-from tests.orchestrator.clouds.sky.remote.world import CLUSTER, RUN_ID, World
+from tests.orchestrator.clouds.sky.remote.conftest import CLUSTER, World
+from tests.stand_ins.control_plane import RUN_ID
 
 
 def controller(world: World, run: RunSpec) -> RemoteController:

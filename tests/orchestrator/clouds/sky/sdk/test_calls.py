@@ -1,15 +1,17 @@
-"""Calls that may never be answered: the caller has its deadline, and what was asked for is called off."""
+"""Calls that may never be answered: who asks has a deadline, the request is called off; and their logs."""
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 
 import pytest
 from structlog.testing import capture_logs
 
+from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky import calls
-from orchestrator.clouds.sky.calls import Call, timed
+from orchestrator.clouds.sky.calls import Call, lines_from, timed
 from tests.budget import HANG_S
 
 
@@ -75,14 +77,6 @@ def test_an_error_is_the_callers_and_tracebacks_stay_whole() -> None:
     assert not hasattr(sys, "tracebacklimit")
 
 
-def test_a_cancellation_that_fails_is_nobodys_concern() -> None:
-    server = Server()
-    server.may_submit.set()
-    with pytest.raises(TimeoutError):
-        Call(server.submit, server.fetch, lambda _: 1 / 0).result(0.05)
-    server.may_answer.set()
-
-
 def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
     server = Server()
@@ -109,8 +103,28 @@ def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.Mo
     assert said[0]["seconds"] >= 0.0
 
 
-def test_a_short_call_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "LOGGED_FROM_S", 60.0)
-    with capture_logs() as said, timed("has_machines", "grpo-tiny-rollout-0-i1"):
-        pass
-    assert said == []
+def test_lines_come_while_the_call_writes() -> None:
+    was_read = threading.Event()
+
+    def call(sink: io.TextIOBase) -> None:
+        print("\x1b[36m(daemon)\x1b[0m one\n", end="", file=sink, flush=True)
+        assert was_read.wait(HANG_S)
+        print("two\r\n", end="", file=sink)
+
+    lines = lines_from("n-1", call)
+    assert next(lines) == "(daemon) one"
+    was_read.set()
+    assert list(lines) == ["two"]
+
+
+def test_a_failure_is_told_after_what_was_written_and_tracebacks_stay_whole() -> None:
+    def call(sink: io.TextIOBase) -> None:
+        sink.write("one\n")
+        sys.tracebacklimit = 0
+        raise ValueError("no route\nto host")
+
+    lines = lines_from("n-1", call)
+    assert next(lines) == "one"
+    with pytest.raises(CloudUnavailable, match="the log of n-1 broke off: no route"):
+        next(lines)
+    assert not hasattr(sys, "tracebacklimit")

@@ -1,4 +1,4 @@
-"""Whether somebody steers, told from a lease whose holder's clock may be hours off."""
+"""Who steers, and what an unbroken row of looks is, told with clocks that may be hours off."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from checkpoint.records.documents import Lease
 from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, RENEW_S, TTL_S, LeaseWatch, is_held, own_lease
+from orchestrator.control.run_clock import RunClock, Steadiness
 
 HOUR_S = 3600.0
 NOW_S = 1.7e9
@@ -69,3 +70,24 @@ def test_who_watches_believes_the_renewals_and_not_the_clock() -> None:
         assert watch.look(lease, NOW_S)
     now_s[0] += TTL_S + 1
     assert not watch.look(lease, NOW_S)
+
+
+def test_a_row_of_looks_is_broken_by_half_a_minute_without_one() -> None:
+    row = Steadiness()
+    looks = [row.look(at_s) for at_s in (100.0, 130.0, 160.0, 190.5, 191.5)]
+    assert looks == [0.0, 30.0, 60.0, 0.0, 1.0]
+
+
+def test_a_row_of_looks_begins_anew_after_one_that_failed() -> None:
+    row = Steadiness()
+    row.look(100.0)
+    row.look(101.0)
+    row.broke()
+    assert [row.look(102.0), row.look(103.0)] == [0.0, 1.0]
+
+
+def test_a_clock_that_is_set_changes_nothing() -> None:
+    walls, counted_s = [5000.0], [100.0]
+    clock = RunClock(lambda: walls[0], lambda: counted_s[0])
+    walls[0], counted_s[0] = 1.0, 107.0
+    assert clock.now_s() == 5007.0

@@ -1,4 +1,4 @@
-"""A real daemon's last words: who is to be told is told before its process ends, and the URL goes no further."""
+"""A daemon's process: its log, its output, its last words."""
 
 from __future__ import annotations
 
@@ -7,23 +7,52 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import Journal
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
+from checkpoint.store import layout
+from orchestrator.control import launcher
 from orchestrator.home import keep_run_digest, run_digest
 from policies.model.events import RunCreated, RunMoved
 from policies.model.spec import Notify
 from policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
+from tests.rigs.locales import ASCII_LOCALE
+from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec
+
+BUG = """
+from orchestrator.control import daemon
+daemon.log_as_json()
+try:
+    {}["missing"]
+except KeyError:
+    daemon.log.exception("tick_failed")
+"""
+
+
+def test_a_bug_is_logged_with_its_traceback_and_the_moment() -> None:
+    done = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert (said["event"], said["level"]) == ("tick_failed", "error")
+    assert "KeyError: 'missing'" in said["exception"]
+    assert datetime.fromisoformat(said["timestamp"]).utcoffset() is not None
+
+
+PRINTS = r"print('yan\u0131t \u2713', chr(0xD83D))"
+
+
+def test_process_prints_any_text_in_an_ascii_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ASCII_LOCALE.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "log"
+    assert launcher._spawn(["-c", PRINTS], log).wait() == 0
+    assert log.read_text("utf-8") == "yanıt ✓ \\ud83d\n"
 
 
 def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,14 +65,11 @@ def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkey
             self.end_headers()
 
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
-    store = Store((tmp_path / "store").as_uri())
     notify = Notify(url_env=("HOOK",), command=("sh", "-c", "cat > told; env > environment"))
-    run = replace(spec(), storage=store.url, workdir=str(tmp_path), notify=notify)
-    record = RunRecord(documents.SCHEMA, "sim-0", time.time(), run)
-    keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
-    before = Journal(store, "before/1")
-    before.take_over(0.0, "before", 1, "up")
-    before.append(0.0, (RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times")))
+    run = Run(tmp_path / "store", replace(spec(), notify=notify)).create()
+    store = run.store
+    keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+    run.happens(RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times"))
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"json://127.0.0.1:{server.server_port}/secret"

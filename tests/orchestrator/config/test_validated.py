@@ -1,0 +1,198 @@
+"""What `validate` says: `validated.txt` has changes of the valid file, and each line that is printed of them.
+
+A line that is not indented begins a case: its name, or its first change. `!` is a problem, `~` a notice of a file
+that can be run. Changes are `OLD => NEW`, or `SECTION + LINE` for one more line in a section; `⏎` is a line's end.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from orchestrator.config.load import ConfigError, load, load_spec, load_storage
+from policies.model.gpus import DriverFailed
+from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish
+
+NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC
+ADDED = {
+    "grpo": "  beta: 0.02",
+    "rollout": "  replicas: 2",
+    "policies": "policies:",
+    "trainer": "dataset: prompts.jsonl",
+}
+
+
+class Case(NamedTuple):
+    name: str
+    changes: list[tuple[str, str]]
+    said: list[str]
+    gpus: int = 0  # of this machine
+
+
+def cases() -> Iterator[Case]:
+    family = ""
+    for block in Path(__file__).with_name("validated.txt").read_text().replace("\n    ", "\0").splitlines():
+        first, *more = block.split("\0")
+        if first.startswith("== "):
+            family = first.removeprefix("== ")
+            continue
+        lines = [line.replace("⏎", "\n").replace("∅", "") for line in (first, *more)]
+        said = [line for line in lines if line.startswith(("! ", "~ "))]
+        gpus = sum(int(line.removeprefix("gpus ")) for line in lines if line.startswith("gpus "))
+        yield Case(f"{family}: {first}", [change for line in lines for change in changes_of(line)], said, gpus)
+
+
+def changes_of(line: str) -> list[tuple[str, str]]:
+    if line.startswith(("! ", "~ ")):
+        return []
+    if line in ("sky", "no rehearsal"):
+        return [NO_REHEARSAL, *([SKY] if line == "sky" else [])]
+    old, is_change, new = line.partition(" => ")
+    if is_change:
+        return [(old, new)]
+    section, is_added, added = line.partition(" + ")
+    return [(ADDED[section], f"{ADDED[section]}\n  {added}")] if is_added else []
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_each_change_is_told_with_its_line_and_key(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(tmp_path)
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    (tmp_path / "math.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "run.yaml").write_text(changed(*case.changes))
+    monkeypatch.chdir(tmp_path)
+    try:
+        said = [f"~ {notice}" for notice in load(Path("run.yaml"), lambda: case.gpus, now=lambda: NOW_S).notices]
+    except ConfigError as error:
+        said = [f"! {line}" for line in str(error).splitlines()]
+        assert len(error.problems) == len(said)  # noqa: PT017  # either is an outcome
+    told = [line.replace("run.yaml:", "", 1).replace(str(tmp_path), "{folder}") for line in said]
+    assert told == case.said
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "run.yaml:1: the file is empty; expected name, storage, trainer, grpo; "),
+        (b"- a\n", "run.yaml:1: the file is not a mapping; expected name, storage, trainer, grpo; "),
+        (b"name: \xff\n", "run.yaml:1: not UTF-8; expected text, saved as UTF-8"),
+        (b"a: 1\nb: \x07\n", "run.yaml:2: not YAML: a control character"),
+        (b'a: "\\U99999999"\n', "run.yaml: not YAML: "),
+        (
+            b"a: 1\n---\nb: 2\n",
+            "run.yaml:2: not YAML: expected a single document in the stream, but found another",
+        ),
+        (b"a: " + b"[" * 100 + b"]" * 100, "run.yaml:1: too deep or too large; "),
+        (b"a: " + b"[" * 5000, "run.yaml: not YAML: "),
+        (b"a: &a [*a]\n", "run.yaml:1: too deep or too large; "),
+        (b'name: "\\ud800"\n', "run.yaml:1: name: not valid Unicode: half of a surrogate pair"),
+        (b'name: "a\\0b"\n', "run.yaml:1: name: not for any file or program: it holds a character NUL"),
+        (b'"a\\0b": 1\n', "run.yaml:1: a key that is not for any file or program: it holds a character NUL"),
+        (b'"a\\nb": 1\n', "run.yaml:1: a\\nb: unknown key; "),
+        (None, "run.yaml: no such file; `grpo-orch init` writes one"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_spec(Path("run.yaml"))
+    assert any(said.startswith(line) for said in str(caught.value).splitlines()), str(caught.value)
+
+
+def test_aliases_do_not_blow_up(tmp_path: Path) -> None:
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (tmp_path / "run.yaml").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match="too deep or too large"):
+        load_spec(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_driver_that_fails_is_told_where_it_matters(asks: bool, tmp_path: Path) -> None:
+    def fails() -> int:
+        raise DriverFailed("nvidia-smi ends with exit code 9: no driver")
+
+    run_yaml = furnish(tmp_path)
+    resources = "replicas: 1\n  resources: {accelerators: 'L4:4'}" if asks else "replicas: 1"
+    run_yaml.write_text(changed(("replicas: 2", resources), NO_REHEARSAL))
+    if asks:
+        where = r"17: rollout\.resources\.accelerators: nvidia-smi ends with exit code 9"
+        with pytest.raises(ConfigError, match=where):
+            load(run_yaml, fails)
+        return
+    said = [one.message for one in load(run_yaml, fails).notices]
+    assert "nvidia-smi ends with exit code 9: no driver, so this machine counts as one without GPUs" in said
+
+
+SECRETS = (
+    "hunter2", "[hunter2]", "{access_key: [hunter2]}", "{access_key: hunter2, access_key: other}",
+    "{access_key: !!int hunter2}", "{access_key: !hunter2 x}", "{access_key: !hunter2!x y}",
+    "{access_key: *hunter2}", "{access_key: &hunter2 x, other: &hunter2 y}", "{access_key: 'hunter2",
+    '{access_key: "hunter2\\ud800"}', "!!float hunter2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SECRETS)
+def test_no_message_quotes_a_secret(tmp_path: Path, options: str) -> None:
+    furnish(tmp_path)
+    storage = f"storage:\n  url: s3://bucket/run\n  options: {options}\n"
+    for text in (changed(("storage: ./run\n", storage)), storage):
+        (tmp_path / "run.yaml").write_text(text)
+        for read in (load_spec, load_storage):
+            with pytest.raises(ConfigError) as caught:
+                read(tmp_path / "run.yaml")
+            assert "storage.options" in str(caught.value) or "not YAML" in str(caught.value)
+            assert "hunter2" not in str(caught.value)
+
+
+def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    run_yaml = furnish(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1"}\n' * 8)
+    elsewhere = [("./model", "./a/../../model"), ("dataset: prompts.jsonl", "dataset: [a/b, ../prompts.jsonl]")]
+    run_yaml.write_text(changed(NO_REHEARSAL, *elsewhere))
+    load_spec(run_yaml)
+    run_yaml.write_text(changed(NO_REHEARSAL, SKY, *elsewhere))
+    with pytest.raises(ConfigError) as caught:
+        load_spec(run_yaml)
+    why = "is outside the folder of this file, and machines get a copy of no other; expected a path below it"
+    assert str(caught.value).splitlines() == [
+        f"{run_yaml}:5: trainer.model: ./a/../../model {why}",
+        f"{run_yaml}:6: trainer.dataset[1]: ../prompts.jsonl {why}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (["json.py"], "json.py (Python's own `json`); rename it"),
+        (["datasets.py"], "datasets.py (the library `datasets`); rename it"),
+        (["tasks/__init__.py"], "tasks (grpo-orch's own `tasks`); rename it"),
+        (
+            ["tasks.py", "checkpoint.py", "utils.py"],
+            "checkpoint.py (grpo-orch's own `checkpoint`), tasks.py (grpo-orch's own `tasks`); rename them",
+        ),
+    ],
+)
+def test_modules_beside_the_file_that_hide_others_are_named(tmp_path: Path, made: list[str], says: str) -> None:
+    furnish(tmp_path)
+    for name in ("test.py", "datasets/rows.jsonl", *made):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "run.yaml").write_text(VALID)
+    with pytest.raises(ConfigError) as caught:
+        load_spec(tmp_path / "run.yaml")
+    (problem,) = caught.value.problems
+    assert problem.key == "trainer"
+    assert problem.message == f"beside this file take the place of other modules: {says}"
