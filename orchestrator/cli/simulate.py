@@ -1,18 +1,19 @@
-"""`simulate`: a run on a simulated cloud."""
+"""`simulate`: a run on a simulated cloud, and its result as text or plain values."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 import typer
 from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.config.load import load_spec
@@ -20,9 +21,62 @@ from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import Told, tell
 from orchestrator.simulate.weather import CLIMATES, NotWeather, Weather, climate, read_weather
 from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
-from orchestrator.views.simulation import Simulation, render, stories_line, to_json
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Scenarios with faults, and this run without faults next to the same run on demand."""
+
+    weather: str
+    hours: float  # of each outcome
+    stories: Sequence[Told]
+    outcomes: Mapping[str, Outcome]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Steps per USD, as a ratio to all on demand."""
+        base = self.outcomes[ON_DEMAND].steps_per_usd
+        return {name: one.steps_per_usd / base if base else 0.0 for name, one in self.outcomes.items()}
+
+
+def simulation_json(found: Simulation) -> dict[str, Any]:
+    return {
+        "weather": found.weather,
+        "seeds": len(found.stories),
+        "broken": 0,
+        "stories": [asdict(one) for one in found.stories],
+        "hours": found.hours,
+        "steps_per_usd_to_on_demand": round(found.ratios[THIS_RUN], 3),
+        "outcomes": {name: asdict(outcome) for name, outcome in found.outcomes.items()},
+    }
+
+
+def stories_line(stories: Sequence[Told]) -> str:
+    """Sum the stories up in a sentence."""
+    ends: dict[str, int] = {}
+    for one in stories:
+        ends[one.phase] = ends.get(one.phase, 0) + 1
+    told = ", ".join(f"{count} {phase}" for phase, count in sorted(ends.items()))
+    hours = sum(one.hours for one in stories)
+    return f"{len(stories)} stories over {hours:.0f} simulated hours, no promise broken: {told}"
+
+
+def render(found: Simulation) -> Table:
+    title = f"{found.hours:.0f} h of weather: {found.weather}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("steps", "USD", "steps a USD", "of all on demand", "machines"):
+        table.add_column(name, justify="right")
+    for name, one in found.outcomes.items():
+        bought = str(one.bought) if one.bought else ""
+        row = (f"{one.steps:.0f}", f"{one.usd:.2f}", f"{one.steps_per_usd:.2f}", f"{found.ratios[name]:.2f}")
+        table.add_row(name, *row, bought)
+    return table
+
+
+# The command.
 
 SEEDS = 20
 DEFAULT_CLIMATE = "storms"
@@ -65,7 +119,7 @@ def simulate(
             progress.advance(shown)
     found = Simulation(name, HOURS, stories, outcomes)
     if output is Output.JSON:
-        print_json(to_json(found))
+        print_json(simulation_json(found))
     else:
         console.print(stories_line(stories), highlight=False)
         console.print(render(found), highlight=False)

@@ -400,7 +400,7 @@ def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket 
     from orchestrator.web.server import HERE, listen  # no other start needs what it imports
 
     try:
-        return listen(HERE, port)
+        return listen(port)
     except OSError as error:
         raise Stop(
             f"--web-port {port}: cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE

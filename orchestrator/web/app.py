@@ -23,7 +23,7 @@ from orchestrator.views.model import RunView, deadline_words, is_late
 from orchestrator.views.report import HELD_OUT
 from orchestrator.views.words import data_size, duration, going_on, short, shown, usd, written
 from orchestrator.web import course, pages
-from orchestrator.web.access import Access, add_headers
+from orchestrator.web.access import add_headers, guard
 from orchestrator.web.page import Asked, Page, Refused
 from orchestrator.web.watch import Look, Watch, looks
 from policies.detect.divergence import Health
@@ -152,16 +152,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Site:
     """The handlers and what they share."""
 
-    def __init__(self, watch: Watch, host: str, secret: str | None, pages: Sequence[Page] = PAGES) -> None:
+    def __init__(self, watch: Watch, pages: Sequence[Page] = PAGES) -> None:
         self._watch = watch
         self._pages = pages
-        self._access = Access(host, secret, self._form)
         self._static = _static_files()
         self._watchers = 0
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(middlewares=[self._access.guard, self._refuse])
+        app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
         app.cleanup_ctx.append(self._watching)
         app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
@@ -261,10 +260,6 @@ class Site:
         look = self._watch.newest
         drawn = render("error.html", {**self._shared(look, None, request.path_qs), "message": message})
         return web.Response(status=status, text=drawn, content_type="text/html")
-
-    def _form(self, further: str, wrong: str) -> web.Response:
-        drawn = render("login.html", {"next": further, "wrong": wrong})
-        return web.Response(status=401, text=drawn, content_type="text/html")
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:

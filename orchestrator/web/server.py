@@ -6,18 +6,15 @@ import asyncio
 import os
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
 
-from checkpoint.security import identity
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.surface.listener import listening
-from orchestrator.web.access import browser_context
 from orchestrator.web.app import Site
 from orchestrator.web.watch import Watch
 
@@ -29,44 +26,31 @@ NICE = 10
 log = structlog.get_logger()
 
 
-def serve(store: Store, host: str, port: int | None, secret: str | None, tell: Callable[[str], None]) -> None:
+def serve(store: Store, port: int | None, tell: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; `tell` is called with the URL once it listens.
 
-    Args:
-        port: None: PORT, or any free one. 0: any free one.
-        secret: the run's, for an address that can be reached from elsewhere; those are under TLS.
-
-    Raises OSError where it cannot listen there, StoreError where the run cannot be read.
+    `port`: None: PORT, or any free one. 0: any free one. Raises OSError where it cannot listen there, StoreError
+    where the run cannot be read.
     """
-    sock = listen(host, port)
-    tls = browser_context(secret) if secret is not None and identity.protects(host) else None
-    asyncio.run(_serve(store, host, secret, sock, tls, tell))
+    asyncio.run(_serve(store, listen(port), tell))
 
 
-async def _serve(
-    store: Store,
-    host: str,
-    secret: str | None,
-    sock: socket.socket,
-    tls: ssl.SSLContext | None,
-    tell: Callable[[str], None],
-) -> None:
+async def _serve(store: Store, sock: socket.socket, tell: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with listening(Site(Watch(store), host, secret).app(), lambda _: True, sock, tls):
-        tell(identity.url(host, sock.getsockname()[1]) + "/")
+    async with listening(Site(Watch(store)).app(), lambda _: True, sock, None):
+        tell(f"http://{HERE}:{sock.getsockname()[1]}/")
         await stop.wait()
 
 
-def listen(host: str, port: int | None) -> socket.socket:
+def listen(port: int | None) -> socket.socket:
     """A socket for the page; for `port` see `serve`. Raises OSError."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     for candidate in [PORT, 0] if port is None else [port]:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((host, candidate))
+            sock.bind((HERE, candidate))
             sock.listen()
         except OSError:
             sock.close()
@@ -95,7 +79,7 @@ async def _serve_beside(store: Store, sock: socket.socket) -> None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), RETRY_S)
             continue
-        async with listening(Site(watch, HERE, None).app(), lambda _: True, sock, None):
+        async with listening(Site(watch).app(), lambda _: True, sock, None):
             await stop.wait()
 
 

@@ -76,7 +76,7 @@ FAILURES = {
     "down nothing": exit_codes.USAGE,
     "report nothing": exit_codes.USAGE,
     "samples WORLD": exit_codes.USAGE,
-    "web --host 192.0.2.1 WORLD": exit_codes.USAGE,
+    "web nothing": exit_codes.USAGE,
     "detect nothing": exit_codes.USAGE,
     "simulate nothing.yaml": exit_codes.USAGE,
     "eval WORLD": exit_codes.USAGE,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
-from aiohttp import ClientResponse, ClientSession, web
+from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from orchestrator.control.observe import FRESH_S
@@ -30,7 +28,6 @@ from tests.budget import HANG_S
 from tests.generators.views_world import T0, World
 
 Client = TestClient[web.Request, web.Application]
-SECRET = "s3cret-of-the-run"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\u2066" + "x" * 100_000
 
 
@@ -43,11 +40,9 @@ def run_of(steps: int = 12, deadline: str | None = None) -> World:
     return world
 
 
-def browse(
-    world: World, story: Callable[[Client], Awaitable[None]], host: str = "127.0.0.1", secret: str | None = None
-) -> None:
+def browse(world: World, story: Callable[[Client], Awaitable[None]]) -> None:
     async def go() -> None:
-        site = Site(Watch(world.store), host, secret)
+        site = Site(Watch(world.store))
         async with TestClient(TestServer(site.app())) as client:
             await asyncio.wait_for(story(client), HANG_S)
 
@@ -168,60 +163,6 @@ def test_nothing_can_be_changed_and_no_other_name_is_answered() -> None:
         assert (await client.get("/?format=xml")).status == 400
 
     browse(run_of(), story)
-
-
-def test_elsewhere_the_runs_secret_is_asked_for_once() -> None:
-    async def story(client: Client) -> None:
-        async def get(path: str, session: ClientSession, headers: Mapping[str, str] = {}) -> ClientResponse:
-            return await session.get(client.make_url(path), headers=headers, allow_redirects=False)
-
-        async with ClientSession() as stranger:
-            for path in ("/", "/live", "/?format=json", "/?token=wrong", "/login"):
-                asked = await get(path, stranger)
-                assert asked.status == 401, path
-                assert "digits" not in await asked.text()  # not even the run's name
-                check_headers(asked)
-            posted = await stranger.post(client.make_url("/login"), data={"token": "wrong"})
-            assert posted.status == 401
-            bearer = {"Authorization": f"Bearer {SECRET}"}
-            assert (await get("/?format=json", stranger, bearer)).status == 200
-            assert (await get("/?format=json", stranger, {"Authorization": "Bearer "})).status == 401
-
-        for further, taken in (
-            ("/?x=1", "/?x=1"),
-            ("//evil.example/", "/"),
-            ("/\\evil.example", "/"),
-            ("https://evil.example/", "/"),
-        ):
-            async with ClientSession() as person:
-                form = {"token": SECRET, "next": further}
-                admitted = await person.post(client.make_url("/login"), data=form, allow_redirects=False)
-                assert (admitted.status, admitted.headers["Location"]) == (303, taken)
-                cookie = admitted.headers["Set-Cookie"]
-                assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Secure"))
-                assert SECRET not in cookie
-        shown = await client.get("/", params={"token": SECRET, "x": "1"}, allow_redirects=False)
-        assert (shown.status, shown.headers["Location"]) == (303, "/?x=1")
-
-    browse(run_of(), story, host="0.0.0.0", secret=SECRET)
-
-
-def test_what_is_no_form_is_refused() -> None:
-    forms = [
-        (b"token=x", "application/x-www-form-urlencoded; charset=nope"),
-        (b"token=\xff", "application/x-www-form-urlencoded"),
-        (b"token=+2AA-", "application/x-www-form-urlencoded; charset=utf-7"),  # half of a pair
-        (b"x", "multipart/form-data"),
-        (b"--b\r\nnope", "multipart/form-data; boundary=b"),
-    ]
-
-    async def story(client: Client) -> None:
-        for body, kind in forms:
-            answer = await client.post("/login", data=body, headers={"Content-Type": kind})
-            assert answer.status in (400, 401), (body, kind)
-            check_headers(answer)
-
-    browse(run_of(), story, host="0.0.0.0", secret=SECRET)
 
 
 def test_news_arrives_while_one_watches() -> None:
