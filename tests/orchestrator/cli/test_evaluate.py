@@ -24,19 +24,9 @@ from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.console import Stop
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
 from policies.model import exit_codes
-from policies.model.spec import (
-    BASE,
-    Dataset,
-    Evaluation,
-    FleetPolicy,
-    Notify,
-    PoliciesSpec,
-    RunSpec,
-    Subject,
-    TrainerSpec,
-)
+from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
 from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion
+from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.evaluating.main import _unpin
 from tests.stand_ins.world import spec
 

@@ -132,6 +132,6 @@ def test_nothing_is_too_large_to_follow(values: list[float], sign: float) -> Non
     assert math.isfinite(explained(series, sign))
     if len(values) >= WINDOW_POINTS:
         found = dated(series, sign, 1.0)
-        assert math.isfinite(found.by)
+        assert math.isfinite(found.calm)
         assert 0 <= found.onset_step <= len(values)
     assert all(abs(level) <= HUGE for level in series.levels)
