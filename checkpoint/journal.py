@@ -37,7 +37,7 @@ from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from checkpoint.store.run_store import Store
 from policies.model.events import Event, TookOver
-from policies.model.fold import apply, draft, final
+from policies.model.fold import fold
 from policies.model.state import RunState
 
 log = structlog.get_logger()
@@ -159,11 +159,7 @@ def entries_after(store: Store, after: int) -> list[Record]:
 
 def advance(state: RunState, records: Iterable[Record]) -> RunState:
     """Fold the records onto `state`. Raises Corrupt, or IllegalMove for a history that cannot have been."""
-    state = draft(state)
-    for record in records:
-        for event in record.decoded():
-            state = apply(state, event, record.time_s, record.number)
-    return final(state)
+    return fold(((record.number, record.time_s, record.decoded()) for record in records), state)
 
 
 def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:

@@ -19,9 +19,9 @@ from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
 from policies.ledger.rentals import ControllerRental
-from policies.model.spec import Evaluation, RunSpec
+from policies.model.spec import RunSpec
 from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.model.vocabulary import Evaluation, PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.wire import labelled_version
 

@@ -15,8 +15,7 @@ from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.document import Document
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from policies.model.spec import Evaluation
-from policies.model.vocabulary import Precedence
+from policies.model.vocabulary import Evaluation, Precedence
 from policies.serving.wire import Completion
 
 log = structlog.get_logger()

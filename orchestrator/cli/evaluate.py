@@ -49,9 +49,9 @@ from policies.evaluation.judging import Verdict
 from policies.model import exit_codes
 from policies.model.datasets import FILE_KINDS, file_kind
 from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import BASE, Dataset, Evaluation, RunSpec, Subject, datasets_of
+from policies.model.spec import Dataset, RunSpec, datasets_of
 from policies.model.timelines import lineage, on_lineage
-from policies.model.vocabulary import RunPhase
+from policies.model.vocabulary import BASE, Evaluation, RunPhase, Subject
 
 SAID = {
     Verdict.CORRECT: "correct",

@@ -58,12 +58,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """How far a signal has left its past, in its own unit, the level it left, and when it was last seen there.
+    """The level that a signal has left, and when it was last seen there.
 
     `onset_step` is the first step that the shift may have touched, with what is not known of it on the early side.
     """
 
-    by: float
     calm: float
     calm_step: int
     onset_step: int
@@ -129,7 +128,7 @@ def dated(series: Series, sign: float, by: float, *, ramp: bool = True) -> Shift
     latest = counts[first] - WINDOW_POINTS // 2 - 1 - DOUBT_SHARE * (arrived - counts[first])
     onset = max((end for end, count in zip(series.ends, counts[1:], strict=True) if count <= latest), default=0)
     seen = series.ends[first - 1] if first else 0
-    return Shift(present - calm, sign * calm, seen, onset, series.points - counts[first])
+    return Shift(sign * calm, seen, onset, series.points - counts[first])
 
 
 def around(series: Series, points: int) -> tuple[float, float]:

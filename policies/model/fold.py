@@ -232,9 +232,9 @@ def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord
 # read the journal, knows what the last one knew.
 
 
-def fold(history: Iterable[tuple[int, float, Iterable[Event]]]) -> RunState:
+def fold(history: Iterable[tuple[int, float, Iterable[Event]]], onto: RunState | None = None) -> RunState:
     """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for a history that cannot have been."""
-    state = draft(RunState())
+    state = draft(onto or RunState())
     for number, time_s, events in history:
         for event in events:
             state = apply(state, event, time_s, number)

@@ -1,4 +1,4 @@
-"""What a model is made of: the numbers from which its memory follows. `read_shape` has them from a config.json."""
+"""What a model is made of: the numbers from which its memory follows, and how they are read from a config.json."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 #
 # Memory is what NVIDIA's driver reports (`nvidia-smi`, MiB), a little less than the name on the box. Bandwidth and
 # dense bfloat16 throughput are those of NVIDIA's data sheets, without sparsity; float16's for what is older than
-# Ampere and has no bfloat16. What runs reach of them is in `speed`.
+# Ampere and has no bfloat16. What runs reach of them is below.
 
 MIB = 2**20
 

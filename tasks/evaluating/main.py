@@ -27,8 +27,7 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from policies.control.snapshot import Trainer
 from policies.model import exit_codes
-from policies.model.spec import BASE, Evaluation, Subject
-from policies.model.vocabulary import PolicyVersion
+from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
 from tasks.machine.exit_note import leave_exit_code

@@ -10,7 +10,7 @@ from blake3 import blake3
 from checkpoint.records.evaluations import SCHEMA, Evaluated, Scored, evaluated
 from checkpoint.store.run_store import Store
 from policies.evaluation.judging import told_readable, verdict
-from policies.model.spec import Evaluation
+from policies.model.vocabulary import Evaluation
 from tasks.evaluating.assemble import Evaluator
 from tasks.rewards.guard import FAULTS, BadReward, TooLong, call_alone, interrupted
 from tasks.rewards.guard import said as said_of

@@ -1,7 +1,7 @@
 """What vLLM, Inductor and Triton have compiled, from the first node of a kind to those that come after it.
 
 It is code, so it is used only where the run's secret vouches for it, for the very key that this machine has (see
-`key`). It is put into the store once the node serves. Whatever fails costs a compilation and nothing else.
+`key_of`). It is put into the store once the node serves. Whatever fails costs a compilation and nothing else.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
     Dataset,
-    Evaluation,
     KlPolicy,
     OnBadPrompt,
     OnBadReward,
@@ -36,7 +35,7 @@ from policies.model.spec import (
     RunSpec,
     TrainerSpec,
 )
-from policies.model.vocabulary import PolicyVersion
+from policies.model.vocabulary import Evaluation, PolicyVersion
 from tasks.machine.launching import trainer_argv
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv

@@ -181,14 +181,11 @@ def test_the_start_and_the_end_are_reported_and_the_exit_code_is_the_works(rig: 
     rig.running()
     report = rig.reported(lambda _: True)
     assert (report.node, report.attempt, report.exit_code, report.notice) == (NODE, 1, None, False)
-    assert report.address == "10.0.0.7"
-    assert report.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     rig.end_work(7)
     assert wrapper.wait(timeout=HANG_S) == 7
     ended = rig.report()
     assert ended is not None
     assert (ended.attempt, ended.exit_code) == (1, 7)
-    assert ended.at_s > report.at_s
 
 
 def test_what_the_work_started_ends_after_it(rig: Rig) -> None:

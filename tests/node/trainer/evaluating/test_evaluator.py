@@ -24,8 +24,8 @@ from policies.control.snapshot import Trainer
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
 from policies.model.node_contract import EVALUATOR
-from policies.model.spec import BASE, Dataset, Evaluation, Replicas, Subject
-from policies.model.vocabulary import PolicyVersion
+from policies.model.spec import Dataset, Replicas
+from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.evaluating.keeping import KEEP_S
 from tasks.evaluating.main import _evaluate
 from tasks.machine.leaving import Leaving

@@ -12,7 +12,7 @@ import pytest
 
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
-from policies.model.spec import BASE, Evaluation, Subject
+from policies.model.vocabulary import BASE, Evaluation, Subject
 from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
 from tasks.evaluating.assemble import _InPieces
