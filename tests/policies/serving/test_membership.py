@@ -43,6 +43,25 @@ def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: M
         assert written.what == " ".join(change.what.split())
 
 
+def test_news_is_what_changes_the_table(table: Membership) -> None:
+    term = table.rows[0].term
+    assert not table.announce("a", say("x"), 0.5).news
+    assert table.announce("a", say("x", "0-2"), 0.5).news
+    assert table.doubt("a", term, "reset").news
+    assert not table.doubt("a", term, "reset").news
+    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
+    assert table.muted("a", term, "timed out").news
+    assert not table.muted("a", term, "timed out").news
+    assert not table.announce("a", say("x", "0-2"), 0.7).news
+    assert table.answered("a", term).news
+    assert not table.answered("a", term).news
+    assert table.drain("a").news
+    assert not table.drain("a").news
+    assert not table.expire(0.8).news
+    assert table.remove("a").news
+    assert not table.announce("a", say("x"), 0.9).news
+
+
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert table.announce("b", say("y", None), 0.0).reason == "b: joined as boot y, holds base weights"
     assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: base weights"
