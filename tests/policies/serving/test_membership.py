@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from policies.serving.gateway_status import MembershipChange
-from policies.serving.member import EASE_IN_REQUESTS, Load, Row
+from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
 from policies.serving.membership import TOGETHER_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
@@ -41,6 +41,25 @@ def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: M
         written = MembershipChange(1, 0.0, change.reason)
         assert written.nodes == nodes == list(change.nodes)
         assert written.what == " ".join(change.what.split())
+
+
+def test_news_is_what_changes_the_table(table: Membership) -> None:
+    term = table.rows[0].term
+    assert not table.announce("a", say("x"), 0.5).news
+    assert table.announce("a", say("x", "0-2"), 0.5).news
+    assert table.doubt("a", term, "reset").news
+    assert not table.doubt("a", term, "reset").news
+    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
+    assert table.muted("a", term, "timed out").news
+    assert not table.muted("a", term, "timed out").news
+    assert not table.announce("a", say("x", "0-2"), 0.7).news
+    assert table.answered("a", term).news
+    assert not table.answered("a", term).news
+    assert table.drain("a").news
+    assert not table.drain("a").news
+    assert not table.expire(0.8).news
+    assert table.remove("a").news
+    assert not table.announce("a", say("x"), 0.9).news
 
 
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
@@ -172,3 +191,51 @@ def test_stuck_member_is_taken_only_when_no_other_has_room_and_until_a_token_or_
     a_hangs()
     table.announce("a", say("boot-a", "0-2"), 0.2)
     assert not stuck.stuck
+
+
+def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term, moved = table.rows[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
+    huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
+    assert choose(table, load=huge) is not None  # alone it may be as long as it is
+    for _ in range(2):
+        assert choose(table, load=moved) is not None
+        table.started("a", moved)
+    assert choose(table, load=moved) is None
+    assert choose(table) is not None
+    table.first_token("a", term, moved)
+    assert choose(table, load=moved) is not None
+    table.finished("a", term, moved, begun=True)
+    table.finished("a", term, moved, begun=False)
+    assert table.rows[0].replaying == 0
+
+
+def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    table.started("a", Load("long", 1000))
+    for n in range(9):
+        row = choose(table, load=Load(n, 100))
+        assert row is not None
+        assert row.node == "b"
+        table.started("b", Load(n, 100))
+    table.finished("a", table.rows[0].term, Load("long", 1000), begun=True)
+    row = choose(table, load=Load("next", 100))
+    assert row is not None
+    assert row.node == "a"
+    assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
+
+
+def test_a_new_member_gets_one_more_for_each_first_token() -> None:
+    table = Membership()
+    table.announce("a", say("x", max_requests=20), 0.0)
+    for running in range(EASE_IN_REQUESTS):
+        assert choose(table) is not None, running
+        table.started("a", ONE)
+    for _ in range(2):
+        assert choose(table) is None
+        table.first_token("a", table.rows[0].term, ONE)
+        assert choose(table) is not None
+        table.started("a", ONE)
