@@ -22,7 +22,7 @@ from orchestrator.cli.checkpoints import NEWEST
 from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
 from orchestrator.cli.options import Stop
 from policies.model import exit_codes
-from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec, RunSpec, TrainerSpec
+from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.evaluating.main import _unpin
