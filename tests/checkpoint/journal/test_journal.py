@@ -5,7 +5,6 @@ That it is a lock, whatever happens, is in `test_interleaved`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -18,16 +17,9 @@ from checkpoint.store.errors import Corrupt, StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.events import BudgetSet, RunCreated
 
-names = itertools.count()
 
-
-def fresh() -> Store:
-    return Store(f"memory://journal-{next(names)}", retry_s=0.0)
-
-
-def test_event_that_could_not_be_read_back_is_never_written() -> None:
+def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> None:
     """JSON has no NaN. Entries are never deleted, so that such an entry would end the run for good."""
-    store = fresh()
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "a", 1, "up")
     with pytest.raises(Corrupt, match="usd"):
@@ -37,8 +29,7 @@ def test_event_that_could_not_be_read_back_is_never_written() -> None:
     assert journal.recover(store).state.budget_usd == 5.0
 
 
-def test_a_take_over_after_an_epoch_is_refused_once_there_is_another() -> None:
-    store = fresh()
+def test_a_take_over_after_an_epoch_is_refused_once_there_is_another(store: Store) -> None:
     Journal(store, "a").take_over(1.0, "h", 1, "up", 0)
     Journal(store, "b").take_over(2.0, "h", 2, "resume", 1)
     with pytest.raises(Fenced, match="epoch 2 and not 1"):
@@ -47,8 +38,7 @@ def test_a_take_over_after_an_epoch_is_refused_once_there_is_another() -> None:
     Journal(store, "d").take_over(4.0, "h", 4, "resume")
 
 
-def test_an_event_of_a_newer_version_is_one_clear_line() -> None:
-    store = fresh()
+def test_an_event_of_a_newer_version_is_one_clear_line(store: Store) -> None:
     Journal(store, "a").take_over(1.0, "h", 1, "up")
     text = store.get(layout.journal_entry(1)).replace(b"TookOver", b"Levitated")
     store.put(layout.journal_entry(1), text)
@@ -75,8 +65,8 @@ class Doubtful:
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_an_entry_of_unknown_outcome_is_settled_and_its_writer_goes_on(done: bool) -> None:
-    doubtful = Doubtful(fresh())
+def test_an_entry_of_unknown_outcome_is_settled_and_its_writer_goes_on(store: Store, done: bool) -> None:
+    doubtful = Doubtful(store)
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]  # a stand-in for a store over a bad network
     writer.take_over(1.0, "h", 1, "up")
     doubtful.done = done
