@@ -87,7 +87,7 @@ def test_what_an_environment_says_anew_is_answered_anew(chatty: Path, tmp_path: 
     slippery = of_turns(trainer={"environment_factory": "rig_tools.Slippery"}, replicas=0)
     with open_rig(tmp_path, chatty, **slippery) as rig:
         rig.train()
-        rig.train(attempt=2)
+        rig.assemble(attempt=2).train()  # whose completions are there as long as its checkpoint is not
         again = {layout.call_of(key) for key in stored(rig) if layout.author_of(key)[2] == 2}
     start = PolicyVersion(0, 0)
     assert (start, 0) not in again, "the first turn has nothing new in its prompts"
@@ -110,7 +110,8 @@ def test_several_processes_ask_for_what_one_asks_for(calm: Rig, chatty: Path, tm
 )
 def test_tools_alone_and_a_function_of_ones_own(trainer: dict[str, Any], chatty: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, chatty, **of_turns(trainer=trainer, replicas=0)) as rig:
-        made = rig.train()
+        made = rig.assemble()
+        made.train()
         turns = {layout.call_of(key) for key in stored(rig)}
     rows = [row for row in made.state.log_history if "reward" in row]
     assert len(rows) == STEPS
