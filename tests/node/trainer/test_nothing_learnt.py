@@ -31,15 +31,21 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_rewards_all_none_for_few_steps_stop_the_trainer(tiny: Path, tmp_path: Path) -> None:
-    """In both of its processes."""
+    with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.none") as rig:
+        code = rig.start_trainer().wait()
+        assert (code, rig.last_beat().activity) == (exit_codes.NOTHING_LEARNT, "nothing_learnt")
+        last = rig.last_line()
+        assert f"stopped at step {UNREWARDED_MAX}: none of 8 completions had a reward" in last
+        assert last == f"grpo-orch trainer: {take_reason(rig.work)}"
+        assert rig.log().read_text().count("no_reward") == 1
+        assert [at.step for at in rig.stored()] == [2], "what was sealed is stored"
+
+
+def test_rewards_all_none_stop_every_process(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, **of(2), reward="rig_rewards.none") as rig:
         assert rig.start_ranks().wait() != exit_codes.OK
         assert take_exit_code(rig.work) == exit_codes.NOTHING_LEARNT
-        why = take_reason(rig.work)
-        assert f"stopped at step {UNREWARDED_MAX}: none of 8 completions had a reward" in why
-        assert rig.last_beat().activity == "nothing_learnt"
-        assert rig.log().read_text().count("no_reward") == 1
-        assert [at.step for at in rig.stored()] == [2], "what was sealed is stored"
+        assert rig.last_beat().activity == "nothing_learnt", "all that was sealed is stored"
 
 
 def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> None:
