@@ -15,7 +15,7 @@ import torch
 from benchmarks.check_gpu import following, handing_over, step, trainers
 from benchmarks.check_gpu.handing_over import COUNT, CUT, TOKENS
 from benchmarks.check_gpu.lab import REPOSITORY, Lab
-from benchmarks.check_gpu.outcome import Failed, NotThere, tried
+from benchmarks.check_gpu.outcome import Failed
 from tasks.rollout.vllm.places import Part
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -48,36 +48,6 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = check_gpu()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "check-gpu: torch sees no GPU on this machine; --cpu tries it all on the CPU\n"
-
-
-def test_what_is_not_installed_is_not_there_and_what_breaks_has_failed(lab: Lab) -> None:
-    def missing(_: Lab) -> str:
-        raise ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
-
-    def broken(_: Lab) -> str:
-        raise ModuleNotFoundError("No module named 'checkpoint'", name="checkpoint")
-
-    assert tried("x", missing, lab).outcome == "not there"
-    assert tried("x", missing, lab).found == "peft is not installed"
-    assert tried("x", broken, lab).outcome == "failed"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "told", "first", "count", "seen"),
-    [(2, None, 1, 1, "1"), (1, None, 1, 1, "0"), (2, "5,GPU-7", 0, 2, "5,GPU-7"), (0, None, 0, 2, "")],
-)
-def test_processes_see_the_gpus_that_are_theirs(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, told: str | None, first: int, count: int, seen: str
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if told is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-    assert Lab(torch.device("cpu"), gpus, Path()).visible(first, count) == {"CUDA_VISIBLE_DEVICES": seen}
-
-
-def test_one_gpu_is_not_several(tmp_path: Path) -> None:
-    with pytest.raises(NotThere, match="has one GPU"):
-        trainers.several(Lab(torch.device("cpu"), 1, tmp_path))
 
 
 def test_a_change_that_does_not_reach_the_memory_is_found(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers.modeling_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -65,27 +64,20 @@ def test_saved_tensors_are_read_back(tmp_path: Path, size: int, old: str) -> Non
     found = load_file(path)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not same(found[name], wanted[name])] == []
+    del found  # it reads the file, which is written over
     with safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
-
-
-@pytest.mark.parametrize("old", ["none", "smaller", "same", "larger"])
-@pytest.mark.parametrize("size", [5, LARGE])
-def test_saved_objects_are_read_back(tmp_path: Path, size: int, old: str) -> None:
-    path = tmp_path / "optimizer.pt"
+    state = {"state": wanted, "step": 3, "groups": [{"lr": 0.1, "params": [0, 1]}]}
+    before = torch.save, torch.serialization.get_crc32_options()
+    path = path.rename(tmp_path / "optimizer.pt")
     with overwriting():
-        if old != "none":
-            torch.save(tensors_of(1, {"smaller": max(2, size // 3), "same": size, "larger": 2 * size}[old]), path)
-        wanted = tensors_of(2, size)
-        torch.save({"state": wanted, "step": 3, "groups": [{"lr": 0.1, "params": [0, 1]}]}, str(path))
-    found = torch.load(path, weights_only=True)
-    assert (found["step"], found["groups"]) == (3, [{"lr": 0.1, "params": [0, 1]}])
-    assert [name for name in wanted if not same(found["state"][name], wanted[name])] == []
-
-
-def test_what_is_saved_to_an_open_file_goes_there(tmp_path: Path) -> None:
-    with overwriting(), (tmp_path / "object").open("wb") as out:
-        torch.save([1, 2], out)
+        torch.save(state, str(path))  # over what is there, larger or smaller
+        with (tmp_path / "object").open("wb") as out:
+            torch.save([1, 2], out)
+    assert (torch.save, torch.serialization.get_crc32_options()) == before
+    again = torch.load(path, weights_only=True)
+    assert (again["step"], again["groups"]) == (3, state["groups"])
+    assert [name for name in wanted if not same(again["state"][name], wanted[name])] == []
     assert torch.load(tmp_path / "object", weights_only=True) == [1, 2]
 
 
@@ -136,26 +128,6 @@ def test_transformers_saves_through_the_names_that_are_replaced(
     with overwriting():
         trainer._save_optimizer_and_scheduler(str(tmp_path))
     assert written == ["optimizer.pt", "scheduler.pt"]
-
-
-def replaced() -> tuple[object, ...]:
-    names = torch.save, transformers.modeling_utils.safe_save_file
-    return (*names, torch.serialization.get_crc32_options())
-
-
-def test_everything_is_as_before_behind_it() -> None:
-    before = replaced()
-    within: list[object] = []
-
-    def fails() -> None:
-        with overwriting():
-            within.extend(replaced())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert not set(within) & set(before)
-    assert replaced() == before
 
 
 def full_by_torch(path: Path) -> None:

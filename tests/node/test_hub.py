@@ -47,8 +47,11 @@ class Hub(BaseHTTPRequestHandler):
         elif path == f"/api/models/own/model/tree/{COMMIT}":
             self._answer(200, json.dumps([self._entry(name) for name in self.files]).encode())
         elif (name := path.rpartition("/resolve/")[2].partition("/")[2]) in self.files:
-            content = self.files[name]
-            self._answer(200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(content)}"'})
+            content, asked = self.files[name], self.headers.get("Range")
+            first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+            part = content[int(first) : int(last) + 1 if last else None]
+            told = {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(content)}"'}
+            self._answer(200 if asked is None else 206, part, told)
         else:
             self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
@@ -117,12 +120,6 @@ def test_a_model_comes_with_its_progress_and_without_what_no_run_needs(at_hub: d
     assert hub.fetch("own/model", None, None, at_hub, lambda _: None, HANG_S) == folder
 
 
-def test_what_else_its_process_prints_is_no_word_of_it(at_hub: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('a warning')\n")
-    env = at_hub | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [at_hub.get("PYTHONPATH")])])}
-    assert (hub.fetch("own/model", None, None, env, lambda _: None, HANG_S) / "config.json").is_file()
-
-
 def test_a_download_that_does_not_get_on_is_ended(at_hub: dict[str, str]) -> None:
     Hub.sends.clear()
     with pytest.raises(hub.NotFetched, match="no further for 0 s"):
@@ -154,12 +151,6 @@ def test_what_was_fetched_counts_as_whole_though_the_hub_has_more(at_hub: dict[s
     assert model_folder("own/model", cache_dir=str(tmp_path / "cache")) == folder
 
 
-def test_without_a_hub_it_says_so(at_hub: dict[str, str]) -> None:
-    nowhere = at_hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    with pytest.raises(hub.NotFetched):
-        hub.fetch("own/model", None, None, nowhere, lambda _: None, HANG_S)
-
-
 @pytest.mark.parametrize("call", ["hub_tensors", "model_config", "model_folder"])
 def test_a_hub_that_cannot_be_reached_is_no_error_for_what_only_looks(call: str, at_hub: dict[str, str]) -> None:
     """Each in a process: what the hub's client raises there is another library's in each of its versions."""
@@ -167,3 +158,45 @@ def test_a_hub_that_cannot_be_reached_is_no_error_for_what_only_looks(call: str,
     asked = f"from tasks.machine.base_model import {call}; print({call}('own/model'))"
     said = subprocess.run([sys.executable, "-c", asked], env=nowhere, capture_output=True, check=True).stdout
     assert said.split() in ([b"{}"], [b"None"])
+
+
+def weights_file(names: list[str]) -> bytes:
+    tensors = {
+        name: {"dtype": "BF16", "shape": [2, 1], "data_offsets": [4 * at, 4 * at + 4]}
+        for at, name in enumerate(names)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4 * len(names))
+
+
+SHARDS = {"one.safetensors": ["a", "b"], "two.safetensors": ["c"]}
+INDEX = {"metadata": {}, "weight_map": {name: file for file, names in SHARDS.items() for name in names}}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"model.safetensors": weights_file(["a"])}, ["a"]),
+        (
+            {
+                "model.safetensors.index.json": json.dumps(INDEX).encode(),
+                **{name: weights_file(names) for name, names in SHARDS.items()},
+            },
+            ["a", "b", "c"],
+        ),
+        ({"pytorch_model.bin": b"..."}, []),
+        ({"model.safetensors": b"<html>"}, []),
+        ({"model.safetensors.index.json": b"{"}, []),
+    ],
+    ids=["whole", "shards", "another format", "no such file", "no such index"],
+)
+def test_a_models_tensors_are_read_from_the_hub_without_its_weights(
+    files: dict[str, bytes], found: list[str], at_hub: dict[str, str]
+) -> None:
+    Hub.files = files
+    asked = (
+        "import json; from tasks.machine.base_model import hub_tensors; "
+        "print(json.dumps({name: [one.dtype, one.shape] for name, one in hub_tensors('own/model').items()}))"
+    )
+    said = subprocess.run([sys.executable, "-c", asked], env=at_hub, check=True, capture_output=True).stdout
+    assert json.loads(said.splitlines()[-1]) == {name: ["BF16", [2, 1]] for name in found}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,52 +12,28 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.store import layout
-from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
 from checkpoint.weights import scratch
-from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensors import Unread
-from tests.budget import HANG_S
+from tests.node.rollout.deltas.world import World, settle
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
 TENSOR_BYTES = 2**22
 
 
-class Model:
-    """A model's configuration, as far as a publisher asks for it."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "config.json").write_text("{}")
-
-
-class World:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.store = Store(f"file://{folder}/store")
-
-    def publisher(self, by: Precedence) -> PolicyPublisher:
-        return PolicyPublisher(
-            self.store, Model(), self.folder / "-".join(map(str, by)), by, ServedTypes(), StepCosts()
-        )
-
-    def served(self, ref: PolicyRef) -> torch.Tensor:
-        """What a node gets that is told to hold the policy."""
-        folder = self.folder / "node" / ref.label
-        assert manifest.fetch(self.store, ref.prefix, folder).digest_as(ref.digest) == ref.digest
-        return load_file(folder / "model.safetensors")["w"]
-
-    def left(self) -> list[str]:
-        keys = [entry.key for entry in self.store.entries(layout.POLICIES)]
-        return sorted({key.removeprefix("policies/").rpartition("/")[0] for key in keys})
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
+
+
+def served(world: World, ref: PolicyRef) -> torch.Tensor:
+    """What a node gets that is told to hold the policy."""
+    folder = world.folder / "node" / ref.label
+    assert manifest.fetch(world.store, ref.prefix, folder).digest_as(ref.digest) == ref.digest
+    return load_file(folder / "model.safetensors")["w"]
 
 
 def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: float = 0.0) -> PolicyRef:
@@ -70,34 +44,21 @@ def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: flo
     return ref
 
 
-def settle(publisher: Any) -> None:
-    """Wait for what goes on after a publication."""
-    if publisher._taking is not None:
-        wait([publisher._taking[0].stored], timeout=HANG_S)
-    publisher._removing.result()
-
-
 def test_a_replaced_publisher_takes_nothing_from_the_newer_one(world: World) -> None:
     zombie = world.publisher(FIRST)
     publish(zombie, 0, 58, 59)
     newer = world.publisher(SECOND)
     before, wanted = publish(newer, 0, 41), publish(newer, 0, 42)
     late = publish(zombie, 0, 60)
-    assert world.served(wanted).tolist() == [42.0] * 4
-    assert world.served(before).tolist() == [41.0] * 4, "a node may be at it"
+    assert served(world, wanted).tolist() == [42.0] * 4
+    assert served(world, before).tolist() == [41.0] * 4, "a node may be at it"
     # Nor when it comes by the same steps with other weights, as where sums have no fixed order.
     zombie_of_same = world.publisher((0, 1, 9))
     publish(zombie_of_same, 0, 42, weights=0.5)
-    assert world.served(wanted).tolist() == [42.0] * 4
+    assert served(world, wanted).tolist() == [42.0] * 4
     assert wanted.prefix != late.prefix
     publish(newer, 0, 43)
     assert world.left() == ["0000/00000042-i2-a1", "0000/00000043-i2-a1"], "what the other one left goes with it"
-
-
-def test_the_one_before_stays_also_where_another_machine_made_it(world: World) -> None:
-    publish(world.publisher(FIRST), 0, 58, 59)
-    publish(world.publisher(SECOND), 0, 41)
-    assert world.left() == ["0000/00000041-i2-a1", "0000/00000059-i1-a1"]
 
 
 def test_what_older_timelines_published_goes(world: World) -> None:

@@ -18,7 +18,7 @@ from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
-from policies.weights.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from policies.weights.adapters import ADAPTER_WEIGHTS
 from policies.weights.tensors import ServedTypes
 from tasks.machine.base_model import identity_of
 from tasks.rollout.vllm.flags import takes_adapters
@@ -94,12 +94,6 @@ def test_a_name_says_tensors_configuration_and_base_model_and_nothing_else(world
     assert world.publish(elsewhere).digest == same
     others = [digest(seed=2), digest(lora_alpha=9), digest(identity="def")]
     assert len({same, *others}) == 4
-
-
-def test_its_configuration_is_written_in_one_order(world: World) -> None:
-    config = json.loads((world.fetched(world.publish(adapted())) / ADAPTER_CONFIG).read_text())
-    assert config["target_modules"] == ["q_proj", "up_proj", "v_proj"]
-    assert (config["peft_type"], config["inference_mode"]) == ("LORA", True)
 
 
 def test_adapters_of_a_bfloat16_model_keep_the_type_in_which_they_are_trained(world: World) -> None:

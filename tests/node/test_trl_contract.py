@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
 from policies.serving.canary import Canary
@@ -24,109 +20,7 @@ from tasks.machine.base_model import tensors_in
 from tasks.storing.tensors import Unread
 from tasks.trl import trl_grpo
 from tasks.trl.checkpoint_names import as_in_checkpoint
-from tasks.trl.fleet_client import FleetClient
-from tasks.trl.trl_grpo import EpochSampler, FleetGRPOTrainer
-
-import trl.generation.vllm_client as vllm_client  # isort: skip  # trl_grpo first: it decides what TRL imports
-import trl.generation.vllm_generation as vllm_generation  # isort: skip
-import trl.trainer.grpo_trainer as grpo_trainer  # isort: skip
-from trl.distributed import DistributedBackend  # isort: skip
-
-
-def attributes_of(name: str, source: str) -> set[str]:
-    """Every NAME of `<anything>.name.NAME` in the source."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(textwrap.dedent(source)))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == name
-    }
-
-
-@pytest.mark.parametrize("module", [vllm_generation, grpo_trainer])
-def test_the_client_has_all_that_trl_asks_of_one(module: object) -> None:
-    used = attributes_of("vllm_client", inspect.getsource(module))  # type: ignore[arg-type]  # a module
-    assert used, "TRL no longer keeps its client in `vllm_client`"
-    missing = {name for name in used if not callable(getattr(FleetClient, name, None))}
-    assert not missing, f"TRL now also calls {missing} of its client"
-
-
-@pytest.mark.parametrize("method", ["generate", "update_named_params"])
-def test_the_client_takes_what_trls_takes(method: str) -> None:
-    theirs = inspect.signature(getattr(vllm_client.VLLMClient, method)).parameters
-    ours = inspect.signature(getattr(FleetClient, method)).parameters
-    assert [name.lstrip("_") for name in ours] == list(theirs)
-    if method == "generate":
-        assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
-
-
-def test_generation_is_made_where_it_is_replaced() -> None:
-    source = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    assert "VLLMGeneration(" in source, "GRPOTrainer no longer makes its backend from that name"
-    assert grpo_trainer.VLLMGeneration is vllm_generation.VLLMGeneration
-    made = inspect.getsource(vllm_generation.VLLMGeneration)
-    for name in ("_init_vllm", "_iter_named_params", "_weight_metadata", "self._dist.is_fsdp"):
-        assert name in made, f"VLLMGeneration no longer has {name}"
-    assert hasattr(DistributedBackend, "is_zero3")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_get_train_sampler",
-        "_calculate_rewards",
-        "_generate",
-        "_generate_single_turn",
-        "_tool_call_loop",
-        "_generate_and_score_completions",
-        "_compute_loss",
-        "_save_checkpoint",
-        "_load_optimizer_and_scheduler",
-        "_get_output_dir",
-    ],
-)
-def test_overridden_methods_are_still_called(name: str) -> None:
-    assert callable(getattr(grpo_trainer.GRPOTrainer, name, None)), f"GRPOTrainer no longer has {name}"
-    ours = inspect.signature(getattr(FleetGRPOTrainer, name)).parameters
-    theirs = inspect.signature(getattr(grpo_trainer.GRPOTrainer, name)).parameters
-    assert len(ours) >= len(theirs) or any(p.kind is p.VAR_POSITIONAL for p in ours.values())
-
-
-def test_what_a_reward_function_logs_still_has_its_name() -> None:
-    """A score of weight 0 is logged as a witness in the way of `log_metric`."""
-    assert callable(grpo_trainer.GRPOTrainer._log_metric)
-    made = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    assert "self.reward_func_names" in made
-    assert "self.reward_weights" in made
-
-
-def test_the_window_is_still_kept_where_it_is_saved_from() -> None:
-    """A restart in the middle of a generation window needs both; see FleetGRPOTrainer._save_checkpoint."""
-    source = inspect.getsource(grpo_trainer.GRPOTrainer._prepare_inputs)
-    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
-    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
-
-
-def test_what_people_read_of_a_step_is_still_gathered() -> None:
-    """`KeepsSamples` takes texts and advantages from there, and the rest from what the methods return."""
-    scored = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
-    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in scored
-    for name in ("prompt", "completion", "advantages"):
-        assert f'self._logs["{name}"]' in scored, f"TRL no longer logs {name}"
-    for gathered in ("gather_object(prompts)", "gather_object(completions)", "all_process_advantages.tolist()"):
-        assert gathered in scored
-    for name in (
-        "completion_ids",
-        "completion_mask",
-        "old_per_token_logps",
-        "sampling_per_token_logps",
-        "tool_mask",
-    ):
-        assert f'"{name}"' in scored, f"TRL's output no longer has {name}"
-    made = inspect.getsource(grpo_trainer.GRPOTrainer.__init__)
-    assert '"advantages": deque(maxlen=args.generation_batch_size)' in made
-    assert "self.eos_token_ids = " in made
-    generated = inspect.getsource(grpo_trainer.GRPOTrainer._generate)
-    assert "return prompt_ids, completion_ids, tool_mask, completions" in generated
+from tasks.trl.trl_grpo import EpochSampler
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -291,25 +185,3 @@ def fake_gather(_self: object, _parameters: object) -> object:
     import contextlib
 
     return contextlib.nullcontext()
-
-
-def test_a_step_ends_where_its_end_is_kept() -> None:
-    """What leaving in the middle of a step relies on: when its state is kept, and how generation is left."""
-    step = inspect.getsource(Trainer._run_epoch)
-    order = [
-        "self.optimizer.step()",
-        "callback_handler.on_step_end",
-        "self._maybe_log_save_evaluate(",
-        "on_substep_end",
-    ]
-    places = [step.index(text) for text in order]
-    assert places == sorted(places), "a step no longer ends in this order"
-    resumed = [
-        step.index(text)
-        for text in ("self.get_batch_samples(", "_load_rng_state(resume_from_checkpoint)\n                rng")
-    ]
-    assert resumed == sorted(resumed), (
-        "random states are no longer put back after the fetching of a step's batches"
-    )
-    generated = inspect.getsource(vllm_generation.VLLMGeneration.generate)
-    assert "return prompt_ids, completion_ids, logprobs" in generated

@@ -114,7 +114,7 @@ def _make_model(folder: Path, layers: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from tests.node.rollout.test_rollout_node import make_model
+    from tests.node.rollout.engines import make_model
 
     make_model(folder, 0)  # for its tokenizer
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def short_segments() -> Iterator[None]:
 class Seen:
     """What controllers and readers were told, to be compared with the journal at the end."""
 
+    store: Store  # itself, between whose operations all happens
     acknowledged: list[Record] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     states: list[tuple[int, RunState]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Seen:
             for count in range(APPENDS):
                 self._tick(writer, f"{name}.{count}")
         except Fenced:
+            assert raw_entries(self.store)[-1].epoch > writer.epoch, "nobody has taken its place"
             self._stays_fenced(writer)
 
     def _tick(self, writer: Journal, name: str) -> None:
@@ -73,6 +75,7 @@ class Seen:
                 self.acknowledged.append(settled)
             events = (GatewayRestarted(name), CommandTaken(name, "x"))
             self.acknowledged.append(writer.append(2.0, events))
+            writer.check()
         except StoreUnavailable:
             return  # and again with the next tick
 
@@ -80,6 +83,7 @@ class Seen:
         calls: tuple[Callable[[], object], ...] = (
             lambda: writer.append(3.0, (GatewayRestarted("fenced"),)),
             lambda: writer.settle(3.0),
+            writer.check,
         )
         for call in calls:
             try:
@@ -101,7 +105,8 @@ class Seen:
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.integers(2, 8))
 def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, count: int) -> None:
-    store, seen = Store(f"memory://interleaved-{next(names)}", retry_s=0.0), Seen()
+    store = Store(f"memory://interleaved-{next(names)}", retry_s=0.0)
+    seen = Seen(store)
     actors: list[Actor] = []
 
     def begin(number: int) -> Actor:

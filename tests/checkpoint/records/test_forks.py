@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ from checkpoint.store.run_store import Store
 from policies.model.timelines import Fork, Skipped
 
 FIRST = Fork(1, "0-120", {"beta": 0.08, "num_generations": 4}, (Skipped(0, 121, 130),), "KL grew 40 times")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(f"file://{tmp_path}/store")
 
 
 def test_a_run_without_rollbacks_has_none(store: Store) -> None:

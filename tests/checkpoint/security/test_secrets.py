@@ -20,7 +20,6 @@ from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor
-from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for
@@ -309,13 +308,3 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
         if command == "up":
             assert not (tmp_path / "run" / "run.json").exists()
             documents.create_run(Store((tmp_path / "run").as_uri()), record)
-
-
-def test_names_alone_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in HERE.items():
-        monkeypatch.setenv(name, value)
-    run_yaml = furnish(tmp_path)
-    run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: [LICENCE]\n")))
-    stored = to_json(load(run_yaml).spec)
-    assert json.loads(stored)["secrets"] == ["LICENCE"]
-    assert not any(value.encode() in stored for value in HERE.values())

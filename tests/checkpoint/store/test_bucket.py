@@ -29,14 +29,12 @@ def bucket_of(store: Store) -> str:
 
 
 def expire(moto: S3Server, store: Store, *rules: dict[str, Any]) -> None:
-    told = [{"ID": str(number), "Status": "Enabled", **rule} for number, rule in enumerate(rules)]
+    told = [
+        {"ID": str(number), "Status": "Enabled", "Filter": {"Prefix": ""}} | one
+        for number, one in enumerate(rules)
+    ]
     client = moto.client()
     client.put_bucket_lifecycle_configuration(Bucket=bucket_of(store), LifecycleConfiguration={"Rules": told})
-
-
-def version(moto: S3Server, store: Store) -> None:
-    client = moto.client()
-    client.put_bucket_versioning(Bucket=bucket_of(store), VersioningConfiguration={"Status": "Enabled"})
 
 
 def told(store: Store) -> list[str]:
@@ -45,26 +43,51 @@ def told(store: Store) -> list[str]:
     return [one.told for one in found]
 
 
-def test_a_plain_bucket_has_no_trap(store: Store) -> None:
-    assert rules_of(store.url, store.options) == BucketRules()
-    assert told(store) == [f"{bucket_of(store)!r} keeps nothing that is deleted, and deletes nothing itself"]
+AT = {"Expiration": {"Date": datetime(2027, 1, 31, tzinfo=UTC)}}
+MOVES = [{"Days": 1, "StorageClass": "STANDARD_IA"}, {"Days": 90, "StorageClass": "DEEP_ARCHIVE"}]
+TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 1}}
 
 
-def test_a_versioned_bucket_keeps_for_ever_what_is_deleted(store: Store, moto: S3Server) -> None:
-    version(moto, store)
-    assert rules_of(store.url, store.options) == BucketRules(versioned=True)
-    (line,) = told(store)
-    assert "keeps for ever what a run deletes" in line
-    assert "each day that is kept is 15 TB, about 354 $ a month" in line
-
-
-def test_or_for_some_days(store: Store, moto: S3Server) -> None:
-    version(moto, store)
-    expire(moto, store, {"Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}})
-    (line,) = told(store)
-    assert line.endswith(
-        "for 7 days: for a 32B model at ten steps an hour that is 108 TB at rest, 2,479 $ a month"
-    )
+@pytest.mark.parametrize(
+    ("versioned", "rules", "found", "lines"),
+    [
+        (False, [], BucketRules(), ["keeps nothing that is deleted, and deletes nothing itself"]),
+        (True, [], BucketRules(versioned=True), ["keeps for ever what a run deletes"]),
+        (
+            True,
+            [{"NoncurrentVersionExpiration": {"NoncurrentDays": 7}}],
+            None,
+            ["for 7 days: for a 32B model at ten steps an hour that is 108 TB at rest, 2,479 $ a month"],
+        ),
+        (
+            False,
+            [AT, {"Transitions": MOVES}],
+            BucketRules(expires_on="2027-01-31", archived_days=90),
+            [
+                "deletes all objects from 2027-01-31 on, also what a run needs",
+                "archives objects that are 90 days old, also what a run needs",
+            ],
+        ),
+        (False, [TAGGED, {"Status": "Disabled", "Expiration": {"Days": 1}}], BucketRules(), ["keeps nothing"]),
+    ],
+    ids=["plain", "versioned", "versioned for days", "a date and an archive", "tagged or off"],
+)
+def test_what_a_bucket_does_by_itself_is_told_with_its_cost(
+    store: Store,
+    moto: S3Server,
+    versioned: bool,
+    rules: list[dict[str, Any]],
+    found: BucketRules | None,
+    lines: list[str],
+) -> None:
+    if versioned:
+        enabled = {"Status": "Enabled"}
+        moto.client().put_bucket_versioning(Bucket=bucket_of(store), VersioningConfiguration=enabled)
+    if rules:
+        expire(moto, store, *rules)
+    assert found is None or rules_of(store.url, store.options) == found
+    for line, says in zip(told(store), lines, strict=True):
+        assert says in line
 
 
 @pytest.mark.parametrize(
@@ -105,23 +128,6 @@ def test_chunks_are_large_and_entries_small(
     monkeypatch.setattr(bucket, "_client", lambda _: Answers({"Filter": limits, **ends}))
     found = rules_of("s3://ours/runs/one", {})
     assert found == BucketRules(versioned=True, expires_days=30), "versions of the other sizes stay for ever"
-
-
-def test_a_date_and_an_archive_are_traps_too(store: Store, moto: S3Server) -> None:
-    at = {"Expiration": {"Date": datetime(2027, 1, 31, tzinfo=UTC)}}
-    moves = [{"Days": 1, "StorageClass": "STANDARD_IA"}, {"Days": 90, "StorageClass": "DEEP_ARCHIVE"}]
-    expire(moto, store, {"Filter": {"Prefix": ""}, **at}, {"Filter": {"Prefix": ""}, "Transitions": moves})
-    assert rules_of(store.url, store.options) == BucketRules(expires_on="2027-01-31", archived_days=90)
-    deleted, archived = told(store)
-    assert "deletes all objects from 2027-01-31 on, also what a run needs" in deleted
-    assert "archives objects that are 90 days old, also what a run needs" in archived
-
-
-def test_a_rule_for_tagged_objects_or_one_that_is_off_touches_no_run(store: Store, moto: S3Server) -> None:
-    tagged = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 1}}
-    off = {"Filter": {"Prefix": ""}, "Status": "Disabled", "Expiration": {"Days": 1}}
-    expire(moto, store, tagged, off)
-    assert rules_of(store.url, store.options) == BucketRules()
 
 
 def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:

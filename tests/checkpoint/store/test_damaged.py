@@ -45,6 +45,8 @@ def store_with(key: str, data: bytes) -> Store:
         (layout.timeline(1), to_json(Fork(1, "0")), documents.read_forks),
         (layout.journal_entry(1), to_json(Record(1, 1, 1, "w", "n", 1.0, [{"type": []}])), journal.recover),
         (layout.RUN, RUN.replace(b'"sim-0"', b'"\xff"'), documents.read_run),
+        (layout.RUN, b"{", documents.read_run),
+        (layout.CONTROLLER, b"{", documents.CONTROLLER.read),
         (layout.TRAINER, to_json(BEAT).replace(b'"step":4', b'"step":4' + b"0" * 20), documents.TRAINER.read),
     ],
 )

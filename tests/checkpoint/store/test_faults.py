@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkpoint.store.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
-from checkpoint.store.run_store import OPTIONS_ENV, Store
+from checkpoint.store.run_store import Store
 from tests.budget import HANG_S
 from tests.rigs.store.fault_proxy import (
     Answer,
@@ -210,18 +211,6 @@ def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: F
     assert len(proxy.seen) >= 2
 
 
-def test_a_create_whose_answer_is_lost_makes_one_object(
-    moto: S3Server, open_store: Callable[..., Store], proxy: FaultProxy, tmp_path: Path
-) -> None:
-    store = open_store()
-    proxy.inject(LoseAnswer(), times=1)
-    with pytest.raises(AlreadyExists):
-        store.create("j/1", b"mine")
-    assert proxy.seen == ["PUT", "PUT"]
-    assert store.get("j/1") == b"mine"
-    assert moto.client().list_objects_v2(Bucket=moto.bucket, Prefix=tmp_path.name)["KeyCount"] == 1
-
-
 def test_a_large_write_is_one_put_and_never_a_multipart_upload(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -296,14 +285,6 @@ def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Sto
     assert found == [b"x" * 1000] * 8
 
 
-def test_nothing_listening_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        OPTIONS_ENV, '{"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}'
-    )
-    with pytest.raises(StoreUnavailable, match="read a in s3://bucket/run"):
-        Store("s3://bucket/run", retry_s=0.1).get("a")
-
-
 def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> None:
     """As one that is no longer mounted: a journal in its place would be another run's, and the first one's is back
     in a minute."""
@@ -323,3 +304,36 @@ def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> 
     elsewhere.rename(tmp_path / "mounted")
     store.create("journal/2", b"second")
     assert [entry.key for entry in store.entries("journal")] == ["journal/1", "journal/2"]
+
+
+@pytest.mark.parametrize("server_name", ["moto", pytest.param("ceph", id="ceph")])
+@pytest.mark.parametrize(
+    "fault", [Answer(503, "SlowDown"), CutUpload(1 << 20), LoseAnswer(), CutDownload(1 << 20)], ids=str
+)
+def test_a_write_and_a_create_make_one_object(
+    request: pytest.FixtureRequest, tmp_path: Path, server_name: str, fault: Fault
+) -> None:
+    """On a real store, too, where it may differ."""
+    server: S3Server = request.getfixturevalue(server_name)
+    proxy: FaultProxy = request.getfixturevalue("proxy" if server_name == "moto" else "ceph_proxy")
+    store = through(server.at(proxy.endpoint), tmp_path.name, "", HANG_S)
+    for call in (lambda: store.put("a/large", DATA), lambda: store.get("a/large")):
+        proxy.inject(fault, times=1)
+        call()
+    assert store.get("a/large") == DATA
+    proxy.inject(LoseAnswer(), times=1)
+    with pytest.raises(AlreadyExists):
+        store.create("j/1", b"mine")
+    assert [(entry.key, store.get(entry.key)) for entry in store.entries("j")] == [("j/1", b"mine")]
+
+
+@pytest.mark.parametrize("options", ["options", "fsspec_options"])
+def test_ceph_says_that_a_quota_is_used_up_and_denies_a_wrong_secret(
+    ceph_users: tuple[S3Server, S3Server], options: str
+) -> None:
+    ceph, full = ceph_users
+    with pytest.raises(StoreUnavailable, match=r"QuotaExceeded.*free some space"):
+        Store(full.url("run"), retry_s=0.5, options=getattr(full, options)()).put("a", b"too much")
+    with pytest.raises(StoreDenied, match="check the access key") as caught:
+        Store(ceph.url("run"), options=getattr(replace(ceph, secret_key="a-wrong-secret"), options)()).get("a")
+    assert "a-wrong-secret" not in str(caught.value)

@@ -20,7 +20,6 @@ from checkpoint.records.metrics import MetricsWriter, Row
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from checkpoint.stream.transfer import Export
 from orchestrator.control.controller import Controller
@@ -180,15 +179,6 @@ def test_a_row_that_belongs_to_another_object_is_left_out() -> None:
     store = Store(f"memory://unreadable-{next(names)}")
     store.put(ROWS_KEY, to_json(Row(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
     assert metrics.read_metrics(store) == ROWS
-
-
-@pytest.mark.parametrize("key", [layout.RUN, layout.journal_entry(1), layout.CONTROLLER])
-def test_what_control_depends_on_is_never_left_out(key: str) -> None:
-    run = Steered()
-    run.store.put(key, b"{")
-    reads = {layout.RUN: documents.read_run, layout.CONTROLLER: documents.CONTROLLER.read}
-    with pytest.raises(Corrupt, match=key):
-        reads.get(key, journal.read)(run.store)
 
 
 def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:

@@ -27,14 +27,14 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("url", "told"),
     [
         ("nonsense", "expected a URL that starts with file://, s3://"),
-        ("nobody-knows://x/y", "Protocol not known"),
+        ("nobody-knows://user:hunter2@host/y", "Protocol not known"),
         ("s3:///no-bucket", "names no bucket"),
     ],
 )
 def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url)
-    assert "\n" not in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("\n", "hunter2"))
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_line_at_the_first_write() -> None:
@@ -82,12 +82,6 @@ def test_a_wrong_option_is_named(url: str, options: dict[str, Any], told: str) -
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url, options=options)
     assert "\n" not in str(caught.value)
-
-
-def test_a_password_in_a_url_is_not_told() -> None:
-    with pytest.raises(StoreUnusable) as caught:
-        Store("nobody-knows://user:hunter2@host/y")
-    assert "hunter2" not in str(caught.value)
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,10 @@ from tests.stand_ins.catalog_rig import (
     CHUNK,
     CONTENTS,
     NOW_S,
-    Deletes,
     DictStore,
     DyingAtManifest,
-    Interrupted,
     InTurn,
     bytes_of,
-    digest,
     going,
     needed,
     revisions,
@@ -186,38 +183,6 @@ def upload(store: Store, folder: Path, content: str, step: int) -> None:
 
 def collect_all(store: Store) -> None:
     Collector(store, Catalog(store, "c"), functools.partial(going, 1)).collect(NOW_S)
-
-
-def test_a_late_deletion_strikes_no_name_that_is_used_again(folder: Path) -> None:
-    store = DictStore()
-    late = Deletes()
-    late.objects = store.objects
-    upload(store, folder, "ab", 1)
-    upload(store, folder, "c", 2)
-    with pytest.raises(StoreUnavailable):
-        collect_all(late)
-    collect_all(store)
-    upload(store, folder, "ab", 3)
-    store.delete(late.late)
-    needed(store, revisions(store)[-1].checkpoints)
-
-
-def test_a_chunk_that_came_back_after_its_deletion_is_not_reused(folder: Path) -> None:
-    """Two uploads begin at one revision; what one of them left is collected, then the other writes it again."""
-    store = DictStore()
-    late = Deletes()
-    late.objects = store.objects
-
-    def meanwhile() -> None:
-        store.put(f"{layout.BLOBS}/{digest(bytes_of('ab')[:CHUNK])}.0", bytes_of("ab")[:CHUNK])
-        with pytest.raises(StoreUnavailable):
-            collect_all(late)
-        collect_all(store)
-
-    upload(Interrupted(store, meanwhile), folder, "ab", 1)
-    assert late.late, "nothing was collected, so this proves nothing"
-    store.delete(late.late)
-    needed(store, revisions(store)[-1].checkpoints)
 
 
 def test_what_a_killed_upload_had_stored_is_not_sent_again(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,15 +65,9 @@ def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str)
     assert sorted(p.name for p in tmp_path.iterdir() if "part" in p.name) == []
 
 
-def test_what_another_manifest_left_half_done_is_not_mixed_in(store: Store, tmp_path: Path) -> None:
+def test_what_was_there_or_left_half_done_is_replaced_at_once(store: Store, tmp_path: Path) -> None:
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / ".dst.part", model=b"older and longer", extra=b"not in this one")
-    manifest.fetch(store, PREFIX, tmp_path / "dst")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
-
-
-def test_a_folder_that_is_there_is_replaced_at_once(store: Store, tmp_path: Path) -> None:
-    manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / "dst", model=b"old", stale=b"old")
     manifest.fetch(store, PREFIX, tmp_path / "dst")
     assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
@@ -95,31 +88,17 @@ def test_a_label_is_read_whatever_the_length_of_its_digest(label: str) -> None:
     assert labelled_version(label) == PolicyVersion(0, 12)
 
 
-def test_a_truncated_manifest_is_one_clear_line(store: Store, tmp_path: Path) -> None:
-    manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
-    key = f"{PREFIX}/{layout.MANIFEST}"
-    whole = store.get(key)
-    for size_bytes in range(len(whole)):
-        store.put(key, whole[:size_bytes])
-        with pytest.raises(Corrupt) as caught:
-            manifest.load(store, PREFIX)
-        assert str(caught.value).startswith(key)
-        assert "\n" not in str(caught.value)
+WHOLE = to_json(Manifest(SCHEMA, "0-1", 0.0, "p", []))
+NEWER = to_json(Manifest(SCHEMA + 1, "0-1", 0.0, "p", []))
 
 
-@pytest.mark.parametrize("bad", [b"", b"{", b'{"schema": 99}', b"\xff\xfe", b"[]", b'{"files": 1}'])
+@pytest.mark.parametrize(
+    "bad", [b"", b"{", b'{"schema": 99}', b"\xff\xfe", b"[]", b'{"files": 1}', NEWER, WHOLE[:-1], WHOLE[:30]]
+)
 def test_unreadable_manifests_are_one_clear_line(store: Store, bad: bytes) -> None:
     store.put("p/manifest.json", bad)
     with pytest.raises(Corrupt) as caught:
         manifest.load(store, "p")
     assert "\n" not in str(caught.value)
     assert "p/manifest.json" in str(caught.value)
-
-
-def test_a_newer_schema_says_so(store: Store) -> None:
-    newer = Manifest(SCHEMA + 1, "0-1", 0.0, "p", [])
-    store.put("p/manifest.json", to_json(newer))
-    with pytest.raises(Corrupt, match="use a newer one"):
-        manifest.load(store, "p")
-    store.put("p/manifest.json", to_json(replace(newer, schema=SCHEMA)))
-    assert manifest.load(store, "p").files == []
+    assert ("use a newer one" in str(caught.value)) == (bad == NEWER)

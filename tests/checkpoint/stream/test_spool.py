@@ -57,31 +57,20 @@ def steps(spool: Spool) -> list[int]:
 
 
 def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool) -> None:
+    spool.prepare({"model": 3 * SIZE})
+    assert list(spool.folder.iterdir()) == [], "no memory is allocated in advance that does not fit"
     first, second = save(spool, 5), save(spool, 100)
     assert steps(spool) == [5, 100], "in the order of steps, not of names"
     assert spool.claim(105) is None
     assert first is not None
+    inode = (first / "model").stat().st_ino
     spool.release(first)
     third = spool.claim(105)
     assert third is not None
     assert (third.name, third.exists(), first.exists()) == ("checkpoint-105", True, False)
+    assert (third / "model").stat().st_ino == inode, "a free slot keeps its memory"
     assert second is not None
     assert (second / "model").read_bytes() == bytes([100]) * SIZE
-
-
-def test_one_slot_larger_than_expected_counts_as_it_is(spool: Spool) -> None:
-    save(spool, 5, model=SIZE * 3 // 2)
-    assert spool.claim(10) is None
-
-
-def test_a_free_slot_keeps_its_memory(spool: Spool) -> None:
-    slot = save(spool, 5)
-    assert slot is not None
-    inode = (slot / "model").stat().st_ino
-    spool.release(slot)
-    again = save(spool, 10)
-    assert again is not None
-    assert (again / "model").stat().st_ino == inode
 
 
 def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool) -> None:
@@ -104,14 +93,6 @@ def test_memory_allocated_in_advance_and_not_used_is_not_handed_on(spool: Spool)
     (slot / "optimizer").write_bytes(b"state")
     spool.seal(slot, sealed(3))
     assert [path.name for path in slot.iterdir()] == ["optimizer"]
-
-
-def test_no_memory_is_allocated_in_advance_that_does_not_fit_or_is_there(spool: Spool) -> None:
-    spool.prepare({"model": 3 * SIZE})
-    assert list(spool.folder.iterdir()) == []
-    save(spool, 1)
-    spool.prepare({"model": SIZE})
-    assert sorted(path.name for path in spool.folder.iterdir()) == ["checkpoint-1", "checkpoint-1.json"]
 
 
 class Killed(BaseException):
@@ -194,13 +175,6 @@ def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool) -> No
         spool.release(slot)
     thread.join()
     assert errors == []
-
-
-def test_the_trainer_reads_what_the_uploader_reports(spool: Spool) -> None:
-    assert spool.reported() == UploaderState()
-    said = UploaderState("0-5", "0-10", 3, 9, "free some space")
-    spool.report(said)
-    assert spool.reported() == said
 
 
 def test_giving_up_a_slot_lowers_the_budget(spool: Spool) -> None:

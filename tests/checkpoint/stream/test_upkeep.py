@@ -179,16 +179,6 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine:
     )
 
 
-def test_the_newest_that_is_whole_is_taken_however_many_are_damaged(machine: Machine, tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        machine.saves(step)
-    for one in machine.catalog.newest().checkpoints[1:]:
-        machine.store.delete([one.manifest])
-    restored = restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None)
-    assert restored is not None
-    assert restored.at == PolicyVersion(0, 10)
-
-
 def test_a_timeline_whose_start_is_gone_does_not_begin_anew(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(NothingWhole, match="goes on from 0-10, and neither it nor an older one is there"):
         restore_newest(machine.store, lineage((Fork(1, "0-10"),), 1), tmp_path / "restored", None)

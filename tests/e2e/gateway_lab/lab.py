@@ -48,7 +48,7 @@ MAX_TOKENS = 240
 LOGPROB_NOISE = 1e-4
 VLLM = {"dtype": "float32", "enforce-eager": True, "kv-cache-memory-bytes": 2**26, "max-model-len": 256}
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-_MODELS = "from tests.node.rollout.test_rollout_node import make_model; from pathlib import Path; import sys"
+_MODELS = "from tests.node.rollout.engines import make_model; from pathlib import Path; import sys"
 _MAKE = f"{_MODELS}; [make_model(Path(sys.argv[1]) / name, seed) for seed, name in enumerate(sys.argv[2:])]"
 
 

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from tasks.machine.spooling import remove_spool
-from tests.node.trainer.rig import Rig, assembled, make_tiny, open_rig
-from tests.node.trainer.rig_tools import make_chatty
+from tests.node.trainer.rig import Rig, open_rig
 
 # The second step is off the policy that its completions are of, so that ratios and clipping count.
 BASE: dict[str, Any] = {
@@ -91,20 +90,13 @@ def named(grpo: dict[str, Any]) -> str:
     return " ".join(grpo)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    make_chatty(folder)
-    return folder
-
-
 def train(
-    folder: Path, tiny: Path, grpo: dict[str, Any], **spec: Any
+    folder: Path, chatty: Path, grpo: dict[str, Any], **spec: Any
 ) -> tuple[list[dict[str, Any]], torch.Tensor]:
     """What was logged, and all weights in a row, after two steps with completions of the trainer's own."""
-    rig = Rig(folder, tiny, replicas=0, grpo={**BASE, **grpo}, **spec)
+    rig = Rig(folder, chatty, replicas=0, grpo={**BASE, **grpo}, **spec)
     try:
-        trainer = assembled(rig)
+        trainer = rig.assemble()
         trainer.train()
         weights = torch.cat([weight.detach().flatten().float() for weight in trainer.model.parameters()])
         return [row for row in trainer.state.log_history if "grad_norm" in row], weights
@@ -113,15 +105,15 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> torch.Tensor:
-    return train(tmp_path_factory.mktemp("plain"), tiny, {})[1]
+def plain(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> torch.Tensor:
+    return train(tmp_path_factory.mktemp("plain"), chatty, {})[1]
 
 
 @pytest.mark.parametrize("grpo", CHANGES, ids=named)
 def test_a_setting_changes_what_is_trained(
-    grpo: dict[str, Any], plain: torch.Tensor, tiny: Path, tmp_path: Path
+    grpo: dict[str, Any], plain: torch.Tensor, chatty: Path, tmp_path: Path
 ) -> None:
-    rows, weights = train(tmp_path, tiny, grpo)
+    rows, weights = train(tmp_path, chatty, grpo)
     assert len(rows) == 2
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert bool(torch.isfinite(weights).all())
@@ -130,38 +122,38 @@ def test_a_setting_changes_what_is_trained(
 
 @pytest.mark.parametrize("grpo", LEAVES, ids=named)
 def test_a_setting_leaves_the_weights_as_they_are(
-    grpo: dict[str, Any], plain: torch.Tensor, tiny: Path, tmp_path: Path
+    grpo: dict[str, Any], plain: torch.Tensor, chatty: Path, tmp_path: Path
 ) -> None:
-    assert torch.equal(train(tmp_path, tiny, grpo)[1], plain)
+    assert torch.equal(train(tmp_path, chatty, grpo)[1], plain)
 
 
-def test_rewards_are_brought_to_one_scale_before_they_are_added_up(tiny: Path, tmp_path: Path) -> None:
+def test_rewards_are_brought_to_one_scale_before_they_are_added_up(chatty: Path, tmp_path: Path) -> None:
     weighted = {"reward_weights": [1.0, 100.0]}
     scaled = {**weighted, "multi_objective_aggregation": "normalize_then_sum"}
-    _, first = train(tmp_path / "sums", tiny, weighted, witness="rig_rewards.digit_share")
-    _, second = train(tmp_path / "scales", tiny, scaled, witness="rig_rewards.digit_share")
+    _, first = train(tmp_path / "sums", chatty, weighted, witness="rig_rewards.digit_share")
+    _, second = train(tmp_path / "scales", chatty, scaled, witness="rig_rewards.digit_share")
     assert (first - second).abs().max() > 1e-5
 
 
-def test_a_template_is_told_what_the_run_says(tiny: Path, tmp_path: Path) -> None:
+def test_a_template_is_told_what_the_run_says(chatty: Path, tmp_path: Path) -> None:
     chats = {"dataset": "chats.jsonl", "reward": "rig_tools.share_of_calls"}
-    as_is = train(tmp_path / "as_is", tiny, {}, **chats)[0][0]
-    asked = train(tmp_path / "asked", tiny, {"chat_template_kwargs": {"asked": True}}, **chats)[0][0]
+    as_is = train(tmp_path / "as_is", chatty, {}, **chats)[0][0]
+    asked = train(tmp_path / "asked", chatty, {"chat_template_kwargs": {"asked": True}}, **chats)[0][0]
     prompts = [row["num_tokens"] - COMPLETIONS * row["completions/mean_length"] for row in (as_is, asked)]
     assert prompts[1] - prompts[0] == pytest.approx(COMPLETIONS)  # a token each
 
 
-def test_a_model_judges(tiny: Path, tmp_path: Path) -> None:
-    config = LlamaConfig.from_pretrained(tiny / "model", num_labels=1)
-    judge = write(tmp_path / "judge", tiny, LlamaForSequenceClassification(config))
-    rows, _ = train(tmp_path / "run", tiny, {}, reward=str(judge), witness="rig_rewards.lower_share")
+def test_a_model_judges(chatty: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(chatty / "model", num_labels=1)
+    judge = write(tmp_path / "judge", chatty, LlamaForSequenceClassification(config))
+    rows, _ = train(tmp_path / "run", chatty, {}, reward=str(judge), witness="rig_rewards.lower_share")
     assert math.isfinite(rows[0]["rewards/judge/mean"])
     assert rows[0]["rewards/judge/std"] > 0
 
 
-def test_a_mixture_of_experts_is_published_as_it_is_loaded(tiny: Path, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_published_as_it_is_loaded(chatty: Path, tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
-        vocab_size=LlamaConfig.from_pretrained(tiny / "model").vocab_size,
+        vocab_size=LlamaConfig.from_pretrained(chatty / "model").vocab_size,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=16,
@@ -175,18 +167,17 @@ def test_a_mixture_of_experts_is_published_as_it_is_loaded(tiny: Path, tmp_path:
         bos_token_id=1,
         eos_token_id=2,
     )
-    experts = write(tmp_path / "experts", tiny, Qwen3MoeForCausalLM(config))
-    with open_rig(tmp_path, tiny, model=str(experts), grpo={**BASE, "router_aux_loss_coef": 0.1}) as rig:
-        trainer = assembled(rig)
-        trainer.train()
+    experts = write(tmp_path / "experts", chatty, Qwen3MoeForCausalLM(config))
+    with open_rig(tmp_path, chatty, model=str(experts), grpo={**BASE, "router_aux_loss_coef": 0.1}) as rig:
+        trainer = rig.train()
         rows = [row for row in trainer.state.log_history if "reward" in row]
         assert rig.gateway.unproved == []
     assert all(row["aux_loss"] > 0 for row in rows)
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-def write(folder: Path, tiny: Path, model: PreTrainedModel) -> Path:
+def write(folder: Path, chatty: Path, model: PreTrainedModel) -> Path:
     """A model's folder, with the tiny one's tokenizer."""
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(chatty / "model").save_pretrained(folder)
     return folder

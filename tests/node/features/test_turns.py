@@ -12,11 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from checkpoint.records.metrics import read_metrics
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Completion
@@ -26,20 +23,12 @@ from tasks.trainer.user_objects import BadSpec
 from tasks.trl.fleet_client import NO_PROMPT, FleetClient
 from tests.budget import HANG_S
 from tests.node.trainer import rig_tools
-from tests.node.trainer.rig import Rig, assembled, make_tiny, open_rig
-from tests.node.trainer.rig_tools import make_chatty
+from tests.node.trainer.rig import Rig, open_rig
 
 STEPS = 3
 GROUP = 8  # completions a step
 GRPO = {"max_steps": STEPS, "save_steps": 100, "max_completion_length": 24, "max_tool_calling_iterations": 3}
 LADDER = {"environment_factory": "rig_tools.Ladder"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
-    make_chatty(folder)
-    return folder
 
 
 def of_turns(**spec: Any) -> dict[str, Any]:
@@ -48,20 +37,14 @@ def of_turns(**spec: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Rig]:
-    with open_rig(tmp_path_factory.mktemp("calm"), tiny, **of_turns()) as rig:
+def calm(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> Iterator[Rig]:
+    with open_rig(tmp_path_factory.mktemp("calm"), chatty, **of_turns()) as rig:
         assert rig.wait(rig.start_trainer()) == 0
-        rig.stored()
         yield rig
 
 
-def weights(rig: Rig) -> str:
-    newest = Catalog(rig.store, "test").newest().find(PolicyVersion(0, STEPS))
-    return next(f.digest for f in read_manifest(rig.store, newest).files if f.name == "model.safetensors")
-
-
 def test_an_environment_is_trained_through_the_gateway_turn_by_turn(calm: Rig) -> None:
-    rows = [row.values for row in read_metrics(calm.store) if "reward" in row.values]
+    rows = calm.trained()
     assert len(rows) == STEPS
     asked = Counter(policy for policy, _ in calm.gateway.asked)
     assert all(count > GROUP for count in asked.values()), "no completion has taken a second turn"
@@ -74,11 +57,11 @@ def test_an_environment_is_trained_through_the_gateway_turn_by_turn(calm: Rig) -
 
 
 def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_in_the_same_weights(
-    calm: Rig, tiny: Path, tmp_path: Path
+    calm: Rig, chatty: Path, tmp_path: Path
 ) -> None:
     first = sum(policy == "0-0" for policy, _ in calm.gateway.asked)
     last_words = first + GROUP + 1  # within the second turn of the second step
-    with open_rig(tmp_path, tiny, **of_turns()) as rig:
+    with open_rig(tmp_path, chatty, **of_turns()) as rig:
         dead = threading.Event()
 
         def kill(made: int) -> None:
@@ -91,45 +74,43 @@ def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_i
         assert dead.wait(HANG_S), rig.log().read_text()[-4000:]
         trainer.wait()
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
-        rig.stored()
         asked = Counter(rig.gateway.asked)
         assert asked.keys() == set(calm.gateway.asked)
-        assert weights(rig) == weights(calm)
+        assert rig.digests() == calm.digests()
         twice = {one for one, times in asked.items() if times == 2}
         assert {policy for policy, _ in twice} == {"0-1"}
         assert twice.isdisjoint(rig.gateway.asked[: first + GROUP]), "more than the turn in the air is made again"
         assert "rollout_of_other_requests" not in rig.log(2).read_text()
 
 
-def test_what_an_environment_says_anew_is_answered_anew(tiny: Path, tmp_path: Path) -> None:
+def test_what_an_environment_says_anew_is_answered_anew(chatty: Path, tmp_path: Path) -> None:
     slippery = of_turns(trainer={"environment_factory": "rig_tools.Slippery"}, replicas=0)
-    with open_rig(tmp_path, tiny, **slippery) as rig:
-        assembled(rig).train()
-        rig.stored()
-        assembled(rig, attempt=2).train()
+    with open_rig(tmp_path, chatty, **slippery) as rig:
+        rig.train()
+        rig.assemble(attempt=2).train()  # whose completions are there as long as its checkpoint is not
         again = {layout.call_of(key) for key in stored(rig) if layout.author_of(key)[2] == 2}
     start = PolicyVersion(0, 0)
     assert (start, 0) not in again, "the first turn has nothing new in its prompts"
     assert {(start, 1), (PolicyVersion(0, 1), 0)} <= again
 
 
-def test_several_processes_ask_for_what_one_asks_for(calm: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_several_processes_ask_for_what_one_asks_for(calm: Rig, chatty: Path, tmp_path: Path) -> None:
     ranks = of_turns(grpo={**GRPO, "per_device_train_batch_size": GROUP // 2}, accelerators="H100:2")
-    with open_rig(tmp_path, tiny, **ranks) as rig:
+    with open_rig(tmp_path, chatty, **ranks) as rig:
         assert rig.wait(rig.start_ranks()) == exit_codes.OK
         first = rig.gateway.prompts["0-0"]
     assert first == calm.gateway.prompts["0-0"]
     assert len(rig.gateway.prompts) == STEPS
-    rows = [row.values for row in read_metrics(rig.store) if "reward" in row.values]
+    rows = rig.trained()
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
 
 
 @pytest.mark.parametrize(
     "trainer", [{"tools": ("rig_tools.climb",)}, {"rollout_func": "rig_tools.two_halves"}], ids=str
 )
-def test_tools_alone_and_a_function_of_ones_own(trainer: dict[str, Any], tiny: Path, tmp_path: Path) -> None:
-    with open_rig(tmp_path, tiny, **of_turns(trainer=trainer, replicas=0)) as rig:
-        made = assembled(rig)
+def test_tools_alone_and_a_function_of_ones_own(trainer: dict[str, Any], chatty: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, chatty, **of_turns(trainer=trainer, replicas=0)) as rig:
+        made = rig.assemble()
         made.train()
         turns = {layout.call_of(key) for key in stored(rig)}
     rows = [row for row in made.state.log_history if "reward" in row]

@@ -6,21 +6,24 @@ By our launcher, over gloo, on CPUs that pass for GPUs (`cpu_for_gpu`), for each
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
+import psutil
+
 from policies.model import exit_codes
 from policies.model.node_contract import TRAINER
+from policies.model.vocabulary import PolicyVersion
+from tasks.machine.exit_note import take_exit_code
 from tests.node.ranks import cpu_for_gpu
-from tests.node.ranks.test_killed import LAST, STEPS, of, ranks_of
-from tests.node.trainer.rig import GRPO, Rig, open_rig
-from tests.node.trainer.test_resume import results
+from tests.node.trainer.rig import GRPO, LORA, open_rig
 
+STEPS = 6
+LAST = PolicyVersion(0, STEPS)
 FSDP2 = {
     "distributed_type": "FSDP",
     "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
@@ -30,14 +33,19 @@ ZERO2 = {
     "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
 }
 ZERO3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
 WAYS: dict[str, dict[str, Any]] = {
     f"{name}{'-lora' * bool(peft)}": {"accelerate": accelerate, "peft": peft}
     for name, accelerate in {"ddp": None, "zero2-offloaded": ZERO2, "zero3": ZERO3, "fsdp2": FSDP2}.items()
     for peft in (None, LORA)
 }
 A_STEP = GRPO["per_device_train_batch_size"]  # completions, of all processes
-WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+RANDOM = ("rng_state_0.pth", "rng_state_1.pth")
+
+
+def of(processes: int, **grpo: Any) -> dict[str, Any]:
+    """A run of eight completions a step, in as many processes as its machine is to have GPUs."""
+    batch = {"max_steps": STEPS, "per_device_train_batch_size": GRPO["per_device_train_batch_size"] // processes}
+    return {"grpo": {**batch, **grpo}, "accelerators": f"H100:{processes}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float, max_
     begun_s = time.monotonic()
     with open_rig(folder / "calm", tiny, **run) as calm:
         assert calm.wait(calm.start_ranks(module=module), timeout_s=limit_s) == exit_codes.OK
-        whole = weights_of(calm)
+        whole = calm.digests(*RANDOM)
     calm_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     with open_rig(folder / "killed", tiny, **run) as killed:
         first = (2 + max_staleness) * A_STEP  # a checkpoint is made by then
@@ -85,17 +93,18 @@ def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float, max_
         ranks_of(launcher)[rank].kill()
         killed_one.set()
         assert launcher.wait(limit_s) != 0, "it has ended before"
+        assert take_exit_code(killed.work) in (None, exit_codes.FAILED), "the other rank lost its connection"
         restored = max(at.step for at in killed.stored())
         again = killed.start_ranks(2, module)
         assert killed.wait(again, 2, timeout_s=limit_s) == exit_codes.OK
-        same = weights_of(killed) == whole, results(killed.store) == results(calm.store)
+        assert killed.log(2).read_text().count("checkpoint_restored") == 1
+        assert killed.gateway.unproved == calm.gateway.unproved == []
+        same = killed.digests(*RANDOM) == whole, killed.results() == calm.results()
     took_s = time.monotonic() - begun_s
     return Killed(way, seed, last // A_STEP, rank, restored, *same, round(calm_s, 1), round(took_s, 1))
 
 
-def weights_of(rig: Rig) -> dict[str, str]:
-    """Digests of what the last checkpoint has of weights."""
-    found = read_manifest(rig.store, Catalog(rig.store, "test").newest().find(LAST)).files
-    digests = {file.name: file.digest for file in found if file.name in WEIGHTS}
-    assert digests
-    return digests
+def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The trainer's processes that a launcher has started."""
+    children = psutil.Process(launcher.pid).children()
+    return [one for one in children if {TRAINER, cpu_for_gpu.__name__} & set(one.cmdline())]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,8 @@ from tasks.storing.publish_adapter import AdapterPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
 from tasks.trl.weights import adapter_tensors
-from tests.budget import until
-from tests.node.rollout.test_canary import Node
-from tests.node.rollout.test_rollout_node import (
-    VOCABULARY,
-    Lab,
-    check_killed_vllm,
-    completions,
-    largest_difference,
+from tests.node.rollout.engines import (
+    Node,
     make_model,
 )
 
@@ -42,7 +33,6 @@ PROMPT = [
     5 + number * number % 70 for number in range(150)
 ]  # longer than a block of the prefix cache, 128 on CPUs
 TOKENS = 24
-ROUNDING = 1e-3  # PEFT itself is up to 1.5e-4 from float64 with these adapters, merged or not
 Tensors = dict[str, torch.Tensor]
 
 
@@ -179,28 +169,6 @@ def test_tensors_that_are_no_adapter_for_the_model_never_reach_the_engine(
     assert greedy_of(node, held[0]) == trainer.greedy(held[0])
 
 
-def test_a_file_that_is_cut_missing_or_another_models_never_reaches_the_engine(
-    node: Node, trainer: Trainer
-) -> None:
-    label, folder = trainer.publish(6)
-    path = folder / "adapter_model.safetensors"
-    whole = path.read_bytes()
-    for content, why in ((whole[:-100], "is cut off"), (whole[:20], "not readable"), (None, "is missing")):
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(PolicyRefused, match=why):
-            serve(node, (label, folder))
-    path.write_bytes(whole)
-    other = trainer.folder / "other"
-    make_model(other, seed=9)
-    (folder / "base.json").write_text(json.dumps({"model": "base", "identity": identity_of(other)}))
-    with pytest.raises(PolicyRefused, match="another base model"):
-        serve(node, (label, folder))
-    shutil.rmtree(folder)
-    make_model(folder, seed=9)
-    with pytest.raises(PolicyRefused, match="no adapter"):
-        serve(node, (label, folder))
-
-
 def test_what_the_engine_computes_otherwise_is_refused_and_the_next_one_needs_no_new_server(
     node: Node, trainer: Trainer
 ) -> None:
@@ -230,43 +198,3 @@ def test_a_layer_that_the_engine_does_not_adapt_is_named(node: Node, trainer: Tr
             node.load(label, folder, None)
         assert not caught.value.touched
         assert node.asked(label) == 409
-
-
-def test_an_adapter_is_a_small_part_of_whole_weights(node: Node, trainer: Trainer) -> None:
-    policies = [trainer.publish(step) for step in (11, 12)]
-
-    def took_s() -> float:
-        times = []
-        for number in range(6):
-            begun_s = time.perf_counter()
-            label, folder = policies[number % 2]
-            node.load(label, folder, node.check.passed(folder))
-            times.append(time.perf_counter() - begun_s)
-        return min(times)
-
-    print(f"an adapter loads in {took_s() * 1e3:.1f} ms")
-    size_bytes = (policies[0][1] / "adapter_model.safetensors").stat().st_size
-    whole_bytes = (trainer.folder / "base" / "model.safetensors").stat().st_size
-    print(f"{size_bytes} bytes, of {whole_bytes} whole, with a vocabulary of {VOCABULARY}")
-    assert size_bytes < whole_bytes / 4
-
-
-def test_a_killed_vllm_comes_back_with_the_wanted_adapter(tmp_path: Path) -> None:
-    """The whole node, with its agent and a gateway."""
-    trainer = Trainer(tmp_path)
-    lab = Lab(tmp_path, peft=LORA)
-    try:
-        until("the node among the members", lab.member)
-        first = trainer.put(1)
-        made = completions(list(lab.ask(first)))
-        assert largest_difference(trainer.models[first.label], made) < ROUNDING
-        second = trainer.put(2)
-        made = completions(list(lab.ask(second, max_tokens=200, ignore_eos=True)))
-        assert {one.policy for one in made} == {second.label}
-        assert largest_difference(trainer.models[second.label], made) < ROUNDING
-        assert largest_difference(trainer.models[first.label], made) > 0.1
-        before = until("a member", lab.member)
-        check_killed_vllm(lab, second, max_tokens=200)
-        until("its next boot", lambda: (one := lab.member()) is not None and one.boot_id != before.boot_id)
-    finally:
-        lab.stop()

@@ -6,134 +6,31 @@ vLLM's build for CPUs does not reload by itself as it loads them first.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
-from policies.serving.canary import Canary
 from policies.weights.tensors import ServedTypes
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm import server as vllm_server
 from tasks.rollout.vllm.server import PolicyRefused
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
-from tests.budget import HANG_S
-from tests.node.rollout.test_rollout_node import TOKEN, VOCABULARY, make_model
+from tests.node.rollout.engines import VOCABULARY, Node, Tensors, completed, dense_model, make_model, policy
 
-Tensors = dict[str, torch.Tensor]
-T = TypeVar("T")
 DOWN = "model.layers.1.mlp.down_proj.weight"
-
-
-def dense_model(folder: Path, seed: int) -> Any:
-    """Its heads are of a size for which vLLM takes no AMX: it does not ask the kernel for it, and some refuse."""
-    return make_model(folder, seed, head_dim=80)
-
-
-class Node:
-    """A server started on `folder/base`."""
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: str,
-        peft: dict[str, Any] | None = None,
-        flags: dict[str, Any] | None = None,
-        *,
-        bare: bool = False,
-    ) -> None:
-        self.folder = folder
-        spec = RunSpec(
-            name="test",
-            storage=f"file://{folder}/store",
-            trainer=TrainerSpec(model="base", dataset=Dataset(path="json"), reward_funcs=(), peft=peft),
-            grpo={},
-            workdir=str(folder),
-            rollout=RolloutSpec(
-                vllm={
-                    "dtype": dtype,
-                    "enforce-eager": True,
-                    "kv-cache-memory-bytes": 8 * 2**20,
-                    "max-model-len": 256,
-                    **(flags or {}),
-                },
-                env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-                recovery="exact",
-            ),
-        )
-        env = NodeEnv(spec.storage, "rollout-0-i1", TOKEN, 1, 0, str(folder), "127.0.0.1")
-        self.check = PolicyCheck(spec)
-        self._loop = asyncio.new_event_loop()
-        self._http = self.do(_session())
-        self.server = self.do(vllm_server.start(spec, env, self._http, bare=bare))
-
-    def do(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(work)
-
-    def load(self, version: str, folder: Path, canary: Canary | None) -> None:
-        self.do(self.server.load(version, folder, canary))
-
-    def asked(self, policy: str) -> int:
-        """The status of a completion that is asked of it."""
-        return self.completion(policy, {"prompt": [5, 6, 7], "max_tokens": 4})[0]
-
-    def completion(self, policy: str, asked: dict[str, Any]) -> tuple[int, Any]:
-        """The status of what is asked of it, and its answer."""
-
-        async def ask() -> tuple[int, Any]:
-            headers = {
-                "Authorization": f"Bearer {TOKEN}",
-                "X-Grpo-Boot": self.server.boot_id,
-                "X-Grpo-Policy": policy,
-            }
-            url = f"{self.server.url}/v1/completions"
-            async with self._http.post(url, json={"model": "policy", **asked}, headers=headers) as answer:
-                return answer.status, await answer.json() if answer.status == 200 else await answer.text()
-
-        return self.do(ask())
-
-    def stop(self) -> None:
-        self.do(self.server.stop())
-        self.do(self._http.close())
-        self._loop.close()
-
-
-async def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S))
-
-
-def policy(folder: Path, model: Any, change: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Path:
-    """A policy as a trainer publishes it, its tensors changed on the way."""
-    model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
-    (folder / layout.CANARY).write_bytes(to_json(canary_of(model, "no")))
-    return folder
 
 
 def permuted(tensors: Tensors) -> Tensors:
     shuffled = tensors[DOWN].flatten()[torch.randperm(tensors[DOWN].numel())].view_as(tensors[DOWN])
     return {**tensors, DOWN: shuffled}
-
-
-def without_a_layer(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
 
 
 def in_eight_bits(tensors: Tensors) -> Tensors:
@@ -193,24 +90,6 @@ def test_what_is_not_the_trainers_is_refused_by_name_and_never_asked(
     )
     assert dense.asked("0-1") == 200
     assert dense.asked("0-5") == 409
-
-
-def test_the_engine_alone_tells_weights_that_it_has_misread(dense: Node, tmp_path: Path) -> None:
-    """Were the files not looked at: what vLLM loads without an error is not what the trainer computes."""
-    for name, change in (("quantised", in_eight_bits), ("partial", without_a_layer)):
-        model = dense_model(tmp_path / "made", seed=6)
-        folder = policy(tmp_path / name, model, change)
-        with pytest.raises(PolicyRefused, match="log-probabilities"):
-            dense.load("0-6", folder, canary_of(model, "no"))
-        assert dense.asked("0-6") == 409
-
-
-def completed(node: Node, policy: str) -> str:
-    asked = {"prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    status, answer = node.completion(policy, asked)
-    assert status == 200, answer
-    text: str = answer["choices"][0]["text"]
-    return text
 
 
 def test_a_node_follows_its_trainer_by_deltas_and_serves_what_it_loaded(dense: Node, tmp_path: Path) -> None:

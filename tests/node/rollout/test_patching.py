@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from tasks.rollout.vllm import flags as vllm_flags
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.trl.canary import canary_of
-from tests.node.rollout.test_canary import Node, completed
-from tests.node.rollout.test_rollout_node import VOCABULARY, make_model
-from tests.node.test_publish import settle
+from tests.node.rollout.deltas.world import settle
+from tests.node.rollout.engines import VOCABULARY, Node, completed, make_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -117,13 +116,12 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     following.node.stop()
 
 
-@pytest.mark.parametrize("made", [tied_qwen, llama_with_biases])
 def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
-    tmp_path: Path, made: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their parameters are empty then; a head that is the embedding is not."""
     monkeypatch.setitem(vllm_flags.FIXED, "worker-extension-cls", "tests.stand_ins.packed_linears.Extension")
-    following = Following(tmp_path, made(), {})
+    following = Following(tmp_path, tied_qwen(), {})
     try:
         assert following.follow(following.publish()) == (False, [])
         said = list[str]()

@@ -210,7 +210,6 @@ def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
 @pytest.mark.parametrize(
     ("then", "by"),
     [
-        ("nothing", "changes"),
         ("several at once", "changes"),
         ("the same weights under another version", "changes"),
         ("a rollback", "whole"),
@@ -343,7 +342,8 @@ def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trial
     asyncio.run(story())
 
 
-def test_of_a_machines_engines_the_one_that_is_not_what_the_file_holds_is_ended(node: Node) -> None:
+def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
+    """And no other of its machine."""
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)
     b.member = "rollout-0-i1.1"
@@ -363,23 +363,5 @@ def test_of_a_machines_engines_the_one_that_is_not_what_the_file_holds_is_ended(
         assert node.loader._settling is not None
         await node.loader._settling
         assert (a.stopped, b.stopped) == (True, False)
-
-    asyncio.run(story())
-
-
-def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
-    world, publisher = node.world, node.world.publisher()
-
-    async def story() -> None:
-        for ref in (world.publish(publisher, 0), *world.steps(publisher, 1)):
-            await node.follow(ref)
-        with node.folders._file:
-            await node.follow(world.steps(publisher, 2)[0], settles=False)
-            weights = node.engine.weights
-            weights["model.norm.weight"][3] += 1  # a bit of its memory
-            save_file(weights, node.engine._weights)
-        assert node.loader._settling is not None
-        await node.loader._settling
-        assert node.engine.stopped
 
     asyncio.run(story())

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.vllm import server as vllm_server
 from tasks.rollout.vllm.worker import numbers_at
-from tests.budget import HANG_S
-from tests.node.rollout.test_rollout_node import TOKEN, VOCABULARY, make_model
+from tests.node.rollout.engines import VOCABULARY, Node, make_model
 
 SEED = 20
 REQUESTS = 64
@@ -55,37 +50,14 @@ class Made:
     logprobs: list[float]
 
 
-class Node:
-    """A server with a policy, and what asks it."""
+class Sampled(Node):
+    """A server with a policy, short of everything, and what asks it."""
 
     def __init__(self, folder: Path) -> None:
         make_model(folder / "base", seed=0)
         make_model(folder / "policy", seed=1)
-        spec = RunSpec(
-            name="test",
-            storage=f"file://{folder}/store",
-            trainer=TrainerSpec(model="base", dataset=Dataset(path="json"), reward_funcs=()),
-            grpo={},
-            workdir=str(folder),
-            rollout=RolloutSpec(
-                vllm={
-                    "dtype": "float32",
-                    "enforce-eager": True,
-                    "kv-cache-memory-bytes": 8 * 2**20,
-                    "max-num-batched-tokens": 256,
-                    "max-model-len": 256,
-                },
-                env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            ),
-        )
-        env = NodeEnv(spec.storage, "rollout-0-i1", TOKEN, 1, 0, str(folder), "127.0.0.1")
-        self._loop = asyncio.new_event_loop()
-        self._http = self._loop.run_until_complete(self._session())
-        self.server = self._loop.run_until_complete(vllm_server.start(spec, env, self._http))
-        self._loop.run_until_complete(self.server.load("0-0", folder / "policy"))
-
-    async def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S))
+        super().__init__(folder, "float32", flags={"max-num-batched-tokens": 256}, recovery="continue")
+        self.do(self.server.load("0-0", folder / "policy"))
 
     def make(self, asked: list[Asked]) -> list[Made]:
         """Have it make them all at once."""
@@ -93,16 +65,10 @@ class Node:
         async def each() -> list[Made]:
             return await asyncio.gather(*(self._make(one, salt) for salt, one in enumerate(asked)))
 
-        return self._loop.run_until_complete(each())
+        return self.do(each())
 
     async def _make(self, asked: Asked, salt: int) -> Made:
-        headers = {
-            "Authorization": f"Bearer {TOKEN}",
-            "X-Grpo-Boot": self.server.boot_id,
-            "X-Grpo-Policy": "0-0",
-        }
         body = {
-            "model": "policy",
             "prompt": asked.prompt,
             "max_tokens": asked.max_tokens,
             "logprobs": 0,
@@ -111,20 +77,15 @@ class Node:
             "cache_salt": f"{salt}-{len(asked.prompt)}",  # as on another server: nothing was computed before
             **asked.sampling,
         }
-        url = f"http://{self.server.address}/v1/completions"
-        async with self._http.post(url, json=body, headers=headers) as answer:
-            choice = (await answer.json())["choices"][0]
+        status, answer = await self.ask("0-0", body)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
         return Made(choice["token_ids"], choice["logprobs"]["token_logprobs"])
-
-    def stop(self) -> None:
-        self._loop.run_until_complete(self.server.stop())
-        self._loop.run_until_complete(self._http.close())
-        self._loop.close()
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    node = Node(tmp_path_factory.mktemp("node"))
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampled]:
+    node = Sampled(tmp_path_factory.mktemp("node"))
     yield node
     node.stop()
 
@@ -139,7 +100,7 @@ def requests(chance: random.Random) -> list[Asked]:
     return made
 
 
-def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: Node) -> None:
+def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: Sampled) -> None:
     chance = random.Random(SEED)
     asked = requests(chance)
     whole = node.make(asked)
@@ -157,12 +118,12 @@ def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: N
     assert max(differences) < 1e-4
 
 
-def test_a_seed_means_the_same_beside_others_and_alone(node: Node) -> None:
+def test_a_seed_means_the_same_beside_others_and_alone(node: Sampled) -> None:
     asked = requests(random.Random(SEED + 1))[:6]
     assert [node.make([one])[0].tokens for one in asked] == [made.tokens for made in node.make(asked)]
 
 
-def test_another_seed_and_another_position_draw_otherwise(node: Node) -> None:
+def test_another_seed_and_another_position_draw_otherwise(node: Sampled) -> None:
     prompt, hot = [5, 6, 7], {"temperature": 2.0}
     made = node.make([Asked(prompt, 40, {**hot, "seed": seed}) for seed in (0, 1, 2, 2**63 - 1)])
     assert len({tuple(one.tokens) for one in made}) == len(made)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.rig.sizing.planned import compared
-from benchmarks.rig.sizing.step import Case, peaks_of
+from benchmarks.rig.sizing.step import Case
 from tests.generators import model_configs as known
 
 # They are bytes that are counted, the same on every machine. Of the whole grid the worst is in docs/benchmarks.md.
@@ -43,17 +42,3 @@ def case(name: str, grpo: dict[str, Any], peft: dict[str, Any] | None = None, **
 def test_planned_is_what_is_allocated(one: Case) -> None:
     found = compared(one)
     assert found.ratio == pytest.approx(1, abs=WITHIN), found
-
-
-def test_tensors_without_content_take_what_real_ones_do() -> None:
-    """The measure's own test, by the way that the head takes on a CPU."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    grpo = {"max_completion_length": 16, "gradient_accumulation_steps": 2, "bf16": False}
-    small = case("real", grpo, **sizes, num_key_value_heads=2, vocab_size=512)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other longer than so little takes
-    try:
-        real = peaks_of(small, real=True, on_gpu=False)
-    finally:
-        torch.set_num_threads(threads)
-    assert peaks_of(small, on_gpu=False) == real

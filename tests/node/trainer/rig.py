@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
+from checkpoint.records.documents import RunRecord, read_forks
+from checkpoint.records.metrics import read_metrics
 from checkpoint.security.vouched import vouch
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -41,13 +44,17 @@ from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import find_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
+from tasks.storing.restoring import Restored
 from tasks.trainer.assemble import assemble
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 from tests.rigs import tiny_model
 
 REPOSITORY = Path(__file__).parents[3]
+NODE = "trainer-0-i1"
 PROMPTS = 6
+STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # what a checkpoint of one process has beside weights
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 # Two prompts a step, so three steps are an epoch.
 GRPO: dict[str, Any] = {
@@ -136,14 +143,6 @@ def run_spec(
     )
 
 
-def assembled(rig: Rig, attempt: int = 1) -> Any:
-    """The trainer of a run, in this process."""
-    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(rig.work), "127.0.0.1")
-    heartbeat = Heartbeat(rig.store, Trainer(env.node, attempt, 0, 0, 0, "starting", 0.0))
-    leaving = Leaving(rig.work, attempt)
-    return assemble(env, documents.read_run(rig.store), rig.store, heartbeat, leaving, None)[0]
-
-
 class Rig:
     """One run and its stand-in gateway; `ready`: its specification, but for the store."""
 
@@ -156,6 +155,7 @@ class Rig:
         evaluation: Evaluation | None = None,
         **spec: Any,
     ) -> None:
+        torch.set_num_threads(1)  # several wait for each other longer than so little takes
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
@@ -165,6 +165,38 @@ class Rig:
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
         vouch(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
+
+    def env(self, attempt: int = 1, timeline: int = 0) -> NodeEnv:
+        return NodeEnv(self.store.url, NODE, TOKEN, attempt, timeline, str(self.work), "127.0.0.1")
+
+    def heartbeat(self, attempt: int = 1, timeline: int = 0) -> Heartbeat:
+        return Heartbeat(self.store, Trainer(NODE, attempt, timeline, 0, 0, "starting", 0.0))
+
+    def assemble(self, attempt: int = 1, timeline: int = 0, restored: Restored | None = None) -> Any:
+        """The trainer of the run, in this process."""
+        beat, leaving, forks = (
+            self.heartbeat(attempt, timeline),
+            Leaving(self.work, attempt),
+            read_forks(self.store),
+        )
+        run = documents.read_run(self.store)
+        return assemble(self.env(attempt, timeline), run, self.store, beat, leaving, restored, forks)[0]
+
+    def train(
+        self, *callbacks: Any, attempt: int = 1, timeline: int = 0, start: PolicyVersion | None = None
+    ) -> Any:
+        """Train in this process, from a checkpoint where one is named; returns the trainer."""
+        restored = folder = None
+        if start is not None:
+            folder = self.folder / f"on-{timeline}-from-{start}" / f"checkpoint-{start.step}"
+            self.restore(start, folder)
+            restored = Restored(start, folder, None)
+        trainer = self.assemble(attempt, timeline, restored)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=folder and str(folder))
+        self.stored()
+        return trainer
 
     def until(self, what: str, holds: Callable[[], bool]) -> None:
         """Look again and again; the time limit is a failure with the end of the trainer's log."""
@@ -186,8 +218,7 @@ class Rig:
 
         `module` may stand in its place.
         """
-        env = NodeEnv(self.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(self.work), "127.0.0.1")
-        *launcher, _ = trainer_argv(env, self.spec)
+        *launcher, _ = trainer_argv(self.env(attempt), self.spec)
         return self.start_trainer(attempt, argv=[*launcher, module])
 
     def start_uploader(self) -> None:
@@ -212,6 +243,27 @@ class Rig:
             time.sleep(0.01)
         return [one.at for one in Catalog(self.store, "test").newest().checkpoints]
 
+    def digests(self, *names: str) -> dict[str, str]:
+        """Of these files of the newest checkpoint, and of all its weights."""
+        self.stored()
+        found = read_manifest(self.store, Catalog(self.store, "test").newest().checkpoints[-1])
+        digests = {file.name: file.digest for file in found.files}
+        weights = [name for name in digests if name.endswith(".safetensors")]
+        assert weights
+        return {name: digests[name] for name in (*weights, *names)}
+
+    def rows(self, timeline: int | None = None) -> dict[int, dict[str, float]]:
+        """What was logged of each step."""
+        return {row.step: row.values for row in read_metrics(self.store, timeline)}
+
+    def trained(self) -> list[dict[str, float]]:
+        """What was logged of the steps that generated."""
+        return [values for values in self.rows().values() if "reward" in values]
+
+    def results(self) -> list[tuple[int, float | None, float]]:
+        """What each step earned and lost; a step that generated nothing has no reward."""
+        return [(step, values.get("reward"), values["loss"]) for step, values in self.rows().items()]
+
     def restore(self, at: PolicyVersion, folder: Path) -> Manifest:
         """Fetch a checkpoint into a folder."""
         found = read_manifest(self.store, Catalog(self.store, "test").newest().find(at))
@@ -221,7 +273,7 @@ class Rig:
     def _start(self, argv: list[str], attempt: int, log: Path, timeline: int = 0) -> subprocess.Popen[bytes]:
         told = {
             "GRPO_ORCH_RUN": self.store.url,
-            "GRPO_ORCH_NODE": "trainer-0-i1",
+            "GRPO_ORCH_NODE": NODE,
             "GRPO_ORCH_TOKEN": TOKEN,
             "GRPO_ORCH_ATTEMPT": str(attempt),
             "GRPO_ORCH_TIMELINE": str(timeline),
@@ -243,6 +295,9 @@ class Rig:
     def log(self, attempt: int = 1) -> Path:
         return self.folder / f"trainer-{attempt}.log"
 
+    def last_line(self, attempt: int = 1) -> str:
+        return self.log(attempt).read_text().splitlines()[-1]
+
     def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = HANG_S) -> int:
         """The trainer's exit code; shows its output when it was not 0."""
         try:
@@ -260,6 +315,12 @@ class Rig:
 
     def beat(self) -> Trainer | None:
         return documents.TRAINER.read(self.store)
+
+    def last_beat(self) -> Trainer:
+        """Its newest heartbeat, where there must be one."""
+        found = self.beat()
+        assert found is not None
+        return found
 
 
 @contextmanager

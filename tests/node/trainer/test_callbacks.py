@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from checkpoint.records.metrics import MetricsWriter, Row, read_metrics
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Trainer
-from tasks.machine.leaving import Leaving
-from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
-from tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, HeartbeatCallback, MetricsCallback
+from tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, MetricsCallback
 
 STEPS = 3_000
 
@@ -46,17 +41,6 @@ def test_a_trainer_that_goes_on_reads_the_row_of_its_step_and_not_those_of_the_w
     last = read_metrics(store)[-1]
     assert (last.step, last.attempt) == (STEPS, 2)
     assert last.values | {"reward": 1.0, "eval_reward": 0.5, "eval_loss": 0.25} == last.values
-
-
-@pytest.mark.parametrize(("step", "activity"), [(0, "starting"), (4, "training")])
-def test_trainer_trains_once_its_first_step_asks_for_completions(step: int, activity: str, tmp_path: Path) -> None:
-    """Until then it proves nothing, and the controller asks for no rollout node."""
-    heartbeat = Heartbeat(Store("memory://proof"), Trainer("trainer-0-i1", 1, 0, 0, 0, "starting", 0.0))
-    saver: Any = SimpleNamespace(begin_from=lambda *_: None, last_store_s=lambda: None)
-    callback = HeartbeatCallback(heartbeat, saver, Leaving(tmp_path, 1))
-    state: Any = SimpleNamespace(global_step=step, max_steps=8, logging_steps=1)
-    callback.on_train_begin(None, state, None)
-    assert (heartbeat._beat.activity, heartbeat._beat.max_steps) == (activity, 8)
 
 
 def test_what_transformers_keeps_of_its_logs_does_not_grow_with_the_run(tmp_path: Any) -> None:

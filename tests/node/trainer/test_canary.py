@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.detect.divergence import Detector, Health
-from policies.model.spec import KlPolicy
 from policies.serving.canary import LENGTH, disagreement, token_ids_for
-from tasks.trainer.callbacks import Diverged, GuardCallback
 from tasks.trl.canary import canary_of
-from tasks.trl.fleet_client import FleetClient
 
 
 def model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
@@ -70,21 +65,3 @@ def test_weights_that_are_no_numbers_give_a_canary_that_no_node_can_meet() -> No
     canary = canary_of(broken, "no")
     assert set(canary.logprobs) == {None}
     assert disagreement(canary, [-1.0] * (LENGTH - 1), "bfloat16") != ""
-
-
-@pytest.mark.parametrize(("whole_steps", "onset_step"), [([], 12), ([9, 11], 12), ([9, 10], 11)])
-def test_no_node_would_serve_them_so_the_run_has_diverged(whole_steps: list[int], onset_step: int) -> None:
-    """Else it stood still: without completions nothing is logged, by which the guard could tell."""
-    client: Any = FleetClient(rollouts=None)  # type: ignore[arg-type]
-    guard = GuardCallback(SimpleNamespace(say=lambda **_: None), KlPolicy(), Detector())  # type: ignore[arg-type]
-    client.on_policy_gone = guard.policy_is_gone
-    trained = model()
-    for step in whole_steps:
-        client.attach(SimpleNamespace(state=SimpleNamespace(global_step=step)), None, 0)
-        client.take_canary(canary_of(trained, "no"))
-    assert guard.detector.verdict.health is Health.HEALTHY
-    trained.model.norm.weight.data.fill_(torch.nan)
-    client.attach(SimpleNamespace(state=SimpleNamespace(global_step=12)), None, 0)
-    with pytest.raises(Diverged, match=f"since step {onset_step}: .*not numbers"):
-        client.take_canary(canary_of(trained, "no"))
-    assert guard.detector.verdict.tripped_step == 12

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from checkpoint.records import metrics, rollouts
 from checkpoint.records.rollouts import Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
 from policies.control.snapshot import Trainer
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
@@ -28,13 +26,13 @@ from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationF
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.restoring import restore_newest
 from tasks.storing.step_costs import StepCosts
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 
 LENGTH = 5
 BY = (0, 1, 1)
+AT = PolicyVersion(0, 3)
 SAMPLING = {"max_tokens": LENGTH, "temperature": 1.0}
 
 
@@ -66,10 +64,29 @@ class World:
             may_go_on=may_go_on,
         )
 
+    def complete(
+        self, *prompts: list[int], source: RolloutSource | None = None, at: PolicyVersion = AT, **told: Any
+    ) -> Rollout:
+        """Two completions of each prompt, or as many as `samples` says, by a source of its own."""
+        by = self.source() if source is None else source
+        ref = PolicyRef(str(at), layout.policy(at, BY))
+        samples, sampling = told.pop("samples", 2), told.pop("sampling", SAMPLING)
+        how = {"training": True, "publish": lambda: ref, **told}
+        return by.complete(at, list(prompts), samples, sampling, **how)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of all requests that the gateway has seen."""
+        return [seed for _, seed in self.gateway.asked]
+
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    world.gateway.open()
+    yield world
+    world.gateway.members = 1
+    world.gateway.close()
 
 
 def batch(count: int = 6, deadline_s: float = HANG_S) -> Batch:
@@ -79,11 +96,9 @@ def batch(count: int = 6, deadline_s: float = HANG_S) -> Batch:
 
 def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
     world.gateway.cut_after = 2
-    world.gateway.open()
     got = world.client().complete(batch())
-    world.gateway.close()
     assert [one.index for one in got.completions] == list(range(6))
-    assert [seed for _, seed in world.gateway.asked] == [*range(1000, 1006), *range(1002, 1006)]
+    assert world.seeds == [*range(1000, 1006), *range(1002, 1006)]
     assert got.discarded == LENGTH
     assert got.wait_s > 0
 
@@ -93,10 +108,8 @@ def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
 ) -> None:
     monkeypatch.setattr(gateway_client, "in_pieces", functools.partial(in_pieces, requests_max=4))
     world.gateway.cut_after = 2
-    world.gateway.open()
     arrived: list[int] = []
     got = world.client().complete(batch(count=10), lambda one: arrived.append(one.index))
-    world.gateway.close()
     assert [one.index for one in got.completions] == arrived == list(range(10))
     assert world.gateway.batches == [4, 2, 4, 2]
     assert got.discarded == LENGTH
@@ -104,25 +117,18 @@ def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
 
 
 def test_a_prompt_without_a_token_is_refused_and_keeps_no_other_from_the_gateway(world: World) -> None:
-    world.gateway.open()
     asked = batch()
     empty = [replace(one, prompt_token_ids=[]) if one.index in (0, 3) else one for one in asked.requests]
+    began_s = time.monotonic()
     got = world.client().complete(replace(asked, requests=empty))
-    world.gateway.close()
     assert [one.index for one in got.completions] == list(range(6))
     assert [one.refused for one in got.completions if one.refused] == 2 * ["the prompt has no token"]
-    assert [seed for _, seed in world.gateway.asked] == [1001, 1002, 1004, 1005]
-
-
-def test_a_batch_that_is_served_at_once_has_not_waited(world: World) -> None:
-    world.gateway.open()
-    began_s = time.monotonic()
-    got = world.client().complete(batch())
-    world.gateway.close()
-    assert (got.discarded, got.wait_s) == (0, 0.0), f"of {time.monotonic() - began_s} s"
+    assert world.seeds == [1001, 1002, 1004, 1005]
+    assert (got.discarded, got.wait_s) == (0, 0.0), f"served at once, of {time.monotonic() - began_s} s"
 
 
 def test_a_gateway_that_is_not_there_yet_is_waited_for(world: World) -> None:
+    world.gateway.close()
     opened: list[bool] = []
 
     def opens() -> None:
@@ -133,18 +139,14 @@ def test_a_gateway_that_is_not_there_yet_is_waited_for(world: World) -> None:
 
     began_s = time.monotonic()
     got = world.client(interrupt=opens).complete(batch())
-    world.gateway.close()
     assert len(got.completions) == 6
     assert RETRY_S <= got.wait_s <= time.monotonic() - began_s
 
 
 def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
     world.gateway.members = 0
-    world.gateway.open()
     with pytest.raises(GenerationFailed, match="no token for"):
         world.client().complete(batch(deadline_s=0.5))
-    world.gateway.members = 1
-    world.gateway.close()
 
 
 def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing() -> None:
@@ -160,154 +162,86 @@ def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing
 
 
 def test_a_refused_token_is_an_error_at_once(world: World) -> None:
-    world.gateway.open()
     with pytest.raises(GenerationFailed, match="401"):
         world.client(token="wrong").complete(batch())
-    world.gateway.close()
 
 
 def test_a_journalled_call_is_not_made_again(world: World) -> None:
-    world.gateway.open()
-    version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8]]
-    ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-    first = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
-    asked = len(world.gateway.asked)
+    first = world.complete([5, 6], [7, 8])
     world.gateway.close()
 
     def publish(_: PolicyVersion) -> PolicyRef:
         raise AssertionError("weights of a replayed step were published")
 
-    again = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=publish)
-    assert again == first
-    assert len(world.gateway.asked) == asked == 4
+    assert world.complete([5, 6], [7, 8], publish=publish) == first
     assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
-    expected = [request_seed(42, 0, 3, 0, prompt, sample) for prompt in (0, 1) for sample in (0, 1)]
-    assert [seed for _, seed in world.gateway.asked] == expected
+    assert world.seeds == [request_seed(42, 0, 3, 0, prompt, sample) for prompt in (0, 1) for sample in (0, 1)]
 
 
 @pytest.mark.parametrize("change", ["prompts", "sampling", "damage"])
 def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> None:
-    world.gateway.open()
-    version, prompts, sampling = PolicyVersion(0, 3), [[5, 6]], dict(SAMPLING)
-    ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-    world.source().complete(version, prompts, 2, sampling, training=True, policies=lambda _: ref)
-    match change:
-        case "prompts":
-            prompts = [[5, 9]]
-        case "sampling":
-            sampling["temperature"] = 0.7
-        case _:
-            key = layout.rollout(version, 0, BY)
-            world.store.put(key, world.store.get(key)[:-20])
-    world.source().complete(version, prompts, 2, sampling, training=True, policies=lambda _: ref)
-    world.gateway.close()
-    assert len(world.gateway.asked) == 4
-    kept = rollouts.read_rollout(world.store, layout.rollout(version, 0, BY))
+    world.complete([5, 6])
+    if change == "damage":
+        key = layout.rollout(AT, 0, BY)
+        world.store.put(key, world.store.get(key)[:-20])
+    sampling = {**SAMPLING, "temperature": 0.7} if change == "sampling" else SAMPLING
+    world.complete([5, 9] if change == "prompts" else [5, 6], sampling=sampling)
+    assert len(world.seeds) == 4
+    kept = rollouts.read_rollout(world.store, layout.rollout(AT, 0, BY))
     assert kept is not None
     assert len(kept.completions) == 2
 
 
 def test_behind_a_step_that_was_made_anew_nothing_is_replayed(world: World) -> None:
     """Its completions may be others, and the weights behind it then are not those of the records."""
-    world.gateway.open()
-    prompts, steps = [[5, 6]], range(3, 6)
-
-    def complete(source: RolloutSource, step: int) -> None:
-        version = PolicyVersion(0, step)
-        ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-        for training in (False, True, True):
-            source.complete(version, prompts, 1, SAMPLING, training=training, policies=lambda _: ref)
 
     def asked_for(source: RolloutSource) -> list[int]:
         counts = []
-        for step in steps:
-            before = len(world.gateway.asked)
-            complete(source, step)
-            counts.append(len(world.gateway.asked) - before)
+        for step in range(3, 6):
+            before = len(world.seeds)
+            for training in (False, True, True):
+                world.complete([5, 6], source=source, at=PolicyVersion(0, step), samples=1, training=training)
+            counts.append(len(world.seeds) - before)
         return counts
 
     assert asked_for(world.source()) == [3, 3, 3]
-    world.store.delete([layout.rollout(PolicyVersion(0, 3), EVALUATION_CALLS, BY)])
+    world.store.delete([layout.rollout(AT, EVALUATION_CALLS, BY)])
     assert asked_for(world.source((0, 1, 2))) == [1, 0, 0], "an evaluation moves no weights"
     world.store.delete([layout.rollout(PolicyVersion(0, 4), 0, BY)])
     assert asked_for(world.source((0, 1, 3))) == [0, 1, 3], "the other call of that step is of the same weights"
-    world.gateway.close()
 
 
 def test_what_a_replaced_trainer_stores_late_is_not_replayed(world: World) -> None:
     """Nor does it replace anything; what is the newest trainer's counts."""
-    world.gateway.open()
-    version, prompts = PolicyVersion(0, 3), [[5, 6]]
-    ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
-
-    def complete(source: RolloutSource) -> Rollout:
-        return source.complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
-
-    complete(world.source((0, 2, 1)))
-    newer = layout.rollout(version, 0, (0, 2, 1))
+    record = world.complete([5, 6], source=world.source((0, 2, 1)))
+    newer = layout.rollout(AT, 0, (0, 2, 1))
     stored = world.store.get(newer)
-    record = rollouts.read_rollout(world.store, newer)
-    assert record is not None
     late = replace(record, completions=[replace(one, token_ids=[9] * LENGTH) for one in record.completions])
     rollouts.write_rollout(world.store, late, (0, 1, 7))
     assert world.store.get(newer) == stored
-    assert complete(world.source((0, 3, 1))) == record
+    assert world.complete([5, 6], source=world.source((0, 3, 1))) == record
     world.store.delete([newer])
-    assert complete(world.source((0, 3, 1))) == late, "what there is, is used"
-    world.gateway.close()
-    assert len(world.gateway.asked) == 2
+    assert world.complete([5, 6], source=world.source((0, 3, 1))) == late, "what there is, is used"
+    assert len(world.seeds) == 2
 
 
 def test_calls_are_numbered_within_step_and_kind(world: World) -> None:
     """Whether a step was evaluated before it generates, as after a restart, must not move its seeds."""
-    world.gateway.open()
-    source, version = world.source(), PolicyVersion(0, 3)
-    ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
+    source = world.source()
     for training in (False, False, True, True):
-        source.complete(version, [[5]], 1, SAMPLING, training=training, policies=lambda _: ref)
-    world.gateway.close()
+        world.complete([5], source=source, samples=1, training=training)
     calls = [EVALUATION_CALLS, EVALUATION_CALLS + 1, 0, 1]
-    assert [seed for _, seed in world.gateway.asked] == [request_seed(42, 0, 3, call, 0, 0) for call in calls]
+    assert world.seeds == [request_seed(42, 0, 3, call, 0, 0) for call in calls]
     took = world.costs.take()
     assert took["orch/tokens"] == 2 * LENGTH
     assert took["orch/generate_node_s"] == took["orch/generate_s"] > 0  # one machine made them
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    store = Store(f"file://{tmp_path}/store")
-    source = tmp_path / "source"
-    source.mkdir()
-    catalog, blobs = Catalog(store, "test"), {}
-    for version in (PolicyVersion(0, 10), PolicyVersion(0, 20), PolicyVersion(0, 30), PolicyVersion(1, 40)):
-        (source / "model.safetensors").write_bytes(b"weights of %d" % version.step)
-        stored = transfer.upload(store, catalog, files_below(source), version, 0.0, {})
-        blobs[version.step] = f"{layout.BLOBS}/{transfer.read_manifest(store, stored).files[0].chunks[0]}"
-    store.put(blobs[30], b"weights of 31")
-    store.delete([blobs[20]])
-    restored = restore_newest(store, (0,), tmp_path / "restored", None)
-    assert restored is not None
-    assert restored.at == PolicyVersion(0, 10)
-    assert (restored.folder / "model.safetensors").read_bytes() == b"weights of 10"
-    assert restored.folder.name == "checkpoint-10"
-    assert restored.base_model is None
-    assert restore_newest(store, (2,), tmp_path / "restored", None) is None
-    # What is damaged is stored anew when the trainer comes by that step again.
-    (source / "model.safetensors").write_bytes(b"weights of 30")
-    transfer.upload(store, catalog, files_below(source), PolicyVersion(0, 30), 0.0, {})
-    healed = restore_newest(store, (0,), tmp_path / "restored", None)
-    assert healed is not None
-    assert healed.at == PolicyVersion(0, 30)
-
-
 def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: World) -> None:
-    world.gateway.open()
     world.gateway.refuses = lambda prompt: len(prompt) > 2
-    version, prompts = PolicyVersion(0, 3), [[5, 6], [7, 8, 9], [4, 4]]
-    ref = PolicyRef(str(version), layout.policy(version, (0, 1, 1)))
     for _ in range(2):  # the second is from the journal
-        got = world.source().complete(version, prompts, 2, SAMPLING, training=True, policies=lambda _: ref)
+        got = world.complete([5, 6], [7, 8, 9], [4, 4])
         assert [len(one.token_ids) for one in got.completions] == [LENGTH, LENGTH, 0, 0, LENGTH, LENGTH]
-    world.gateway.close()
     told = {name: value for name, value in world.costs.take().items() if "refused" in name}
     assert told == {
         metrics.PROMPTS_REFUSED: 2,
@@ -319,30 +253,17 @@ def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: W
 
 
 def test_where_a_refused_prompt_fails_the_run_it_is_named_and_asked_for_again_later(world: World) -> None:
-    world.gateway.open()
     world.gateway.refuses, world.rule = (lambda prompt: len(prompt) > 2), "fail"
-    version, ref = PolicyVersion(0, 3), PolicyRef("0-3", "policies")
-    call = ([[5, 6], [7, 8, 9]], 1, SAMPLING)
     with pytest.raises(BadPrompts, match="row 107 of the dataset has 3 tokens, and the nodes take sequences of 9"):
-        world.source().complete(version, *call, training=True, policies=lambda _: ref)
+        world.complete([5, 6], [7, 8, 9])
     world.gateway.refuses = lambda _: False  # rollout.vllm.max-model-len was raised
-    got = world.source().complete(version, *call, training=True, policies=lambda _: ref)
-    world.gateway.close()
-    assert not any(one.refused for one in got.completions)
+    assert not any(one.refused for one in world.complete([5, 6], [7, 8, 9]).completions)
 
 
 def test_a_fleet_that_takes_nothing_is_not_the_prompts_fault(world: World) -> None:
-    world.gateway.open()
     world.gateway.refuses = lambda prompt: prompt[0] != 1
-    source, version, ref = world.source(), PolicyVersion(0, 3), PolicyRef("0-3", "policies")
-
-    def ask(*prompts: list[int]) -> None:
-        source.complete(version, list(prompts), 1, SAMPLING, training=True, policies=lambda _: ref)
-
-    bad = [[2]] * (NONE_TAKEN - 1)
-    ask(*bad)
-    ask([1], *bad, [2])
-    ask(*bad)
+    source, bad = world.source(), [[2]] * (NONE_TAKEN - 1)
+    for prompts in (bad, [[1], *bad, [2]], bad):
+        world.complete(*prompts, source=source, samples=1)
     with pytest.raises(BadPrompts, match=f"no node takes any prompt, {NONE_TAKEN} in a row"):
-        ask([2])
-    world.gateway.close()
+        world.complete([2], source=source, samples=1)

@@ -10,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import read_metrics
 from policies.model.vocabulary import PolicyVersion
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.rig import GRPO, Rig, open_rig
 
 STEPS = GRPO["max_steps"]
 AFTER_S = 1.5
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def dry(rig: Rig, steps: range) -> None:
@@ -42,12 +36,11 @@ def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
         dry(rig, range(2, 5))
         trainer = rig.start_trainer() if processes == 1 else rig.start_ranks()
         assert rig.wait(trainer) == 0
-        rig.stored()
-        rows = [row for row in read_metrics(rig.store) if "reward" in row.values]
-        assert [row.step for row in rows] == list(range(1, STEPS + 1))
-        own = [row.values.get(metrics.OWN_GENERATE_S, 0.0) > 0 for row in rows]
+        rows = rig.trained()
+        assert list(rig.rows()) == list(range(1, STEPS + 1))
+        own = [values.get(metrics.OWN_GENERATE_S, 0.0) > 0 for values in rows]
         assert own == [False] * 2 + [True] * 3 + [False] * 3
-        assert [row.values["orch/tokens"] > 0 for row in rows] == [True] * STEPS
+        assert [values["orch/tokens"] > 0 for values in rows] == [True] * STEPS
         asked = {version: set[float | None]() for version, _ in rig.gateway.patience}
         for version, patience_s in rig.gateway.patience:
             asked[version].add(patience_s)
@@ -55,5 +48,5 @@ def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
         assert asked["0-3"] == asked["0-4"] == asked["0-5"] == {0.0}
         assert asked["0-6"] == {AFTER_S}
         # What it has drawn is what its own model computes: TRL's own measure of the two.
-        assert max(row.values["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+        assert max(values["sampling/sampling_logp_difference/max"] for values in rows) < 1e-4
         assert rig.gateway.unproved == []

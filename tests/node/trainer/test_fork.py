@@ -3,122 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
-from checkpoint.records import documents
-from checkpoint.records.documents import read_forks, write_fork
-from policies.control.snapshot import Trainer
+from checkpoint.records.documents import write_fork
 from policies.model.timelines import Fork, Skipped
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.restoring import Restored
-from tasks.trainer.assemble import assemble
-from tasks.trl.parts.saving import scale_learning_rate
 from tasks.trl.skipped_prompts import Walk, replacements
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
-from tests.node.trainer.stand_in_gateway import TOKEN
+from tests.node.trainer.rig import GRPO, Rig, open_rig
 
 STEPS = GRPO["max_steps"]
 RATE = GRPO["learning_rate"]
 START = PolicyVersion(0, 4)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 class Rates(TrainerCallback):
     """The learning rates that the optimizer really takes its steps with, by step."""
 
     def __init__(self) -> None:
-        self.of_step: dict[int, set[float]] = {}
+        self.of_step: dict[int, float] = {}
 
     def on_pre_optimizer_step(self, _args: Any, state: Any, _control: Any, *, optimizer: Any, **_: Any) -> None:
-        self.of_step[state.global_step + 1] = {group["lr"] for group in optimizer.param_groups}
+        (self.of_step[state.global_step + 1],) = {group["lr"] for group in optimizer.param_groups}
 
 
-def train_here(rig: Rig, timeline: int, start: PolicyVersion | None) -> dict[int, float]:
-    """Train to the end in this process, from a checkpoint. Returns each step's learning rate."""
-    restored = None
-    if start is not None:
-        folder = rig.folder / f"on-{timeline}-from-{start}" / f"checkpoint-{start.step}"
-        rig.restore(start, folder)
-        restored = Restored(start, folder, None)
-    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, 1, timeline, str(rig.work), "127.0.0.1")
-    heartbeat = Heartbeat(rig.store, Trainer(env.node, 1, timeline, 0, 0, "starting", 0.0))
-    record, forks = documents.read_run(rig.store), read_forks(rig.store)
-    trainer, _ = assemble(env, record, rig.store, heartbeat, Leaving(rig.work, 1), restored, forks)
-    trainer.add_callback(rates := Rates())
-    trainer.train(resume_from_checkpoint=None if restored is None else str(restored.folder))
-    rig.stored()
-    assert all(len(found) == 1 for found in rates.of_step.values())
-    return {step: found.pop() for step, found in rates.of_step.items()}
-
-
-@pytest.fixture
-def rig(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Rig]:
-    with open_rig(tmp_path, tiny, **request.param) as rig:
+@contextmanager
+def begun(folder: Path, tiny: Path, **spec: Any) -> Iterator[tuple[Rig, dict[int, float]]]:
+    """A run that has trained its first timeline, with completions of no model; and the rates of its steps."""
+    with open_rig(folder, tiny, **spec) as rig:
         rig.gateway.samples_with_model = False
-        yield rig
+        rig.train(rates := Rates())
+        yield rig, rates.of_step
 
 
-SCHEDULES = [
-    {"lr_scheduler_type": "constant"},
-    {"lr_scheduler_type": "linear", "warmup_steps": 6},
-    {"lr_scheduler_type": "cosine"},
-]
+def on_from(rig: Rig, start: PolicyVersion, timeline: int) -> dict[int, float]:
+    rig.train(rates := Rates(), timeline=timeline, start=start)
+    return rates.of_step
 
 
 @pytest.mark.parametrize(
-    "rig", [{"grpo": grpo} for grpo in SCHEDULES], ids=["constant", "linear", "cosine"], indirect=True
+    "grpo",
+    [{"lr_scheduler_type": "linear", "warmup_steps": 6}, {"lr_scheduler_type": "cosine"}],
+    ids=["linear", "cosine"],
 )
-def test_the_learning_rate_of_every_later_step_is_scaled_once(rig: Rig) -> None:
-    before = train_here(rig, 0, None)
-    write_fork(rig.store, Fork(1, str(START), {"learning_rate": RATE / 4}))
-    after = train_here(rig, 1, START)
-    assert after == pytest.approx({step: before[step] / 4 for step in range(START.step + 1, STEPS + 1)})
-    again = train_here(rig, 1, PolicyVersion(1, 6))
-    assert again == {step: after[step] for step in (7, 8)}
-    write_fork(rig.store, Fork(2, "1-6", {"beta": 0.5, "learning_rate": RATE / 4}))
-    assert train_here(rig, 2, PolicyVersion(1, 6)) == again, "another setting changed"
-
-
-def test_a_rate_that_waits_for_a_plateau_is_scaled() -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.8)
-    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    for worse in (1.0, 2.0):
-        scheduler.step(worse)
-    scale_learning_rate(optimizer, scheduler, 0.25)
-    assert (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()) == (0.1, [0.1])
-    scheduler.step(3.0)
-    assert optimizer.param_groups[0]["lr"] == 0.05
+def test_the_learning_rate_of_every_later_step_is_scaled_once(
+    grpo: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    with begun(tmp_path, tiny, grpo=grpo) as (rig, before):
+        write_fork(rig.store, Fork(1, str(START), {"learning_rate": RATE / 4}))
+        after = on_from(rig, START, 1)
+        assert after == pytest.approx({step: before[step] / 4 for step in range(START.step + 1, STEPS + 1)})
+        again = on_from(rig, PolicyVersion(1, 6), 1)
+        assert again == {step: after[step] for step in (7, 8)}
+        write_fork(rig.store, Fork(2, "1-6", {"beta": 0.5, "learning_rate": RATE / 4}))
+        assert on_from(rig, PolicyVersion(1, 6), 2) == again, "another setting changed"
 
 
 # Two prompts a step of six, so three steps are an epoch.
-PLAIN: dict[str, Any] = {"grpo": {"save_steps": 4}}
-# Four prompts a window of two steps, each used twice; the start lies in the middle of one.
-WINDOW: dict[str, Any] = {
-    "dataset": "prompts.jsonl",
-    "grpo": {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3},
-}
+@pytest.fixture(scope="module")
+def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with begun(tmp_path_factory.mktemp("plain"), tiny, grpo={"save_steps": 4}) as (rig, _):
+        yield rig
 
 
-@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
-def test_the_prompts_of_skipped_steps_are_not_seen_again(rig: Rig) -> None:
-    train_here(rig, 0, None)
+def test_the_prompts_of_skipped_steps_are_not_seen_again(plain: Rig) -> None:
     # The two of step 5 (of policy 0-4), and on the next timeline one of theirs again, a replacement among them.
-    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=STEPS))
-    train_here(rig, 1, START)
-    seen = rig.gateway.prompts
+    write_fork(plain.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=STEPS))
+    on_from(plain, START, 1)
+    seen = plain.gateway.prompts
     gone = seen["0-4"]
     assert len(gone) == 2
     for step in range(4, STEPS):
@@ -128,41 +84,38 @@ def test_the_prompts_of_skipped_steps_are_not_seen_again(rig: Rig) -> None:
     assert any(seen[f"0-{step}"] & gone for step in range(5, STEPS)), "they would have come again"
 
 
-@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
-def test_skipped_prompts_come_back_once_the_probation_is_over(rig: Rig) -> None:
-    train_here(rig, 0, None)
+def test_skipped_prompts_come_back_once_the_probation_is_over(plain: Rig) -> None:
     # Back to 4 from 5: on probation until step 6, within the second epoch, of which the third step is 6.
-    write_fork(rig.store, Fork(1, str(START), {}, (Skipped(0, 5, 5),), from_step=5))
-    train_here(rig, 1, START)
-    seen = rig.gateway.prompts
+    write_fork(plain.store, Fork(2, str(START), {}, (Skipped(0, 5, 5),), from_step=5))
+    on_from(plain, START, 2)
+    seen = plain.gateway.prompts
     gone = seen["0-4"]
-    assert not (seen["1-4"] | seen["1-5"]) & gone
-    assert (seen["1-6"], seen["1-7"]) == (seen["0-6"], seen["0-7"]), "steps 7 and 8"
-    assert (seen["1-6"] | seen["1-7"]) & gone, "two prompts of six came back in time"
+    assert not (seen["2-4"] | seen["2-5"]) & gone
+    assert (seen["2-6"], seen["2-7"]) == (seen["0-6"], seen["0-7"]), "steps 7 and 8"
+    assert (seen["2-6"] | seen["2-7"]) & gone, "two prompts of six came back in time"
 
 
-@pytest.mark.parametrize("rig", [WINDOW], ids=["window"], indirect=True)
-def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(rig: Rig) -> None:
-    train_here(rig, 0, None)
-    write_fork(rig.store, Fork(1, "0-3", {}, (Skipped(0, 4, 4),), from_step=STEPS))
-    train_here(rig, 1, PolicyVersion(0, 3))
+def test_smaller_groups_see_the_same_prompts(plain: Rig) -> None:
+    """As after running out of memory."""
+    write_fork(plain.store, Fork(3, str(START), {"num_generations": 2, "per_device_train_batch_size": 4}))
+    on_from(plain, START, 3)
+    seen, asked = plain.gateway.prompts, [policy for policy, _ in plain.gateway.asked]
+    for step in range(4, STEPS):
+        assert seen[f"3-{step}"] == seen[f"0-{step}"]
+        assert (asked.count(f"0-{step}"), asked.count(f"3-{step}")) == (8, 4)
+
+
+def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(tiny: Path, tmp_path: Path) -> None:
+    """Four prompts a window of two steps, each used twice; the start lies in the middle of one."""
+    window = {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}
+    with begun(tmp_path, tiny, dataset="prompts.jsonl", grpo=window) as (rig, _):
+        write_fork(rig.store, Fork(1, "0-3", {}, (Skipped(0, 4, 4),), from_step=STEPS))
+        on_from(rig, PolicyVersion(0, 3), 1)
     seen = rig.gateway.prompts
     assert set(seen) == {"0-0", "0-4", "1-3", "1-4"}, "the rest of the window, and the next one in time"
     assert len(seen["0-0"]) == len(seen["1-3"]) == 4
     assert not seen["0-0"] & (seen["1-3"] | seen["1-4"])
     assert seen["1-4"] == seen["0-4"]
-
-
-@pytest.mark.parametrize("rig", [PLAIN], ids=["plain"], indirect=True)
-def test_smaller_groups_see_the_same_prompts(rig: Rig) -> None:
-    """As after running out of memory."""
-    train_here(rig, 0, None)
-    write_fork(rig.store, Fork(1, str(START), {"num_generations": 2, "per_device_train_batch_size": 4}))
-    train_here(rig, 1, START)
-    seen, asked = rig.gateway.prompts, [policy for policy, _ in rig.gateway.asked]
-    for step in range(4, STEPS):
-        assert seen[f"1-{step}"] == seen[f"0-{step}"]
-        assert (asked.count(f"0-{step}"), asked.count(f"1-{step}")) == (8, 4)
 
 
 def forwards(_epoch: int) -> list[int]:

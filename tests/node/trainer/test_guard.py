@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from checkpoint.records import metrics
 from checkpoint.records.documents import RunRecord, write_fork
@@ -22,14 +23,14 @@ from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
-from tasks.machine.exit_note import leave_exit_code, take_exit_code
+from tasks.machine.exit_note import take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.saving import RUN_FILE, read_detector
 from tasks.trainer import callbacks
 from tasks.trainer.user_objects import is_out_of_memory
 from tests.budget import HANG_S
-from tests.node.trainer.rig import Rig, make_tiny, open_rig
+from tests.node.trainer.rig import Rig, open_rig
 
 STEPS = 12
 # The rate begins at nothing, so that there is a calm to compare with, and explodes.
@@ -58,11 +59,6 @@ class Diverged:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def diverged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Diverged]:
     kept = CheckpointsSpec(keep_last=100, spool_gib=1.0)
     folder = tmp_path_factory.mktemp("run")
@@ -72,8 +68,7 @@ def diverged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
         rig.until("tripped", lambda: (beat := rig.beat()) is not None and tripped(beat))
         assert trainer.poll() is None, "it waits for what it has sealed"
         rig.uploader.send_signal(signal.SIGCONT)
-        code, beat, stored = trainer.wait(HANG_S), rig.beat(), rig.stored()
-        assert beat is not None
+        code, beat, stored = trainer.wait(HANG_S), rig.last_beat(), rig.stored()
         assert beat.verdict is not None
         rows = {row.step: row for row in metrics.read_metrics(rig.store)}
         write_fork(rig.store, Fork(1, str(START), CALM))
@@ -124,7 +119,7 @@ def test_who_reads_the_rows_comes_to_the_guards_verdict(diverged: Diverged, tmp_
 def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Diverged, tmp_path: Path) -> None:
     rig = diverged.rig
     assert diverged.next_code == exit_codes.OK
-    rows = {row.step: row.values for row in metrics.read_metrics(rig.store, timeline=1)}
+    rows = rig.rows(timeline=1)
     assert sorted(rows) == list(range(START.step + 1, STEPS + 1))
     for step, values in rows.items():
         assert values["learning_rate"] == pytest.approx(CALM["learning_rate"] * (step - 1) / STEPS)
@@ -137,8 +132,7 @@ def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Di
     record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
     assert record.spec.grpo == {**rig.spec.grpo, **CALM}
     assert read_detector(tmp_path / "last").points == STEPS, "the guard knows what was before the start"
-    beat = rig.beat()
-    assert beat is not None
+    beat = rig.last_beat()
     assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)
 
 
@@ -156,8 +150,7 @@ def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny:
         launcher = rig.start_ranks()
         assert launcher.wait(HANG_S) == 1, "which is why the code is noted"
         assert take_exit_code(rig.work) == exit_codes.OUT_OF_MEMORY
-        beat = rig.beat()
-        assert beat is not None
+        beat = rig.last_beat()
         assert (beat.activity, beat.step) == ("out_of_memory", 2)
         assert rig.stored()[-1] == PolicyVersion(0, 2)
         output = rig.log().read_text()
@@ -182,19 +175,11 @@ def test_what_running_out_of_memory_looks_like(error: Exception, memory: bool) -
     assert is_out_of_memory(error) == memory
 
 
-def test_an_exit_code_is_taken_once(tmp_path: Path) -> None:
-    assert take_exit_code(tmp_path) is None
-    leave_exit_code(tmp_path, exit_codes.DIVERGED)
-    assert (take_exit_code(tmp_path), take_exit_code(tmp_path)) == (exit_codes.DIVERGED, None)
-    (tmp_path / "trainer_exit").write_text("")
-    assert take_exit_code(tmp_path) is None
-
-
 def test_a_reward_function_of_weight_0_is_a_witness(tiny: Path, tmp_path: Path) -> None:
     grpo = {"max_steps": 2, "reward_weights": [1.0, 0.0]}
     with open_rig(tmp_path, tiny, grpo=grpo, witness="rig_rewards.digit_share") as rig:
-        assert rig.wait(rig.start_trainer()) == 0
-        rows = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
+        rig.train()
+        rows = rig.trained()
     assert len(rows) == 2
     for values in rows:
         assert {name for name in values if name.startswith(WITNESS)} == {WITNESS + "digit_share"}
@@ -220,3 +205,22 @@ def test_guard_that_raises_leaves_training_alone(monkeypatch: pytest.MonkeyPatch
         log(step, 0.01 if step < 20 else 30.0)
     with pytest.raises(callbacks.Diverged):
         log(24, 30.0)  # the fifth of seven
+
+
+class Breaks(TrainerCallback):
+    """Makes no numbers of the weights behind the second step."""
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            model.get_input_embeddings().weight.data.fill_(torch.nan)
+
+
+def test_weights_that_are_no_numbers_have_diverged_since_the_step_that_made_them(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """No node would serve them, so nothing would ever be logged by which the guard could tell."""
+    steps = {"max_steps": 6, "save_steps": 1, "logging_steps": 3}
+    with open_rig(tmp_path, tiny, grpo=steps, kl=KlPolicy()) as rig:
+        with pytest.raises(callbacks.Diverged, match=r"since step 2: .*not numbers"):
+            rig.train(Breaks())
+        assert {policy for policy, _ in rig.gateway.asked} == {"0-0", "0-1"}

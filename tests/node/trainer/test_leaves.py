@@ -24,10 +24,8 @@ from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from tasks.machine.spooling import find_spool
 from tests.budget import HANG_S
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
-from tests.node.trainer.test_resume import final_files, results
+from tests.node.trainer.rig import STATES, Rig, open_rig
 
-STEPS = GRPO["max_steps"]
 NEVER = {"save_steps": 1000}  # but at the end: whatever is stored before, the leaving has stored
 BESIDE = (0, 1, 9)
 
@@ -74,11 +72,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) -> None:
     case, seed = CASES[name], random.SystemRandom().randrange(10**6)
@@ -92,16 +85,15 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
         when_made(told, after, ask, then_hold=True)
         assert trainer.wait(HANG_S) == exit_codes.STOPPED, told.log().read_text()[-4000:]
         check_all_is_stored(told)
-        beat = told.beat()
-        assert beat is not None
+        beat = told.last_beat()
         assert (beat.activity, beat.leaving, beat.stored_step) == ("stopped", True, beat.step)
         told.uploader.kill()  # it ends with the machine's attempt
         told.uploader.wait()
         told.start_uploader()
         told.gateway.on_completion = lambda _: None
         assert told.wait(told.start_trainer(2), 2) == exit_codes.OK
-        assert final_files(told) == final_files(calm)
-    assert results(told.store) == results(calm.store)
+        assert told.digests(*STATES) == calm.digests(*STATES)
+    assert told.results() == calm.results()
 
 
 def test_sigterm_to_the_machine_stores_what_it_has(

@@ -10,25 +10,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from checkpoint.records import documents
 from policies.control.rollback.begin import changes_to_save_memory
-from policies.control.snapshot import Trainer
-from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.storing.heartbeat import Heartbeat
-from tasks.trainer.assemble import assemble
-from tests.node.trainer.rig import GRPO, make_tiny, open_rig
-from tests.node.trainer.stand_in_gateway import TOKEN
+from tests.node.trainer.rig import GRPO, open_rig
 
 CLOSE = 1e-6
 STEPS = 2
 # Completions of many lengths. Not AdamW: its first update is the sign of the gradient, however small that is.
 SETTINGS = {"max_steps": STEPS, "save_steps": STEPS, "max_completion_length": 48, "optim": "sgd"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 class Gradients(TrainerCallback):
@@ -54,12 +42,7 @@ class Trained:
 
 def train(folder: Path, tiny: Path, grpo: dict[str, Any]) -> Trained:
     with open_rig(folder, tiny, grpo={**SETTINGS, **grpo}) as rig:
-        env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, 1, 0, str(rig.work), "127.0.0.1")
-        heartbeat = Heartbeat(rig.store, Trainer(env.node, 1, 0, 0, 0, "starting", 0.0))
-        trainer, _ = assemble(env, documents.read_run(rig.store), rig.store, heartbeat, Leaving(rig.work, 1), None)
-        trainer.add_callback(seen := Gradients())
-        trainer.train()
-        rig.stored()
+        trainer = rig.train(seen := Gradients())
         return Trained(seen.of_steps, trainer.args.generation_batch_size, rig.gateway.asked, rig.gateway.prompts)
 
 

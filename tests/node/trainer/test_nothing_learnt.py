@@ -17,17 +17,12 @@ from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import Lessons, lessons_of
 from tasks.trainer.main import _end_of_training, _unforeseen
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
-from tests.node.ranks.test_killed import of
-from tests.node.trainer.rig import Rig, make_tiny, open_rig
+from tests.node.ranks.kills import of
+from tests.node.trainer.rig import open_rig
 
 TAUGHT = {"reward": 0.5, NO_VARIANCE: 0.75}
 ALIKE = {"reward": 0.5, NO_VARIANCE: 1.0}
 UNREWARDED = {NONFINITE + "reward": 1.0, NO_VARIANCE: 0.0}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -35,20 +30,13 @@ def store(tmp_path: Path) -> Store:
     return Store(f"file://{tmp_path}/store")
 
 
-def ended(rig: Rig) -> tuple[int, str]:
-    """The trainer's exit code and last line."""
-    code = rig.start_trainer().wait()
-    last = rig.log().read_text().splitlines()[-1]
-    assert last == f"grpo-orch trainer: {take_reason(rig.work)}"
-    return code, last
-
-
 def test_rewards_all_none_for_few_steps_stop_the_trainer(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.none") as rig:
-        code, last = ended(rig)
-        beat = rig.beat()
-        assert (code, beat and beat.activity) == (exit_codes.NOTHING_LEARNT, "nothing_learnt")
+        code = rig.start_trainer().wait()
+        assert (code, rig.last_beat().activity) == (exit_codes.NOTHING_LEARNT, "nothing_learnt")
+        last = rig.last_line()
         assert f"stopped at step {UNREWARDED_MAX}: none of 8 completions had a reward" in last
+        assert last == f"grpo-orch trainer: {take_reason(rig.work)}"
         assert rig.log().read_text().count("no_reward") == 1
         assert [at.step for at in rig.stored()] == [2], "what was sealed is stored"
 
@@ -57,44 +45,17 @@ def test_rewards_all_none_stop_every_process(tiny: Path, tmp_path: Path) -> None
     with open_rig(tmp_path, tiny, **of(2), reward="rig_rewards.none") as rig:
         assert rig.start_ranks().wait() != exit_codes.OK
         assert take_exit_code(rig.work) == exit_codes.NOTHING_LEARNT
-        beat = rig.beat()
-    assert beat is not None
-    assert beat.activity == "nothing_learnt", "all that was sealed is stored"
-
-
-def test_rewards_all_none_to_the_last_step_are_no_success(tiny: Path, tmp_path: Path) -> None:
-    grpo = {"max_steps": 2, "save_steps": 2}
-    with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.none") as rig:
-        assert ended(rig)[0] == exit_codes.NOTHING_LEARNT
-        again = rig.start_trainer(2)
-        assert again.wait() == exit_codes.NOTHING_LEARNT, "nor are they once it is started again"
-        said = rig.log(2).read_text().splitlines()[-1]
-    assert "the run is complete at step 2, and no completion ever had a reward" in said
+        assert rig.last_beat().activity == "nothing_learnt", "all that was sealed is stored"
 
 
 def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> None:
-    with open_rig(tmp_path, tiny, grpo={"max_steps": 2}, reward="rig_rewards.half") as rig:
-        code, last = ended(rig)
-    assert code == exit_codes.OK
-    assert "complete at step 2; no group ever had variance in its rewards: nothing was learnt" in last
-
-
-def test_epochs_that_are_done_are_complete(tiny: Path, tmp_path: Path) -> None:
+    """By epochs, of which TRL knows the number of steps only once it has the data."""
     grpo = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    with open_rig(tmp_path, tiny, grpo=grpo) as rig:
-        code, last = ended(rig)
-        beat = rig.beat()
-    assert beat is not None
-    assert (code, beat.activity, beat.step, beat.max_steps) == (exit_codes.OK, "done", 2, 2)
-    assert last.endswith("complete at step 2")
-
-
-def test_mistake_in_the_first_step_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
-    """TRL refuses it only once it makes the loss."""
-    with open_rig(tmp_path, tiny, grpo={"loss_type": "dap"}) as rig:
-        code, last = ended(rig)
-    assert code == exit_codes.BAD_SPEC
-    assert "dap" in last
+    with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.half") as rig:
+        assert rig.wait(rig.start_trainer()) == exit_codes.OK
+        beat, last = rig.last_beat(), rig.last_line()
+    assert (beat.activity, beat.step, beat.max_steps) == ("done", 2, 2)
+    assert "complete at step 2; no group ever had variance in its rewards: nothing was learnt" in last
 
 
 @pytest.mark.parametrize(

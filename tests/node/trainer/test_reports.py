@@ -20,7 +20,7 @@ from policies.model import exit_codes
 from tasks.trainer.reports import MLFLOW_DEFAULTS, TIMELINE_TAG, _guard
 from tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.rig import GRPO, Rig, open_rig
 
 STEPS = GRPO["max_steps"]
 TIMELINE = "digits-0a1b-t0"
@@ -125,9 +125,8 @@ def train_until(rig: Rig, attempt: int, step: int) -> None:
     trainer.wait()
 
 
-def test_tensorboard_has_every_step_after_a_killed_trainer(tmp_path: Path) -> None:
+def test_tensorboard_has_every_step_after_a_killed_trainer(tiny: Path, tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tiny = make_tiny(tmp_path / "tiny")
     grpo = {"report_to": "tensorboard", "logging_steps": 1, "save_steps": 2}
     with open_rig(tmp_path, tiny, grpo=grpo) as rig:
         train_until(rig, 1, 3)

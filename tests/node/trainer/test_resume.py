@@ -17,15 +17,12 @@ from checkpoint.records import metrics, rollouts, samples
 from checkpoint.records.samples import Group
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
 from policies.model.spec import CheckpointsSpec, Dataset
 from policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
+from tests.node.trainer.rig import GRPO, LORA, STATES, Rig, open_rig
 
 STEPS = GRPO["max_steps"]
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 MADE = (
     Dataset(path="few.jsonl", prompt="rig_rewards.asks", weight=2),
@@ -74,11 +71,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
     case, seed = CASES[name], random.SystemRandom().randrange(10**6)
@@ -95,13 +87,13 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
         replayed, journalled = to_replay(killed), journalled_steps(killed.store)
         asked_before = len(killed.gateway.asked)
         assert killed.wait(killed.start_trainer(3), 3) == 0
-        assert final_files(killed) == final_files(calm)
+        assert killed.digests(*STATES) == calm.digests(*STATES)
     assert killed.gateway.unproved == calm.gateway.unproved == []
     again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}
     assert not again & journalled, "completions that the journal holds were asked for again"
-    rows = {row.step: row.values for row in metrics.read_metrics(killed.store)}
+    rows = killed.rows()
     assert all(rows[step + 1][metrics.REPLAYED] == 1 for step in replayed)
-    assert results(killed.store) == results(calm.store)
+    assert killed.results() == calm.results()
     kept, found = read(calm.store), read(killed.store)
     both = kept.keys() & found.keys()  # on a busy machine steps are left out, which is said; a kill may lose some
     assert both
@@ -111,7 +103,7 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
         # What no restart needs is deleted some time after a checkpoint: in one of the runs it may be there still.
         oldest = calm.stored()[-CheckpointsSpec().keep_last].step
         assert {step for step in found if step > oldest} <= kept.keys()
-    assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
+    assert len({loss for *_, loss in calm.results()}) == STEPS, "nothing was learned, so this proves nothing"
 
 
 def read(store: Store) -> dict[int, list[Group]]:
@@ -194,18 +186,3 @@ def to_replay(rig: Rig) -> set[int]:
     """The journalled steps that a trainer which starts now has to take again."""
     newest = max((at.step for at in rig.stored()), default=0)
     return {step for step in journalled_steps(rig.store) if step >= newest}
-
-
-def final_files(rig: Rig) -> dict[str, str]:
-    """Digests of what the last checkpoint makes of the run: weights, optimizer, scheduler, random state."""
-    found = read_manifest(rig.store, Catalog(rig.store, "test").newest().find(PolicyVersion(0, STEPS)))
-    digests = {file.name: file.digest for file in found.files}
-    weights = [name for name in digests if name.endswith(".safetensors")]
-    assert weights
-    return {name: digests[name] for name in [*weights, "optimizer.pt", "scheduler.pt", "rng_state.pth"]}
-
-
-def results(store: Store) -> list[tuple[int, float | None, float]]:
-    """What each step earned and lost; a step that generated nothing has no reward."""
-    rows = metrics.read_metrics(store)
-    return [(row.step, row.values.get("reward"), row.values["loss"]) for row in rows]

@@ -11,15 +11,8 @@ import pytest
 
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.seeds import request_seed
-from tests.node.trainer.rig import GRPO, Rig, make_tiny, open_rig
-from tests.node.trainer.test_resume import (
-    LORA,
-    final_files,
-    journalled_steps,
-    kill_after_completion,
-    kill_at_step,
-    results,
-)
+from tests.node.trainer.rig import GRPO, LORA, STATES, Rig, open_rig
+from tests.node.trainer.test_resume import journalled_steps, kill_after_completion, kill_at_step
 
 STEPS = GRPO["max_steps"]
 COMPLETIONS = GRPO["per_device_train_batch_size"]  # of a window
@@ -53,11 +46,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path: Path) -> None:
     case, seed = CASES[name], random.SystemRandom().randrange(10**6)
@@ -73,10 +61,10 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
         kill_at_step(killed, 2, dice.randrange(STEPS // 2, STEPS), delay_s=dice.random() * 0.3)
         journalled, asked_before = journalled_steps(killed.store), len(killed.gateway.asked)
         assert killed.wait(killed.start_trainer(3), 3) == 0
-        assert final_files(killed) == final_files(calm)
+        assert killed.digests(*STATES) == calm.digests(*STATES)
     assert killed.gateway.unproved == calm.gateway.unproved == []
-    assert results(killed.store) == results(calm.store)
-    assert len({loss for *_, loss in results(calm.store)}) == STEPS, "nothing was learned, so this proves nothing"
+    assert killed.results() == calm.results()
+    assert len({loss for *_, loss in calm.results()}) == STEPS, "nothing was learned, so this proves nothing"
     assert sampled_from(killed) == expected
     again = {seed for _, seed in killed.gateway.asked[asked_before:]}
     assert not again & {seed for step in journalled for seed in seeds_of(step)}, "the journal holds these"

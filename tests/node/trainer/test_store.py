@@ -18,16 +18,11 @@ from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
-from tests.node.trainer.rig import Rig, make_tiny, open_rig
+from tests.node.trainer.rig import Rig, open_rig
 
 STEPS = 7
 BEHIND = 4
 GRPO = {"max_steps": STEPS, "save_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +62,13 @@ def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
         trainer = rig.start_trainer()
         rig.until("told that the store is slow", lambda: bool((beat := rig.beat()) and beat.store_slow))
         rig.until("waiting", lambda: waits_for_the_store(rig))
-        beat, log = rig.beat(), rig.log().read_text()
-        assert beat is not None
+        beat, log = rig.last_beat(), rig.log().read_text()
         assert (beat.step, beat.store_slow) == (BEHIND, True)
         assert log.count("checkpoint_put_off") == BEHIND - 2, "all but the first and the one it waits with"
         assert Catalog(rig.store, "test").newest().checkpoints == []
         rig.uploader.send_signal(signal.SIGCONT)
         assert rig.wait(trainer) == exit_codes.OK
-        after = rig.beat()
-        assert after is not None
-        assert not after.store_slow
+        assert not rig.last_beat().store_slow
         check_the_end(rig)
 
 

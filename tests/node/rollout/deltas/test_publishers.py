@@ -15,8 +15,7 @@ from checkpoint.stream import manifest
 from checkpoint.weights import delta, safetensors
 from policies.model.vocabulary import PolicyVersion
 from tasks.storing.tensors import UnsupportedType
-from tests.node.rollout.deltas.world import FIRST, FORKED, SECOND, World, fails, kind
-from tests.node.test_publish import settle
+from tests.node.rollout.deltas.world import FIRST, FORKED, SECOND, World, fails, kind, settle
 
 
 @pytest.mark.parametrize("put", range(3), ids=["config", "delta", "manifest"])
@@ -93,16 +92,18 @@ def test_a_version_whose_answer_was_lost_is_published_again_by_the_same_trainer(
     world.fetch(node, ref)
 
 
-def test_a_write_to_the_scratch_file_that_fails_is_never_built_upon(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("again", [False, True], ids=["by the same trainer", "by one that is started again"])
+def test_weights_that_were_left_half_written_are_no_base(
+    world: World, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    publisher, node = world.publisher(), world.node()
+    publisher, node = world.publisher(machine="m"), world.node()
     world.fetch(node, world.publish(publisher, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors, "write", fails)
+        write = safetensors.write
+        patch.setattr(safetensors, "write", lambda f, at, piece: fails(write(f, at, piece[: len(piece) // 2])))
         with pytest.raises(OSError, match="No space"):
             world.steps(publisher, 1)
-    [ref] = world.steps(publisher, 2)
+    [ref] = world.steps(world.publisher(SECOND, machine="m") if again else publisher, 2)
     assert kind(world, ref) == "whole"
     world.fetch(node, ref)
 
@@ -135,19 +136,6 @@ def test_a_trainer_that_is_started_again_on_its_machine_builds_on_what_it_left(w
         world.fetch(node, ref)
     assert world.whole_bytes() == 0
     world.fetch(world.node(), ref)
-
-
-def test_weights_that_were_left_half_written_are_no_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher, node = world.publisher(machine="m"), world.node()
-    world.fetch(node, world.publish(publisher, 0))
-    with monkeypatch.context() as patch:
-        write = safetensors.write
-        patch.setattr(safetensors, "write", lambda f, at, piece: fails(write(f, at, piece[: len(piece) // 2])))
-        with pytest.raises(OSError, match="No space"):
-            world.steps(publisher, 1)
-    [ref] = world.steps(world.publisher(SECOND, machine="m"), 2)
-    assert kind(world, ref) == "whole"
-    world.fetch(node, ref)
 
 
 @pytest.mark.parametrize("machine", ["m", "another"])

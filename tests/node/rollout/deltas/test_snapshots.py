@@ -18,8 +18,7 @@ from tasks.rollout.policy_folders import Overtaken
 from tasks.storing import publish
 from tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
-from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, snapshots
-from tests.node.test_publish import settle
+from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, settle, snapshots
 
 
 def test_what_may_be_wanted_stays_usable_for_every_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

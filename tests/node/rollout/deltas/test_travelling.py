@@ -17,7 +17,7 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.tensors import ServedTypes
 from tasks.storing import publish
-from tests.node.rollout.deltas.world import World, check, kind, snapshots
+from tests.node.rollout.deltas.world import World, check, kind
 
 
 def test_after_the_first_version_only_what_has_changed_travels(world: World) -> None:
@@ -59,33 +59,16 @@ def test_floats_are_rounded_as_engines_do_and_nothing_else_is(world: World) -> N
         assert bytes(held[name].view(torch.uint8).flatten()) == bytes(wanted.view(torch.uint8).flatten())
 
 
-def test_a_node_that_was_elsewhere_follows_all_it_has_missed(world: World) -> None:
-    publisher, node = world.publisher(), world.node()
-    world.fetch(node, world.publish(publisher, 0))
-    *_, newest = world.steps(publisher, 1, 2, 3, 4)
-    world.whole_bytes()
-    world.fetch(node, newest)
-    assert world.whole_bytes() == 0
-
-
 def test_a_node_that_comes_fetches_the_whole_one_and_what_follows(world: World) -> None:
     publisher = world.publisher()
     world.publish(publisher, 0)
     *_, before, newest = world.steps(publisher, 1, 2, 3)
     for ref in (newest, before):
-        world.fetch(world.node(), ref)
+        node = world.node()
+        world.fetch(node, ref)
         assert world.whole_bytes() == 1
-
-
-def test_deltas_that_grow_to_half_of_the_whole_end_with_a_whole_one(world: World) -> None:
-    publisher = world.publisher()
-    world.publish(publisher, 0)
-    kinds = []
-    for step in range(1, 8):
-        world.step(0.1)
-        kinds.append(kind(world, world.publish(publisher, step)))
-    assert set(kinds) == {"delta+"}
-    assert len(snapshots(world)) == 1
+    world.fetch(node, world.steps(publisher, 4, 5)[-1])
+    assert world.whole_bytes() == 0, "it follows all that it has missed"
 
 
 def test_where_almost_all_changes_all_travels(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ from policies.weights.tensors import ServedTypes
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tests.node.test_publish import Model, settle
+from tests.budget import HANG_S
 
 Tensors = dict[str, torch.Tensor]
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 1, 2), (1, 1, 3)
+
+
+class Model:
+    """A model's configuration, as far as a publisher asks for it."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
 
 
 class Watched(Store):
@@ -93,6 +101,11 @@ class World:
             refs.append(self.publish(publisher, step))
         return refs
 
+    def left(self) -> list[str]:
+        """The folders of the policies that the store holds."""
+        keys = [entry.key for entry in self.store.entries(layout.POLICIES)]
+        return sorted({key.removeprefix("policies/").rpartition("/")[0] for key in keys})
+
     def node(self) -> PolicyFolders:
         self.nodes += 1
         return PolicyFolders(self.store, self.root)
@@ -155,3 +168,10 @@ def fails(*_: Any) -> None:
 
 def always() -> bool:
     return True
+
+
+def settle(publisher: Any) -> None:
+    """Wait for what goes on after a publication."""
+    if publisher._taking is not None:
+        wait([publisher._taking[0].stored], timeout=HANG_S)
+    publisher._removing.result()

@@ -20,7 +20,6 @@ from checkpoint.records import documents, evaluations
 from checkpoint.records.evaluations import Evaluated, Scored
 from checkpoint.store import layout
 from checkpoint.stream.catalog import Catalog
-from policies.control.snapshot import Trainer
 from policies.evaluation.as_run import as_run
 from policies.model import exit_codes
 from policies.model.node_contract import EVALUATOR
@@ -29,22 +28,13 @@ from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.evaluating.keeping import KEEP_S
 from tasks.evaluating.main import _evaluate
 from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.storing.heartbeat import Heartbeat
-from tasks.trl.own_generation import OwnGeneration
 from tests.budget import until
-from tests.node.trainer.rig import PROMPTS, Rig, assembled, make_tiny, open_rig
-from tests.node.trainer.stand_in_gateway import TOKEN
+from tests.node.trainer.rig import PROMPTS, Rig, open_rig
 
 STEPS = 2
 ROWS = PROMPTS
 TOKENS = 6
 LORA = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +51,7 @@ def _trained(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
     """A run of two steps with its checkpoint, large steps so that greedy completions change."""
     grpo = {"max_steps": STEPS, "save_steps": STEPS, "learning_rate": 0.1, "temperature": 0.9}
     with open_rig(folder, tiny, replicas=0, grpo=grpo, **spec) as rig:
-        assembled(rig).train()
+        rig.train()
         assert rig.stored() == [PolicyVersion(0, STEPS)]
         yield rig
 
@@ -85,9 +75,8 @@ def evaluating(parent: Rig, tiny: Path, folder: Path, replicas: int) -> Any:
 
 def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
     """Run the evaluator in this process."""
-    env = NodeEnv(rig.store.url, "trainer-0-i1", TOKEN, attempt, 0, str(rig.work), "127.0.0.1")
-    heartbeat = Heartbeat(rig.store, Trainer(env.node, attempt, 0, 0, 0, "starting", 0.0))
-    return _evaluate(env, documents.read_run(rig.store), rig.store, heartbeat, Leaving(rig.work, attempt))
+    run, leaving = documents.read_run(rig.store), Leaving(rig.work, attempt)
+    return _evaluate(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
 
 
 def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:
@@ -172,8 +161,7 @@ def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path
         assert rig.gateway.batches == [ROWS, ROWS - killed[0], ROWS]
         model = AutoModelForCausalLM.from_pretrained(checkpoint_folder(trained, tmp_path / "checkpoint"))
         is_as_transformers_says(rig, trained, tiny, model)
-        beat = rig.beat()
-        assert beat is not None
+        beat = rig.last_beat()
         assert (beat.activity, beat.step, beat.max_steps) == ("done", 2, 2)
 
 
@@ -211,15 +199,3 @@ def test_policies_are_compared_on_the_same_problems_alone(trained: Rig, tiny: Pa
             "the problems are others than those that base was evaluated on",
         )
         assert evaluate(rig, attempt=3)[0] == exit_codes.OK
-
-
-def test_no_memory_begins_no_other_timeline(
-    trained: Rig, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_large(*_: Any) -> Any:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(OwnGeneration, "complete", too_large)
-    with evaluating(trained, tiny, tmp_path / "eval", replicas=0) as rig:
-        code, why = evaluate(rig)
-        assert (code, why) == (exit_codes.FAILED, "out of memory: CUDA out of memory. Tried to allocate 2 GiB")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
 from tasks.trl.parts.foreseen import ForeseesEvaluation
-from tests.node.trainer.rig import assembled, make_tiny, open_rig
+from tests.node.trainer.rig import open_rig
 
 OF_TIME = ("runtime", "per_second")
 
@@ -22,7 +22,7 @@ def evaluated(folder: Path, tiny: Path, *, foresees: bool) -> tuple[list[int], l
     """Sizes of the batches that were asked for, all requests, and TRL's metrics."""
     grpo = {"per_device_eval_batch_size": 8, "num_generations_eval": 4}
     with open_rig(folder, tiny, grpo=grpo, evaluates=True) as rig:
-        trainer = assembled(rig)
+        trainer = rig.assemble()
         assert trainer._fleet.foresees
         trainer._fleet.foresees = foresees
         found = trainer.evaluate()
@@ -30,8 +30,7 @@ def evaluated(folder: Path, tiny: Path, *, foresees: bool) -> tuple[list[int], l
         return rig.gateway.batches, sorted(rig.gateway.asked), kept
 
 
-def test_an_evaluation_is_one_batch_and_computes_the_same(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path / "tiny")
+def test_an_evaluation_is_one_batch_and_computes_the_same(tiny: Path, tmp_path: Path) -> None:
     sizes, asked, found = evaluated(tmp_path / "one", tiny, foresees=True)
     sizes_before, asked_before, found_before = evaluated(tmp_path / "many", tiny, foresees=False)
     assert (sizes, sizes_before) == ([16], [8, 8])

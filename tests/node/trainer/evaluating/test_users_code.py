@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,19 +23,16 @@ from tasks.rewards.guard import BadReward
 from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
 from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator
-from tests.node.trainer.rig import PROMPTS, Rig, make_tiny, open_rig, run_spec
-from tests.node.trainer.rig_tools import make_chatty
+from tests.node.trainer.rig import PROMPTS, Rig, open_rig, run_spec
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> Iterator[Rig]:
     """An evaluation of the base model of a run whose environment scores, beside a function."""
-    tiny = make_tiny(tmp_path_factory.mktemp("tiny"))
-    make_chatty(tiny)
     grpo = {"max_completion_length": 24, "max_tool_calling_iterations": 3}
     parent = run_spec(
         "file:///nowhere",
-        tiny,
+        chatty,
         grpo=grpo,
         dataset="chats.jsonl",
         reward="rig_tools.share_of_calls",
@@ -43,7 +41,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     )
     folder = tmp_path_factory.mktemp("eval")
     of = Evaluation((folder / "parent").as_uri(), (Subject(BASE),))
-    with open_rig(folder, tiny, ready=as_run(parent, "", parent.trainer.dataset), evaluation=of) as made:
+    with open_rig(folder, chatty, ready=as_run(parent, "", parent.trainer.dataset), evaluation=of) as made:
         yield made
 
 

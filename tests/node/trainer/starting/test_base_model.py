@@ -12,17 +12,12 @@ from policies.model.vocabulary import PolicyVersion
 from tasks.models import shared
 from tasks.models.base import FOLDER
 from tests.budget import HANG_S
-from tests.node.trainer.rig import make_tiny, open_rig
+from tests.node.trainer.rig import open_rig
 
 MODEL = "own/tiny"
 STEPS = {"max_steps": 2, "save_steps": 1}
 # A cloud's machine works in a copy of the run's folder, which here is the repository.
 SPEC: dict[str, Any] = {"model": MODEL, "cloud": "sky", "reward": "tests.node.trainer.rig_rewards.lower_share"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.02])

@@ -28,6 +28,8 @@ PASSING = [
     OSError(errno.EHOSTUNREACH, "no route"),
     OSError(errno.ESTALE, "stale"),
     OSError("Not enough disk space. Needed: 3 GB"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    LocalEntryNotFoundError("cannot find the requested files in the cache, no connection"),
     socket.gaierror(socket.EAI_AGAIN, "name resolution"),
     ssl.SSLEOFError("cut"),
     httpx2.ReadTimeout("slow"),
@@ -43,11 +45,14 @@ LASTING = [
     hub_error(401),
     ssl.SSLCertVerificationError("own"),
     FileNotFoundError(errno.ENOENT, "x"),
+    ValueError("bad"),
 ]
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_a_server_that_may_answer_later_is_asked_again(error: Exception) -> None:
+def test_a_server_that_may_answer_later_is_asked_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a restart in an hour without the hub would end the run for good."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     wrapped = ValueError("the model cannot be loaded")
     wrapped.__cause__ = error
     assert passes(wrapped)

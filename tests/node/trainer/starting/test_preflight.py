@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
 from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
@@ -22,32 +22,19 @@ from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.rewards.guard import guarded
 from tasks.trainer import reports
 from tasks.trainer.overdue import ended_after
-from tasks.trainer.preflight import check_prompts, check_rewards, check_row_count
+from tasks.trainer.preflight import check_rewards
 from tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S, until
-from tests.node.trainer.rig import make_tiny, open_rig
+from tests.node.trainer.rig import Rig, open_rig
 from tests.node.trainer.rig_rewards import lower_share
 
 TEXTS = {"trainer.dataset": {"prompt": "1+1", "answer": "2"}}
 CHATS = {"trainer.dataset": {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 def config_of(*, group: int = 2, max_steps: int = -1, only_prompts: bool = False) -> SimpleNamespace:
     """What is read of TRL's."""
     return SimpleNamespace(num_generations=group, max_steps=max_steps, remove_unused_columns=only_prompts)
-
-
-def without_kwargs(completions: list[str]) -> list[float]:
-    return [0.0 for _ in completions]
-
-
-def wants_solution(completions: list[str], solution: list[str], **_: Any) -> list[float]:
-    return [float(one in solution) for one in completions]
 
 
 def of_a_chat(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
@@ -58,40 +45,8 @@ async def awaited(completions: list[str], **_: Any) -> list[float | None]:
     return [None for _ in completions]
 
 
-def returns(value: Any) -> Callable[..., Any]:
-    def reward(**_: Any) -> Any:
-        return value
-
-    return reward
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (without_kwargs, "raised TypeError: without_kwargs() got an unexpected keyword argument"),
-        (
-            wants_solution,
-            "missing 1 required positional argument: 'solution'; it was called on ",
-        ),
-        (of_a_chat, "raised TypeError: string indices must be integers"),
-        (returns(1.0), "returned 1.0; expected 2 numbers or None, one for each completion"),
-        (returns([1.0]), "returned 1 values; expected 2 numbers"),
-        (returns(None), "returned None; expected 2"),
-        (returns(["right", "wrong"]), "returned 'right' among its values"),
-        (returns([[0.5], [0.5]]), "returned [0.5] among its values"),
-        (returns([0.0, float("inf")]), "returned inf among its values"),
-    ],
-)
-def test_a_reward_function_that_trl_could_not_work_with_is_named(function: Callable[..., Any], says: str) -> None:
-    with pytest.raises(BadSpec) as caught:
-        check_rewards([lower_share, function], ["r.good", "r.bad"], TEXTS, config_of())
-    assert str(caught.value).startswith("trainer.reward_funcs: r.bad ")
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_rewards_of_every_form_pass() -> None:
-    check_rewards([lower_share, awaited, returns((1, True))], ["a", "b", "c"], TEXTS, config_of())
+    check_rewards([lower_share, awaited, lambda **_: (1, True)], ["a", "b", "c"], TEXTS, config_of())
     check_rewards([of_a_chat], ["d"], CHATS, config_of())
     with pytest.raises(BadSpec, match="'answer'"):
         check_rewards([of_a_chat], ["d"], CHATS, config_of(only_prompts=True))
@@ -140,50 +95,6 @@ def test_trls_own_reward_without_what_it_needs_is_told(monkeypatch: pytest.Monke
         check_rewards([accuracy_reward], ["trl.rewards.accuracy_reward"], rows, config_of())
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"prompt": 7}, "its first prompt is 7; expected a text, or a list of messages"),
-        ({"prompt": ["a", "b"]}, "its first prompt is ['a', 'b']"),
-        ({"prompt": [{"from": "human", "value": "x"}]}, "each with `role` and `content`"),
-    ],
-)
-def test_prompts_are_texts_or_chats(row: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadSpec, match=r"^trainer\.dataset: ") as caught:
-        check_prompts({"trainer.dataset": row})
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("grpo", "package", "says"),
-    [
-        ({"report_to": "wandb"}, "wandb", "grpo.report_to: WandbCallback requires wandb to be installed"),
-        ({"use_liger_kernel": True}, "liger_kernel", "grpo.use_liger_kernel: it is not installed"),
-    ],
-)
-def test_a_package_that_is_not_there_ends_the_first_attempt(
-    grpo: dict[str, Any], package: str, says: str, tiny: Path, tmp_path: Path
-) -> None:
-    if importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
-    with open_rig(tmp_path, tiny, grpo=grpo) as rig:
-        assert rig.wait(rig.start_trainer()) == exit_codes.BAD_SPEC
-        assert says in rig.log().read_text().splitlines()[-1]
-        beat = rig.beat()
-    assert beat is not None
-    assert beat.activity in BEFORE_TRAINING, "the controller asks for no rollout node"
-
-
-def test_a_reward_that_never_returns_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
-    with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.endless", boot_timeout_s=1.0) as rig:
-        assert rig.start_trainer().wait(HANG_S) != exit_codes.OK
-        assert take_exit_code(rig.work) == exit_codes.BAD_SPEC
-        said = rig.log().read_text().splitlines()[-1]
-    assert said.startswith(
-        "grpo-orch trainer: trainer.reward_funcs: rig_rewards.endless did not return within 1 s"
-    )
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 def test_what_returns_in_time_is_left_alone(leaves: bool, tmp_path: Path) -> None:
     """Also where it leaves a process behind, which holds the other end of all that was open."""
@@ -195,17 +106,6 @@ def test_what_returns_in_time_is_left_alone(leaves: bool, tmp_path: Path) -> Non
         os.kill(left, signal.SIGKILL)
         os.waitpid(left, 0)
     assert take_exit_code(tmp_path) is None
-
-
-def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path: Path) -> None:
-    with open_rig(tmp_path, tiny, grpo={"log_completions": True, "max_steps": 2, "save_steps": 2}) as rig:
-        assert rig.wait(rig.start_trainer()) == exit_codes.OK
-        tables = sorted(path.name for path in (rig.work / "reports" / "completions").iterdir())
-    assert tables == ["completions_00001.parquet", "completions_00002.parquet"]
-
-
-def test_reports_are_asked_once_they_exist() -> None:
-    assert issubclass(reports._kinds(type("config", (), {"report_to": ["tensorboard"]}))[0], TrainerCallback)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +140,15 @@ def weighs(completions, weight, **columns): return [weight] * len(completions)
 async def waits(completions, **columns): return [1.0] * len(completions)
 def hands_on(completions, **columns): return waits(completions)
 def drops(completions, **columns): completions.clear(); return []
+def without_kwargs(completions): return [0.0] * len(completions)
+def wants_solution(completions, solution, **columns): return [0.0] * len(completions)
+def of_a_chat(completions, **columns): return [one[0]["content"] for one in completions]
+def one_number(**columns): return 1.0
+def too_few(**columns): return [1.0]
+def nothing(**columns): return None
+def words(**columns): return ["right", "wrong"]
+def lists(**columns): return [[0.5], [0.5]]
+def endless(**columns): return [0.0, float("inf")]
 def leaves(completions, **columns): sys.exit(3)
 def maps(completions, **columns): return {one: 1.0 for one in completions}
 def towers(completions, **columns): return [10**400] * len(completions)
@@ -303,13 +212,31 @@ def test_arguments_of_a_partial(beside: Path) -> None:
         tried(beside, "my_rewards.short", short={"height": 1})
 
 
+def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        with ended_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
+            os._exit(3)
+    os.waitpid(pid, 0)
+    until("what the process beside it says, which outlives it for a moment", lambda: "\n" in said.read_text())
+    assert said.read_text() == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
+    assert take_exit_code(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (
-            "my_rewards.hands_on",
-            "my_rewards.hands_on returned a coroutine, which TRL awaits of an `async def` alone",
-        ),
+        ("my_rewards.without_kwargs", r"raised TypeError: without_kwargs\(\) got an unexpected keyword argument"),
+        ("my_rewards.wants_solution", "missing 1 required positional argument: 'solution'; it was called on "),
+        ("my_rewards.of_a_chat", "raised TypeError: string indices must be integers"),
+        ("my_rewards.one_number", "returned 1.0; expected 2 numbers or None, one for each completion"),
+        ("my_rewards.too_few", "returned 1 values; expected 2 numbers"),
+        ("my_rewards.nothing", "returned None; expected 2"),
+        ("my_rewards.words", "returned 'right' among its values"),
+        ("my_rewards.lists", r"returned \[0.5\] among its values"),
+        ("my_rewards.endless", "returned inf among its values"),
+        ("my_rewards.hands_on", "hands_on returned a coroutine, which TRL awaits of an `async def` alone"),
         ("my_rewards.drops", "my_rewards.drops returned 0 values; expected 2 numbers"),
         ("my_rewards.leaves", "my_rewards.leaves raised SystemExit: 3; it was called on the first row"),
         ("my_rewards.maps", "my_rewards.maps returned a dict; expected 2 numbers or None"),
@@ -326,94 +253,119 @@ def test_one_line_says_what_is_wrong_with_a_module_or_a_reward(name: str, says: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-        with ended_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
-            os._exit(3)
-    os.waitpid(pid, 0)
-    until("what the process beside it says, which outlives it for a moment", lambda: "\n" in said.read_text())
-    assert said.read_text() == "grpo-orch trainer: the process ended within trainer.reward_funcs: my.own\n"
-    assert take_exit_code(tmp_path) is None
+def refused(tiny: Path, folder: Path, **spec: Any) -> str:
+    """Why no trainer is made of a run: one line, said before any rollout node is asked for."""
+    rig = Rig(folder, tiny, **{"grpo": {}, **spec})
+    with pytest.raises(BadSpec) as caught:
+        rig.assemble()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-def row_counts(batch: int, group: int) -> Any:
-    """What is read of TRL's configuration."""
-    return SimpleNamespace(generation_batch_size=batch, num_generations=group)
-
-
-def test_dataset_smaller_than_a_batch_is_named_with_both_numbers() -> None:
-    check_row_count(2, row_counts(8, 4))
-    with pytest.raises(BadSpec, match=r"it has 1 row, and a batch takes 2 prompts \(8 completions, 4 of each"):
-        check_row_count(1, row_counts(8, 4))
-
-
-def first_attempt(tiny: Path, folder: Path, **spec: Any) -> str:
-    """The last line of a trainer that ends before any rollout node is asked for."""
-    with open_rig(folder, tiny, **{"grpo": {}, **spec}) as rig:
-        assert rig.wait(rig.start_trainer()) == exit_codes.BAD_SPEC
-        beat = rig.beat()
-        assert beat is not None
-        assert beat.activity in BEFORE_TRAINING, "the controller asks for no rollout node"
-        assert rig.published() == []
-        last = rig.log().read_text().splitlines()[-1]
-        assert take_reason(rig.work) == last.removeprefix("grpo-orch trainer: ")
-    return last
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"model": "./nowhere"}, "trainer.model: there is no folder"),
+        ({"dataset": "nowhere.jsonl"}, "trainer.dataset: there is no file or folder"),
+        ({"reward": "rig_rewards.lower_shares"}, "has no attribute 'lower_shares'"),
+        ({"reward": "no_such_module.reward"}, "No module named 'no_such_module'"),
+        ({"peft": {"rank": 4}}, "trainer.peft: "),
+        ({"grpo": {"num_generations": 3}}, "grpo: generation_batch_size (8) must be divisible by num_generations"),
+        ({"grpo": {"learning_rat": 1e-3}}, "unexpected keyword argument 'learning_rat'"),
+        ({"grpo": {"generation_kwargs": {"seed": 1}}}, "generation_kwargs: `seed` must go"),
+        (
+            {"grpo": {"max_completion_length": 100_000}},
+            "100000 leaves no room for a prompt in the model's context",
+        ),
+    ],
+)
+def test_users_mistakes_are_named(spec: dict[str, Any], says: str, tiny: Path, tmp_path: Path) -> None:
+    assert says in refused(tiny, tmp_path, **spec)
 
 
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (['{"prompt": "1 apples:"}'], "trainer.dataset: it has 1 row, and a batch takes 2 prompts"),
+        (['{"prompt": "1 apples:"}'], "it has 1 row, and a batch takes 2 prompts (8 completions, 4 of each"),
         (
             ['{"prompt": [{"role": "user", "content": "1 apples:"}]}'] * 3,
             "its prompts are chats, and trainer.model MODEL has no chat template; put a chat_template.jinja into",
         ),
+        (['{"prompt": 7}'] * 3, "its first prompt is 7; expected a text, or a list of messages"),
+        (['{"prompt": ["a", "b"]}'] * 3, "its first prompt is ['a', 'b']"),
+        (['{"prompt": [{"from": "human", "value": "x"}]}'] * 3, "each with `role` and `content`"),
     ],
 )
 def test_data_that_no_step_can_be_made_of_end_the_first_attempt(
     rows: list[str], says: str, tiny: Path, tmp_path: Path
 ) -> None:
     (tiny / "own.jsonl").write_text("\n".join(rows) + "\n")
-    last = first_attempt(tiny, tmp_path, dataset="own.jsonl", reward="rig_rewards.none")
-    assert says.replace("MODEL", str(tiny / "model")) in last
+    why = refused(tiny, tmp_path, dataset="own.jsonl", reward="rig_rewards.none")
+    assert why.startswith("trainer.dataset: ")
+    assert says.replace("MODEL", str(tiny / "model")) in why
 
 
-def test_completions_as_long_as_the_context_end_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
-    last = first_attempt(tiny, tmp_path, grpo={"max_completion_length": 100_000})
-    assert "grpo.max_completion_length: 100000 leaves no room for a prompt in the model's context" in last
-
-
-def test_template_that_raises_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
+@pytest.mark.parametrize("what", ["template", "token"])
+def test_prompts_that_the_model_cannot_take_end_the_first_attempt(what: str, tiny: Path, tmp_path: Path) -> None:
+    """A template that raises, and a special token that the tokenizer has and the model has no embedding for."""
+    model, chat = tmp_path / "model", '{"prompt": [{"role": "user", "content": "1 apples:"}]}\n'
     shutil.copytree(tiny / "model", model)
-    (model / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    (tiny / "own.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 apples:"}]}\n' * 3)
-    last = first_attempt(tiny, tmp_path / "run", dataset="own.jsonl", model=str(model), reward="rig_rewards.none")
-    assert "its first prompt cannot be made into tokens: TemplateError: roles must alternate" in last
+    if what == "template":
+        (model / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+        says = "its first prompt cannot be made into tokens: TemplateError: roles must alternate"
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.add_tokens(["<think>"], special_tokens=True)
+        tokenizer.save_pretrained(model)
+        says = "<think> is token 84, and the model has 84; call `resize_token_embeddings` on the model"
+    (tiny / "own.jsonl").write_text((chat if what == "template" else '{"prompt": "1 apples:<think>"}\n') * 3)
+    spec = {"dataset": "own.jsonl", "model": str(model), "reward": "rig_rewards.none"}
+    assert says in refused(tiny, tmp_path / "run", **spec)
 
 
-def with_token(tiny: Path, folder: Path) -> Path:
-    """Copy the tiny model, with a token `<think>` in its tokenizer that the model has no embedding for."""
-    shutil.copytree(tiny / "model", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<think>"], special_tokens=True)
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize(
+    ("grpo", "package", "says"),
+    [
+        ({"report_to": "wandb"}, "wandb", "grpo.report_to: WandbCallback requires wandb to be installed"),
+        ({"use_liger_kernel": True}, "liger_kernel", "grpo.use_liger_kernel: it is not installed"),
+    ],
+)
+def test_a_package_that_is_not_there_ends_the_first_attempt(
+    grpo: dict[str, Any], package: str, says: str, tiny: Path, tmp_path: Path
+) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    assert says in refused(tiny, tmp_path, grpo=grpo)
 
 
-def test_token_without_an_embedding_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
-    model = with_token(tiny, tmp_path / "model")
-    (tiny / "own.jsonl").write_text('{"prompt": "1 apples:<think>"}\n' * 3)
-    last = first_attempt(tiny, tmp_path / "run", dataset="own.jsonl", model=str(model), reward="rig_rewards.none")
-    assert "<think> is token 84, and the model has 84; call `resize_token_embeddings` on the model" in last
-
-
-def test_home_that_cannot_be_written_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_attempt_ends_before_any_node_is_asked_for(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process itself, by a home that cannot be written; the model is a name that no hub has."""
     for variable in ("HF_HOME", "XDG_CACHE_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    last = first_attempt(tiny, tmp_path)
+    with open_rig(tmp_path, tiny, grpo={}) as rig:
+        assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
+        assert rig.last_beat().activity in BEFORE_TRAINING, "the controller asks for no rollout node"
+        assert rig.published() == []
+        last = rig.last_line()
+        assert "Traceback" not in rig.log().read_text()
+        assert take_reason(rig.work) == last.removeprefix("grpo-orch trainer: ")
     assert "trainer.env: /proc/nowhere/.cache/huggingface/datasets cannot be written (" in last
     assert "HF_HOME: /tmp/huggingface" in last
+
+
+def test_a_reward_that_never_returns_ends_the_first_attempt(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.endless", boot_timeout_s=1.0) as rig:
+        assert rig.start_trainer().wait(HANG_S) != exit_codes.OK
+        assert take_exit_code(rig.work) == exit_codes.BAD_SPEC
+        said = "grpo-orch trainer: trainer.reward_funcs: rig_rewards.endless did not return within 1 s"
+        assert rig.last_line().startswith(said)
+
+
+def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path: Path) -> None:
+    with open_rig(tmp_path, tiny, grpo={"log_completions": True, "max_steps": 2, "save_steps": 2}) as rig:
+        rig.train()
+        tables = sorted(path.name for path in (rig.work / "reports" / "completions").iterdir())
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"]

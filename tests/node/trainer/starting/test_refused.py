@@ -17,7 +17,7 @@ from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from tasks.rollout.policy_folders import PolicyFolders
 from tests.budget import HANG_S
-from tests.node.trainer.rig import Rig, make_tiny, open_rig
+from tests.node.trainer.rig import Rig, open_rig
 
 STEPS = 3
 # Sums of gradients in another order, and nothing that would blow up their last bits.
@@ -36,13 +36,16 @@ GRPO = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"))
+def rows(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """The tiny model's folder, with prompts that are refused."""
+    folder = tmp_path_factory.mktemp("rows")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
     first = json.loads((folder / "prompts.jsonl").read_text().splitlines()[0])
     longer = {**first, "prompt": first["prompt"] * 40}
     nothing = {**first, "prompt": ""}  # no token: the tokenizer puts none before a text, as many do not
-    for name, rows in (("one", [first]), ("two", [first, longer]), ("none", [first, nothing])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    thinks = {**first, "prompt": "1 apples:<think>"}
+    for name, made in (("one", [first]), ("two", [first, longer]), ("none", [first, nothing, thinks])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     return folder
 
 
@@ -50,23 +53,23 @@ def refusing(rig: Rig) -> None:
     rig.gateway.refuses = lambda prompt: len(prompt) > 100
 
 
-def test_a_refused_prompt_leaves_the_step_to_the_others(tiny: Path, tmp_path: Path) -> None:
-    weights, rows = [], []
+def test_a_refused_prompt_leaves_the_step_to_the_others(rows: Path, tmp_path: Path) -> None:
+    weights, logged = [], []
     for name, batches in (("one", 4), ("two", 8)):
         grpo = {**GRPO, "gradient_accumulation_steps": batches}
-        with open_rig(tmp_path / name, tiny, grpo=grpo, dataset=f"{name}.jsonl") as rig:
+        with open_rig(tmp_path / name, rows, grpo=grpo, dataset=f"{name}.jsonl") as rig:
             refusing(rig)
             assert rig.wait(rig.start_trainer()) == 0
             rig.gateway.close()
             last = PolicyRef(f"0-{STEPS - 1}", layout.policy(PolicyVersion(0, STEPS - 1), by=(0, 1, 1)))
             policy = PolicyFolders(rig.store, tmp_path / f"weights-{name}").fetch(last, lambda: True)
             weights.append(load_file(policy / "model.safetensors"))
-            rows.append([row.values for row in metrics.read_metrics(rig.store)])
+            logged.append(list(rig.rows().values()))
             assert ("prompt_refused" in rig.log().read_text()) == (name == "two")
     alone, beside = weights
     assert alone.keys() == beside.keys()
     assert max(float((alone[name] - beside[name]).abs().max()) for name in alone) < 1e-5
-    for without, values in zip(*rows, strict=True):
+    for without, values in zip(*logged, strict=True):
         assert values.pop(metrics.PROMPTS_REFUSED) == 1
         assert values.pop(metrics.REFUSED_ROW) == 1
         assert values.pop(metrics.REFUSED_TOKENS) > 100
@@ -77,39 +80,29 @@ def test_a_refused_prompt_leaves_the_step_to_the_others(tiny: Path, tmp_path: Pa
             assert values[key] == pytest.approx(without[key], abs=1e-4), key
 
 
-def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(rows: Path, tmp_path: Path) -> None:
     grpo = {**GRPO, "gradient_accumulation_steps": 8}
-    with open_rig(tmp_path / "run", tiny, grpo=grpo, dataset="two.jsonl", on_bad_prompt="fail") as rig:
+    with open_rig(tmp_path / "run", rows, grpo=grpo, dataset="two.jsonl", on_bad_prompt="fail") as rig:
         refusing(rig)
         assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
-        last = rig.log().read_text().splitlines()[-1]
-        assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in last
+        assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in rig.last_line()
 
 
-def test_a_prompt_without_a_token_leaves_the_step_to_the_others(tiny: Path, tmp_path: Path) -> None:
-    grpo = {**GRPO, "gradient_accumulation_steps": 8, "max_steps": 1}
-    with open_rig(tmp_path, tiny, grpo=grpo, dataset="none.jsonl") as rig:
-        assert rig.wait(rig.start_trainer()) == 0
-        (row,) = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
-        assert (row[metrics.PROMPTS_REFUSED], row[metrics.REFUSED_ROW], row[metrics.REFUSED_TOKENS]) == (1, 1, 0)
-        assert row["kl"] >= 0.0
-        assert row["grad_norm"] > 0.0
-        assert {seed for _, seed in rig.gateway.asked} != set()
-
-
-def test_refused_token_without_an_embedding_stays_out_of_the_model(tiny: Path, tmp_path: Path) -> None:
-    """As of a special token that was added to the tokenizer alone: it would index past the model's embedding."""
+def test_a_prompt_that_is_no_input_for_the_model_leaves_the_step_to_the_others(rows: Path, tmp_path: Path) -> None:
+    """One without a token, and one with a special token that was added to the tokenizer alone: it would index past
+    the model's embedding."""
     model = tmp_path / "model"
-    shutil.copytree(tiny / "model", model)
+    shutil.copytree(rows / "model", model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     size = len(tokenizer)
     tokenizer.add_tokens(["<think>"], special_tokens=True)
     tokenizer.save_pretrained(model)
-    rows = ({"prompt": "1 apples:"}, {"prompt": "1 apples:<think>"})
-    (tiny / "thinks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    grpo = {**GRPO, "gradient_accumulation_steps": 8, "max_steps": 1}
-    with open_rig(tmp_path / "run", tiny, grpo=grpo, dataset="thinks.jsonl", model=str(model)) as rig:
+    grpo = {**GRPO, "gradient_accumulation_steps": 12, "max_steps": 1}
+    with open_rig(tmp_path / "run", rows, grpo=grpo, dataset="none.jsonl", model=str(model)) as rig:
         rig.gateway.refuses = lambda prompt: max(prompt) >= size
-        assert rig.wait(rig.start_trainer()) == 0
-        (row,) = [row.values for row in metrics.read_metrics(rig.store) if "reward" in row.values]
-        assert (row[metrics.PROMPTS_REFUSED], row[metrics.REFUSED_ROW]) == (1, 1)
+        rig.train()
+        (row,) = rig.trained()
+        assert row[metrics.PROMPTS_REFUSED] == 2
+        assert row["kl"] >= 0.0
+        assert row["grad_norm"] > 0.0
+        assert rig.gateway.asked != []

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from checkpoint.records import metrics
 from policies.model import exit_codes
-from tests.node.trainer.rig import make_tiny, open_rig
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+from tests.node.trainer.rig import open_rig
 
 
 def test_by_the_rule_fail_the_trainer_ends_with_a_line_that_names_it(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={}, reward="rig_rewards.later_none") as rig:
         assert rig.wait(rig.start_trainer()) == exit_codes.UNAVAILABLE
-        last = rig.log().read_text().splitlines()[-1]
+        last = rig.last_line()
     assert last.startswith("grpo-orch trainer: at step 2: rig_rewards.later_none returned nan, for the prompt ")
     assert last.endswith("; see policies.on_bad_reward")
 
@@ -27,8 +19,8 @@ def test_by_the_rule_fail_the_trainer_ends_with_a_line_that_names_it(tiny: Path,
 def test_by_the_rule_none_the_others_count_and_metrics_say_how_many_failed(tiny: Path, tmp_path: Path) -> None:
     named = {"reward": "rig_rewards.later_none", "witness": "rig_rewards.lower_share", "on_bad_reward": "none"}
     with open_rig(tmp_path, tiny, grpo={"max_steps": 3, "save_steps": 3}, **named) as rig:
-        assert rig.wait(rig.start_trainer()) == exit_codes.OK
-        rows = {row.step: row.values for row in metrics.read_metrics(rig.store)}
+        rig.train()
+        rows = rig.rows()
     failed = {step: values.get("reward_failures/later_none") for step, values in rows.items()}
     assert failed[1] is None
     assert failed[2]
