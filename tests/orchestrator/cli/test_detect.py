@@ -248,14 +248,6 @@ def test_the_limit_is_for_kl_above_the_start(cli: Detect) -> None:
     assert found["onset_step"] <= 100 < found["trip_step"]
 
 
-def test_a_program_gets_no_picture_that_it_did_not_ask_for(cli: Detect) -> None:
-    Path("run").write_text(state(run(diverges=False)))
-    assert cli("run", "-o", "json").found
-    assert os.listdir() == ["run"]
-    assert cli("run", "-o", "json", "--out", "asked.png").found
-    assert Path("asked.png").exists()
-
-
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b" \n\n", "it is empty"),
     "binary": (b"\x89PNG\r\n\x1a\n\0\0\0", "it is no text"),

@@ -32,8 +32,7 @@ def run_yaml(tmp_path: Path) -> Path:
 
 def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     monkeypatch.setattr(simulate, "HOURS", 1.0)
-    out = run_yaml.parent / "s.png"
-    words = "--seeds", "1", "--climate", "storms", "-o", "json", "--out", str(out)
+    words = "--seeds", "1", "--climate", "storms", "-o", "json"
     found = grpo_orch("simulate", str(run_yaml), *words)
     assert found.code == 0, found
     told = json.loads(found.out)
