@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
 from aiohttp import ClientSession
 
@@ -21,6 +20,7 @@ from tasks.machine.node_env import NotANode, read_node_env
 from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from tasks.rollout.vllm.server import Server, Unfit
 from tests.budget import HANG_S, until
+from tests.rigs.processes import alive
 from tests.rigs.rollout_machine import spec_of
 from tests.stand_ins.fake_vllm import FakeVllm
 
@@ -51,13 +51,6 @@ def set_handler(number, handler):
 signal.signal = set_handler
 sys.exit(process_tree.main())
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def in_a_tree(
