@@ -186,7 +186,8 @@ class FakeVllm:
         self.seen: str | None = None  # a file with a line for each of them
         self._changed = asyncio.Event()
         self._working: list[object] = []
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._killed = False
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -206,14 +207,16 @@ class FakeVllm:
         """Break its sockets. Its agent keeps announcing it."""
         assert self._server is not None
         self._server.close()
-        for writer in self._writers:
+        self._killed = True
+        self.change()
+        for writer in self._connections.values():
             writer.transport.abort()
 
     async def close(self) -> None:
         """Break its sockets; return once every connection has ended."""
         self.kill()
-        while self._writers:
-            await asyncio.sleep(0)
+        if self._connections:
+            await asyncio.wait([*self._connections])
 
     async def announce_forever(self, gateway: Announcing) -> None:
         """Announce it to the gateway, as its agent does, until the gateway drains it."""
@@ -226,14 +229,16 @@ class FakeVllm:
                 self.policy = reply.policy.label
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
                 headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 await self._answer(head[0].split()[1], headers, body, reader, writer)
-        self._writers.discard(writer)
+        del self._connections[task]
         writer.close()
 
     async def _answer(
@@ -344,6 +349,8 @@ class FakeVllm:
 
     async def _until(self, ready: Callable[[], bool], reader: asyncio.StreamReader | None = None) -> None:
         while not ready():
+            if self._killed:
+                raise ConnectionError("it was killed")
             waiting: set[asyncio.Future[bool | bytes]] = {asyncio.ensure_future(self._changed.wait())}
             if reader is not None:
                 waiting.add(asyncio.ensure_future(reader.read(1)))
