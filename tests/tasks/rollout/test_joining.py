@@ -42,7 +42,12 @@ async def test_policies_are_fetched_while_vllm_starts(machine: Machine) -> None:
 def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine, tmp_path: Path) -> None:
     wanted = machine.publish(0, size_bytes=1000)
     folders, seen = PolicyFolders(machine.store, tmp_path / "policies"), list[Stage | None]()
-    folders.fetch(wanted, lambda: bool(seen.append(folders.coming) or True))
+
+    def still() -> bool:
+        seen.append(folders.coming)
+        return True
+
+    folders.fetch(wanted, still)
     last = seen[-1]
     assert last is not None
     assert (last.name, last.done_bytes) == (POLICY, last.total_bytes)

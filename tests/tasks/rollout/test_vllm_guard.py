@@ -78,7 +78,8 @@ class FakeEngine:
         named = method in ("reload_all", "layers_without_place")
         self.calls.append(f"{method} {args[0]}" if named else method)
         self.changed = {"reload_all": False, "apply_deltas": True}.get(method, self.changed)
-        return self.says.get(method, [[], []] if method in ("not_loaded", "layers_without_place") else ["", ""])
+        lists: list[Any] = [[], []]
+        return self.says.get(method, lists if method in ("not_loaded", "layers_without_place") else ["", ""])
 
     async def _remove_lora(self, number: int) -> None:
         self.calls.append(f"remove {number}")
