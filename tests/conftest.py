@@ -17,6 +17,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.rigs.async_tests import pytest_pyfunc_call  # noqa: F401  # pytest finds it here
 from tests.rigs.command_line import grpo_orch  # noqa: F401  # pytest finds it here
 from tests.rigs.sky.fixtures import sky_image, sky_rig  # noqa: F401  # pytest finds them here
 from tests.rigs.store.ceph_server import ceph_server, missing_programs

@@ -6,54 +6,28 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpoint import journal
 from policies.model import exit_codes
 from policies.model.events import NodeRequested
-from policies.model.vocabulary import NodePhase, RunPhase
-from tests.e2e.harness import Run
-from tests.stand_ins.earlier_trainer import leave_heartbeat
-
-STAND_IN = Path(__file__).parents[1] / "stand_ins" / "stand_in_node.sh"
-
-
-def small_spec() -> dict[str, Any]:
-    return {
-        "name": "control",
-        "trainer": {"model": "some/model", "dataset": "some/data", "reward_funcs": ["rewards.one"]},
-        "grpo": {"max_steps": 10, "per_device_train_batch_size": 8, "num_generations": 8},
-        "rollout": {"replicas": 2},
-    }
+from policies.model.vocabulary import RunPhase
+from tests.e2e.small_run import SmallRun
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    (tmp_path / "rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    made = Run(tmp_path, small_spec(), STAND_IN)
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    made = SmallRun(tmp_path)
     yield made
     made.end()
 
 
-def booted(run: Run) -> bool:
-    nodes = run.state.nodes.values()
-    return len(nodes) == 3 and all(n.phase is NodePhase.BOOTING for n in nodes)
-
-
-def start(run: Run) -> None:
-    run.cli("up", str(run.yaml), "-y", "-d")
-    leave_heartbeat(run.store)
-    run.until("three machines", lambda: booted(run))
-    run.until("their work and its child", lambda: all(len(run.pids(node)) == 3 for node in run.state.nodes))
-
-
-def requested(run: Run) -> list[str]:
+def requested(run: SmallRun) -> list[str]:
     return [e.node for r in journal.read(run.store) for e in r.decoded() if isinstance(e, NodeRequested)]
 
 
-def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run) -> None:
+def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: SmallRun) -> None:
     done = run.cli("up", str(run.yaml), "-d", code=None)  # no terminal: the question gets no answer
     assert "rollout" in done.stdout
     assert "USD/h" in done.stdout
@@ -61,8 +35,8 @@ def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: Run) ->
     assert not (run.yaml.parent / "store" / "run.json").exists()
 
 
-def test_a_second_up_or_resume_says_who_holds_the_run(run: Run) -> None:
-    start(run)
+def test_a_second_up_or_resume_says_who_holds_the_run(run: SmallRun) -> None:
+    run.start()
     pid = run.daemon_pid
     for command in (["up", str(run.yaml), "-y", "-d"], ["resume", run.url, "-d"], ["resume", str(run.yaml), "-d"]):
         done = run.cli(*command, code=exit_codes.HELD)
@@ -70,8 +44,8 @@ def test_a_second_up_or_resume_says_who_holds_the_run(run: Run) -> None:
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run) -> None:
-    start(run)
+def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: SmallRun) -> None:
+    run.start()
     pids = {node: run.pids(node) for node in run.state.nodes}
     os.kill(run.daemon_pid, signal.SIGKILL)
     assert run.json("status", run.url)["daemon"]["alive"] is False
@@ -85,8 +59,11 @@ def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: Run) -> None:
     assert len(journal.read(run.store)) >= before
 
 
-def test_down_leaves_no_process_and_resume_goes_on(run: Run) -> None:
-    start(run)
+@pytest.mark.parametrize("steered", [True, False])
+def test_down_leaves_no_process_and_resume_goes_on(run: SmallRun, *, steered: bool) -> None:
+    run.start()
+    if not steered:
+        os.kill(run.daemon_pid, signal.SIGKILL)
     done = run.cli("down", run.url)
     assert "no machine of it is left" in done.stdout
     assert run.state.phase is RunPhase.STOPPED
@@ -94,29 +71,21 @@ def test_down_leaves_no_process_and_resume_goes_on(run: Run) -> None:
         assert run.pids(node) == []
     run.cli("down", run.url)  # again is no error
     run.cli("resume", run.url, "-d")
-    run.until("three machines again", lambda: booted(run))
+    run.until("three machines again", run.booted)
     assert set(run.state.nodes) == {"trainer-0-i2", "rollout-0-i2", "rollout-1-i2"}
 
 
-def test_down_without_a_daemon_takes_everything_down(run: Run) -> None:
-    start(run)
-    os.kill(run.daemon_pid, signal.SIGKILL)
-    run.cli("down", run.url)
-    assert run.state.phase is RunPhase.STOPPED
-    assert run.pids("rollout-0-i1") == []
-
-
-def test_a_killed_machine_is_replaced(run: Run) -> None:
-    start(run)
+def test_a_killed_machine_is_replaced(run: SmallRun) -> None:
+    run.start()
     os.kill(run.own_pids()["rollout-1-i1"], signal.SIGKILL)
-    run.until("its replacement", lambda: "rollout-1-i2" in run.state.nodes and booted(run))
+    run.until("its replacement", lambda: "rollout-1-i2" in run.state.nodes and run.booted())
     assert run.pids("rollout-1-i1") == []
     events = run.cli("events", run.url).stdout
     assert "its processes died" in events
 
 
-def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run) -> None:
-    start(run)
+def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: SmallRun) -> None:
+    run.start()
     pids = run.pids("rollout-0-i1")
     os.kill(run.daemon_pid, signal.SIGTERM)
     run.until("the lease is dropped", lambda: run.json("status", run.url)["daemon"]["alive"] is False)
@@ -125,10 +94,9 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: Run) -> None:
 
 def test_machines_end_by_themselves_when_nobody_is_left(tmp_path: Path) -> None:
     """The daemon is killed and no gateway works: nothing is left, also of what the work has started."""
-    (tmp_path / "rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0] * len(completions)\n")
-    run = Run(tmp_path, small_spec() | {"policies": {"fleet": {"dead_man_min": 0.1}}}, STAND_IN)
+    run = SmallRun(tmp_path, policies={"fleet": {"dead_man_min": 0.1}})
     try:
-        start(run)
+        run.start()
         nodes = list(run.state.nodes)
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.until("no process is left", lambda: not any(run.pids(node) for node in nodes))
@@ -146,8 +114,8 @@ MISTAKES = {
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_clear_line(run: Run) -> None:
-    start(run)
+def test_mistakes_are_one_clear_line(run: SmallRun) -> None:
+    run.start()
     for arguments, message in MISTAKES.items():
         done = run.cli(*arguments, code=None)
         assert done.returncode in (exit_codes.USAGE, exit_codes.FAILED), arguments
@@ -155,7 +123,7 @@ def test_mistakes_are_one_clear_line(run: Run) -> None:
         assert len(done.stderr.strip().splitlines()) == 1, arguments
 
 
-def test_a_missing_node_environment_is_one_clear_line(run: Run, tmp_path: Path) -> None:
+def test_a_missing_node_environment_is_one_clear_line(run: SmallRun, tmp_path: Path) -> None:
     run.env["GRPO_ORCH_NODE_PYTHON"] = str(tmp_path / "nowhere")
     done = run.cli("up", str(run.yaml), "-y", "-d", code=None)
     assert done.returncode == exit_codes.FAILED

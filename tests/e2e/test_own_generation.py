@@ -1,12 +1,12 @@
-"""The trainer generates: in a run without rollout nodes, and in one that has lost them for a while. It is killed,
-and goes on."""
+"""The trainer generates in a run that has lost its rollout nodes for a while. It is killed, and goes on.
+
+`test_main_job.py` has a run without rollout nodes.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import yaml
@@ -20,9 +20,6 @@ from policies.model.vocabulary import NodePhase, Role, RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import (
     RUN_TIMEOUT_S,
-    check_healthy,
-    final_weights,
-    finish,
     kill_trainer,
     make_tiny,
     reach,
@@ -36,30 +33,6 @@ STEPS = 30
 SAVE_STEPS = 5  # of the run with a drought
 FOR_EVER_S = 10.0**6
 E = TypeVar("E", bound=Event)
-
-
-def test_kills_change_no_weight_and_the_reward_rises(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path / "tiny")
-    changes: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4, "eval_steps": STEPS}
-    calm = tiny_run(tmp_path / "calm", tiny, replicas=0, **changes)
-    run = tiny_run(tmp_path / "run", tiny, replicas=0, **changes)
-    try:
-        for one in (calm, run):
-            one.cli("up", str(one.yaml), "-y", "-d")
-        reach(run, 6)
-        kill_trainer(run)
-        os.kill(run.daemon_pid, signal.SIGKILL)
-        run.cli("resume", run.url, "-d")
-        finish(run)
-        finish(calm)
-
-        assert check_healthy(calm, STEPS)["faults_survived"] == 0
-        assert check_healthy(run, STEPS)["restarts"]["trainer-0"] == 1
-        assert final_weights(run, STEPS) == final_weights(calm, STEPS)
-        assert not any(entry.key.startswith("policies/") for entry in run.store.entries("policies"))
-    finally:
-        calm.end()
-        run.end()
 
 
 def told(run: Run, kind: type[E]) -> list[E]:

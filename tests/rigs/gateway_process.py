@@ -57,24 +57,20 @@ class Rig:
         self.processes.append(process)
         return process
 
-    def gateway(self, *, calm: bool = False) -> subprocess.Popen[bytes]:
-        """Start a gateway, if it is to be so a `calm_gateway`; return once it has written its address and answers
-        there."""
+    def gateway(self) -> subprocess.Popen[bytes]:
+        """Start a gateway; return once it has written its address and answers there."""
         before = documents.read_gateway(self.store)
-        process = self.spawn("-m", "tests.rigs.calm_gateway" if calm else "orchestrator.gateway")
+        process = self.spawn("-m", "orchestrator.gateway")
         until("a new gateway's address", lambda: documents.read_gateway(self.store) != before)
         assert self.http.get(f"{self.url}/health").status_code == 200
         return process
 
-    def node(self, name: str, **options: float | str | bool | Path) -> subprocess.Popen[bytes]:
-        """Start a stand-in; options are those of `tests.stand_ins.fake_vllm`."""
-        flags: list[str] = []
-        for key, value in options.items():
-            flags.append(f"--{key.replace('_', '-')}")
-            flags += [] if value is True else [str(value)]
-        return self.spawn(
-            "-m", "tests.stand_ins.fake_vllm", "--node", name, "--seen", str(self.seen_path(name)), *flags
-        )
+    def node(
+        self, name: str, *, host: str = "127.0.0.1", port: int = 0, **attributes: object
+    ) -> subprocess.Popen[bytes]:
+        """Start a node that is `tests.stand_ins.fake_vllm.FakeVllm` with these attributes."""
+        where = [str(self.seen_path(name)), host, str(port)]
+        return self.spawn("-m", "tests.stand_ins.fake_vllm", "node", name, *where, json.dumps(attributes))
 
     @property
     def url(self) -> str:

@@ -1,51 +1,49 @@
-"""A stand-in for a rollout node: `python -m tests.stand_ins.fake_vllm`, vLLM and its agent in one small process.
+"""A stand-in for vLLM: its HTTP API, and the tokens that it gives.
 
-It answers `/v1/completions` and `/v1/chat/completions` with vLLM's events, checks boot and policy as
-`tasks.rollout.vllm.guard` does, and announces itself to the gateway as `tasks.rollout.agent` does. Each token is a
-function of the seed and of every token before it, so that a completion which is continued elsewhere equals the
-undisturbed one, and one that is continued wrongly does not. Its "weights" are a version's name, and like a real
-node it starts on base weights. Every request it gets is noted in a file.
+`FakeVllm` answers `/v1/completions` and `/v1/chat/completions` with vLLM's events, checks boot and policy as
+`tasks.rollout.vllm.guard` does, and can be announced to the gateway. Each token is a function of the seed and of
+every token before it: a completion that is continued correctly equals the undisturbed one, and no other does. Its
+"weights" are a policy's label.
+
+As a process, `python -m tests.stand_ins.fake_vllm`:
+- `node NAME SEEN HOST PORT ATTRIBUTES` is a whole rollout node; each request is noted in the file SEEN.
+- `agent` is the real agent of a rollout machine, whose engines are `engine HOST PORT`: processes like vLLM's, each
+  with a child in another session.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
-from aiohttp import web
 
 from checkpoint.records import documents
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, Announce, AnnounceReply
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, Announce, AnnounceReply, EngineWord, LoadPolicy
+from tasks.rollout.vllm.server import EngineLimits
 
 STREAM_INTERVAL = 4
 VOCABULARY = 1000
 CONTEXT = 4096  # tokens of prompt and answer together
 UNEQUAL = 20
-# How a stream may end after its first event without being complete.
-BREAKS = {
-    "nothing": b"",
-    "done": b"data: [DONE]\n\n",
-    "abort": b'data: {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n',
-    "error": b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n',
-    "nonsense": b"data: {\n\n",
-    "deep": b'data: {"choices": [], "x": ' + b"[" * 50_000 + b"\n\n",
-    "no-token": b'data: {"choices": [{"token_ids": [-1], "logprobs": {"token_logprobs": [0.0]}}]}\n\n',
-    "no-logprobs": b'data: {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}\n\n',
-    "too-many": b'data: {"choices": [{"token_ids": %a, "logprobs": {"token_logprobs": %a}}]}\n\n'
-    % ([7] * 999, [-1.0] * 999),
-}
+FOREVER = 1_000_000
+EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+TOO_MANY = b'{"error":{"message":"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer"}}'
+Announcing = Callable[[str, Announce], Awaitable[AnnounceReply]]
 
 
 def completion(body: dict[str, Any], prompt: list[int], unequal: str = "") -> tuple[list[int], list[float], str]:
@@ -107,95 +105,6 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
     return list(prompt.encode()) if isinstance(prompt, str) else prompt
 
 
-class FakeNode:
-    """One node's state and handlers."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.boot_id = secrets.token_hex(4)
-        self.policy: str | None = None
-        self.token = os.environ["GRPO_ORCH_TOKEN"]
-        self.store = Store(os.environ["GRPO_ORCH_RUN"])
-        self.address = ""
-        self.running = 0
-
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if request.headers.get("Authorization") == f"Bearer {self.token}" else 401)
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        body: dict[str, Any] = await request.json()
-        asked = (request.headers.get(HEADER_BOOT), request.headers.get(HEADER_POLICY))
-        status = self.options.status or (200 if asked == (self.boot_id, self.policy) else 409)
-        if request.headers.get("Authorization") != f"Bearer {self.token}":
-            status = 401
-        self.running += status == 200
-        self.note(status, body, asked)
-        if status != 200:
-            return web.json_response(
-                {"error": {"message": "refused by the stand-in", "code": status}}, status=status
-            )
-        try:
-            response = await self.stream(request, body, asked[1])
-        finally:
-            self.running -= 1
-        if not self.options.breaks:  # counted out before: the gateway may send the next when it reads this
-            await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def stream(self, request: web.Request, body: dict[str, Any], policy: str | None) -> web.StreamResponse:
-        """Every event of the answer but the one that says that it is whole."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for number, event in enumerate(chat_events(body) if "messages" in body else events(body)):
-            if number:
-                await self.may_go_on(request)
-            await asyncio.sleep(self.options.event_s)
-            if policy != self.policy:
-                event = {"error": {"message": "other weights now", "code": 409}}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            if self.options.breaks:
-                await response.write(BREAKS[self.options.breaks])
-                break
-        return response
-
-    async def may_go_on(self, request: web.Request) -> None:
-        """Wait for the file `--until`, or for the gateway to leave."""
-        while self.options.until and not Path(self.options.until).exists():
-            if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError("the gateway left")
-            await asyncio.sleep(0.01)
-
-    def note(self, status: int, body: dict[str, Any], asked: tuple[str | None, str | None]) -> None:
-        line = {"status": status, "seed": body["seed"], "boot": asked[0], "policy": asked[1], "held": self.policy}
-        line |= {"running": self.running, "prompt": len(prompt_of(body)), "max_tokens": body["max_tokens"]}
-        with Path(self.options.seen).open("a") as out:
-            out.write(json.dumps(line) + "\n")
-
-    async def announce_for_ever(self) -> None:
-        tls = aiohttp.TCPConnector(ssl=identity.client_context(self.token))
-        headers = {"Authorization": f"Bearer {self.token}"}
-        async with aiohttp.ClientSession(connector=tls, headers=headers) as session:
-            while True:
-                try:
-                    await self.announce(session)
-                except (aiohttp.ClientError, OSError):
-                    await asyncio.sleep(0.05)
-
-    async def announce(self, session: aiohttp.ClientSession) -> None:
-        gateway = documents.read_gateway(self.store)
-        assert gateway is not None
-        said = Announce(self.boot_id, self.address, self.policy, self.options.max_requests)
-        url = f"{gateway.url}/members/{self.options.node}"
-        async with session.post(url, data=msgspec.json.encode(said)) as response:
-            response.raise_for_status()
-            reply = msgspec.json.decode(await response.read(), type=AnnounceReply)
-        if reply.policy is not None and reply.policy.version != self.policy and not self.options.never_load:
-            self.policy = reply.policy.version
-        if reply.drain:
-            async with session.delete(url, params={"boot": self.boot_id}):
-                raise SystemExit(0)
-
-
 def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
     """vLLM's events for one completion: the first token alone, then STREAM_INTERVAL at a time."""
     prompt = prompt_of(body)
@@ -242,38 +151,284 @@ def chat_events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, A
         yield {"id": "chatcmpl-0", "choices": [choice]}
 
 
-async def serve(options: argparse.Namespace) -> None:
-    node = FakeNode(options)
-    app = web.Application()
-    app.add_routes(
-        [
-            web.get("/health", node.health),
-            web.post("/v1/completions", node.complete),
-            web.post("/v1/chat/completions", node.complete),
-        ]
-    )
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    tls = identity.server_context(node.token) if identity.protects(options.host) else None
-    await web.TCPSite(runner, options.host, options.port, ssl_context=tls, reuse_address=True).start()
-    node.address = identity.address(options.host, runner.addresses[0][1])
-    await node.announce_for_ever()
+class FakeVllm:
+    """A node's server. Its attributes may be changed at any time; a request in progress follows them.
+
+    Requests from the gateway show `token`, boot and policy. Requests from the node's own agent show `secret`.
+    """
+
+    def __init__(self, name: str, token: str, secret: str = "") -> None:
+        self.name, self.token, self.secret = name, token, secret
+        self.boot_id, self.address = secrets.token_hex(4), ""
+        self.policy: str | None = None
+        self.loads = False  # takes the policy that the gateway names
+        self.max_requests = 256
+        self.engine: EngineWord | None = None  # what it reports of itself
+        self.event_s = 0.0
+        self.doubling = 0  # requests that make an event take twice as long; 0: none do
+        self.stalls = FOREVER  # sends no token after so many of a request
+        self.deaf = False  # does not answer GET /health
+        self.raw = b""  # sent in place of any answer
+        self.breaks: bytes | None = None  # sent in place of all events but the first
+        self.extra = b""  # sent after every answer
+        self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False  # answers 400 to these
+        self.unequal = ""  # its last bits differ from those of a node with another such name
+        self.done = True  # ends its answers
+        self.at_a_time = FOREVER  # requests that its engine works at; the others wait in their order
+        self.loses: set[int] = set()  # seeds for which it makes nothing
+        self.makes: Callable[[dict[str, Any]], list[int]] = lambda body: completion(body, body["prompt"])[0]
+        self.refusal = ""  # of PUT /grpo/sampling
+        self.running = 0
+        self.sent = 0  # tokens
+        self.stalled = 0  # requests that have come to where it stalls
+        self.aborted = 0
+        self.asked: list[dict[str, Any]] = []  # every request's body
+        self.seen: str | None = None  # a file with a line for each of them
+        self._changed = asyncio.Event()
+        self._working: list[object] = []
+        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._killed = False
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        tls = identity.server_context(self.token) if identity.protects(host) else None
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=tls, reuse_address=True)
+        self.address = identity.address(host, self._server.sockets[0].getsockname()[1])
+
+    def change(self, **attributes: Any) -> None:
+        """Change its behaviour, also towards requests in progress."""
+        for name, value in attributes.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def kill(self) -> None:
+        """Break its sockets. Its agent keeps announcing it."""
+        assert self._server is not None
+        self._server.close()
+        self._killed = True
+        self.change()
+        for writer in self._connections.values():
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """Break its sockets; return once every connection has ended."""
+        self.kill()
+        if self._connections:
+            await asyncio.wait([*self._connections])
+
+    async def announce_forever(self, gateway: Announcing) -> None:
+        """Announce it to the gateway, as its agent does, until the gateway drains it."""
+        while True:
+            announce = Announce(self.boot_id, self.address, self.policy, self.max_requests, engine=self.engine)
+            reply = await gateway(self.name, announce)
+            if reply.drain:
+                return
+            if self.loads and reply.policy is not None:
+                self.policy = reply.policy.label
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                await self._answer(head[0].split()[1], headers, body, reader, writer)
+        del self._connections[task]
+        writer.close()
+
+    async def _answer(
+        self,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        if self.secret and headers.get("authorization") == f"Bearer {self.secret}":
+            writer.write(_response(*self._answer_agent(path, body)))
+        elif path == "/health":
+            await self._until(lambda: not self.deaf)
+            writer.write(_response(200 if headers.get("authorization") == f"Bearer {self.token}" else 401))
+        else:
+            request = json.loads(body)
+            self.asked.append(request)
+            if self.seen is not None:
+                with Path(self.seen).open("a") as out:
+                    out.write(json.dumps(request) + "\n")
+            self.running += 1
+            try:
+                await self._in_turn(request, headers, reader, writer)
+            finally:
+                self.running -= 1
+
+    def _answer_agent(self, path: str, body: bytes) -> tuple[int, bytes]:
+        match path:
+            case "/grpo/policy":
+                wanted = msgspec.json.decode(body, type=LoadPolicy)
+                assert list(Path(wanted.path).glob("*.safetensors"))
+                self.policy = wanted.version
+                return 204, b""
+            case "/v1/completions":
+                request = json.loads(body)
+                assert request.get("temperature", 1.0) <= 2.0  # vLLM takes no more
+                return 200, json.dumps({"choices": [{"token_ids": self.makes(request)}]}).encode()
+            case "/grpo/sampling":
+                return 200, self.refusal.encode()
+            case "/grpo/bare":
+                return 204, b""
+            case "/grpo/engine":
+                return 200, msgspec.json.encode(EngineLimits(8, CONTEXT))
+            case "/metrics":
+                return 200, b"vllm:num_requests_running 0\n"
+        return 404, b""
+
+    async def _in_turn(
+        self,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        await self._until(lambda: body["seed"] not in self.loses, reader)
+        turn = object()
+        self._working.append(turn)
+        try:
+            await self._until(lambda: self._working.index(turn) < self.at_a_time, reader)
+            status, why = self._refusal(body, headers)
+            if self.raw:
+                writer.write(self.raw)
+                await writer.drain()
+                raise ConnectionError
+            if status != 200:
+                writer.write(_response(status, why))
+            else:
+                await self._stream(body, reader, writer)
+        finally:
+            self._working.remove(turn)
+            self.change()
+
+    def _refusal(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
+        if headers.get("authorization") != f"Bearer {self.token}":
+            return 401, b""
+        if (headers.get(HEADER_BOOT.lower()), headers.get(HEADER_POLICY.lower())) != (self.boot_id, self.policy):
+            return 409, b"other weights"
+        if self.refuses(body):
+            return 400, b"no"
+        if (body.get("max_tokens") or 0) > CONTEXT:
+            return 400, TOO_MANY % (body["max_tokens"], CONTEXT)
+        return 200, b""
+
+    async def _stream(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(EVENT_STREAM)
+        policy, sent = self.policy, 0
+        make = chat_events if "messages" in body else events
+        for event in make(body, self.unequal):
+            await asyncio.sleep(self.event_s * (1 + (self.running / self.doubling if self.doubling else 0)))
+            tokens = sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+            self.stalled += sent >= self.stalls
+            await self._until(lambda sent=sent: sent < self.stalls or self.policy != policy, reader)  # type: ignore[misc]
+            if self.policy != policy:
+                event = {"error": {"message": "other weights now", "code": 409}}
+            writer.write(_chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
+            await writer.drain()
+            sent += tokens
+            self.sent += tokens
+            if self.breaks is not None:
+                writer.write((_chunk(self.breaks) if self.breaks else b"") + _chunk(b""))
+                break
+        if self.breaks is None and self.done:
+            writer.write(_chunk(b"data: [DONE]\n\n") + _chunk(b"") + self.extra)
+        await self._until(lambda: self.done, reader)
+
+    async def _until(self, ready: Callable[[], bool], reader: asyncio.StreamReader | None = None) -> None:
+        while not ready():
+            if self._killed:
+                raise ConnectionError("it was killed")
+            waiting: set[asyncio.Future[bool | bytes]] = {asyncio.ensure_future(self._changed.wait())}
+            if reader is not None:
+                waiting.add(asyncio.ensure_future(reader.read(1)))
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in waiting - done:
+                future.cancel()
+            if any(future.result() == b"" for future in done):
+                self.aborted += 1
+                raise ConnectionError("the gateway left")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--seen", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--event-s", type=float, default=0.0)
-    parser.add_argument("--max-requests", type=int, default=256)
-    parser.add_argument("--never-load", action="store_true")
-    parser.add_argument("--breaks", choices=BREAKS, help="end every stream early, in this way")
-    parser.add_argument("--status", type=int, default=0, help="answer this to every request")
-    parser.add_argument("--until", help="send only the first event of an answer before this file is there")
-    asyncio.run(serve(parser.parse_args()))
+def _response(status: int, body: bytes = b"") -> bytes:
+    return f"HTTP/1.1 {status} .\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def run_node(name: str, seen: str, host: str, port: str, attributes: str) -> None:
+    """Serve, and announce it to the run's gateway."""
+    store = Store(os.environ["GRPO_ORCH_RUN"])
+    node = FakeVllm(name, os.environ["GRPO_ORCH_TOKEN"])
+    node.change(seen=seen, loads=True, **json.loads(attributes))
+    await node.listen(host, int(port))
+    tls = aiohttp.TCPConnector(ssl=identity.client_context(node.token))
+    async with aiohttp.ClientSession(connector=tls, headers={"Authorization": f"Bearer {node.token}"}) as session:
+
+        async def announce(name: str, announcement: Announce) -> AnnounceReply:
+            try:
+                gateway = documents.read_gateway(store)
+                assert gateway is not None
+                url = f"{gateway.url}/members/{name}"
+                async with session.post(url, data=msgspec.json.encode(announcement)) as response:
+                    response.raise_for_status()
+                    reply = msgspec.json.decode(await response.read(), type=AnnounceReply)
+                if reply.drain:
+                    await session.delete(url, params={"boot": node.boot_id})
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(0.05)
+                return AnnounceReply()
+            return reply
+
+        await node.announce_forever(announce)
+
+
+async def run_engine(host: str, port: str) -> None:
+    """Serve the agent that started this process, and its gateway."""
+    engine = FakeVllm("", os.environ["GRPO_ORCH_TOKEN"], os.environ["GRPO_ORCH_NODE_SECRET"])
+    engine.change(boot_id=os.environ["GRPO_ORCH_BOOT"], event_s=0.01)
+    await engine.listen(host, int(port))
+    await asyncio.Event().wait()
+
+
+def run_agent() -> int:
+    """Run the real agent with stand-ins for vLLM."""
+    from tasks.rollout import agent
+    from tasks.rollout.vllm import server
+
+    def argv(_: object, host: str, port: int, *__: object, **___: object) -> list[str]:
+        return ["-m", "tests.stand_ins.fake_vllm", "engine", host, str(port)]
+
+    with patch.object(server, "argv_of", argv), patch.object(agent, "check_versions"):
+        return agent.main()
+
+
+def main(role: str, *arguments: str) -> int:
+    match role:
+        case "node":
+            asyncio.run(run_node(*arguments))
+        case "engine":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            asyncio.run(run_engine(*arguments))
+        case "agent":
+            sys.argv = sys.argv[:1]
+            return run_agent()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(*sys.argv[1:]))

@@ -9,14 +9,14 @@ import openai
 import pytest
 
 from policies.serving.wire import HEADER_POLICY
-from tests.rigs.gateway_served import TOKEN, Served, serve, two_nodes
+from tests.rigs.gateway_world import TOKEN, World, serve
 from tests.stand_ins.fake_vllm import completion, prompt_of, texts
 
 MESSAGES = [{"role": "user", "content": "how are you?"}]
 
 
 @asynccontextmanager
-async def client(served: Served, key: str = TOKEN) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(served: World, key: str = TOKEN) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as ai:
         yield ai
 
@@ -26,8 +26,9 @@ def said(seed: int, max_tokens: int, prompt: list[int]) -> str:
 
 
 def test_models_completions_and_chats() -> None:
-    async def story(served: Served) -> None:
-        await two_nodes(served)
+    async def story(served: World) -> None:
+        for name in ("a", "b"):
+            await served.node(name)
         async with client(served) as ai:
             [model] = [one async for one in ai.models.list()]
             assert (await ai.models.retrieve(model.id)).id == model.id
@@ -54,7 +55,7 @@ def test_models_completions_and_chats() -> None:
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_a_stream_over_a_killed_node(chat: bool) -> None:
-    async def story(served: Served) -> None:
+    async def story(served: World) -> None:
         a = await served.node("a")
         a.change(stalls=9)
         async with client(served) as ai:
@@ -84,7 +85,7 @@ def test_a_stream_over_a_killed_node(chat: bool) -> None:
 
 
 def test_errors_are_those_that_a_client_knows() -> None:
-    async def story(served: Served) -> None:
+    async def story(served: World) -> None:
         await served.node("a", policy="0-7")
         async with client(served) as ai, client(served, "another key") as stranger:
             with pytest.raises(openai.AuthenticationError):

@@ -1,66 +1,182 @@
-"""Nodes, gateway and trainer killed with requests in flight: nothing fails, and the tokens are the same."""
+"""Nodes, gateway and trainer lost with requests in flight: nothing fails, and the tokens are the same."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import httpx
+import msgspec
 import pytest
 
-from orchestrator.control.observe import FRESH_S, GatewayWatch
-from policies.serving.wire import BatchLine
-from tests.budget import until
+from orchestrator.gateway.routing import members
+from orchestrator.gateway.routing.members import Members
+from policies.serving.wire import CUT, SILENT_S, Announce, BatchLine, HandOver, Progress
+from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
+from tests.rigs.gateway_world import World
+from tests.stand_ins.fake_vllm import FOREVER, completion
+
+
+async def until_progress(
+    lines: AsyncIterator[BatchLine], wanted: Callable[[Progress], bool] = lambda progress: progress.tokens > 0
+) -> list[BatchLine]:
+    """Read on until there is such progress; return what was read."""
+    read = []
+    async for line in lines:
+        read.append(line)
+        if line.progress is not None and wanted(line.progress):
+            return read
+    raise AssertionError(f"the batch ended before: {read[-1]}")
+
+
+async def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(world: World) -> None:
+    victims = [await world.node(name, stalls=1) for name in ("a", "b")]
+    batch = make_batch("0-0")
+    lines = world.lines(batch)
+    read = await until_progress(lines)
+    for victim in victims:
+        victim.lose()
+    read += await until_progress(lines, lambda progress: (progress.waiting, progress.members) == (32, 0))
+    for name in ("c", "d"):
+        await world.node(name)
+    heard = hear(iter([*read, *[line async for line in lines]]))
+    check_complete(batch, heard)
+    assert {one.node for one in heard.completions} <= {"c", "d"}
+
+
+async def test_node_restarted_on_base_weights_gets_no_request(world: World) -> None:
+    victim = await world.node("a", stalls=1)
+    batch = make_batch("0-0")
+    lines = world.lines(batch)
+    read = await until_progress(lines)
+    victim.lose()
+    port = int(victim.address.rpartition(":")[2])
+    again = await world.node("a", policy=None, port=port, boot_id="another")
+    await world.node("b")
+    heard = hear(iter([*read, *[line async for line in lines]]))
+    check_complete(batch, heard)
+    assert {one.node for one in heard.completions} == {"b"}
+    assert again.asked == []
+
+
+async def test_trainer_that_leaves_frees_the_nodes_and_the_next_is_told(world: World) -> None:
+    node = await world.node("a", stalls=1)
+    lines = world.lines(make_batch("0-0"))
+    abandoned = (await until_progress(lines))[-1].progress
+    assert abandoned is not None
+    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
+    await world.until(lambda: world.gateway.status().tokens_discarded >= abandoned.tokens)
+    await world.until(lambda: node.row.running == 0)
+    node.change(stalls=FOREVER)
+    batch = make_batch("0-0", requests=1)
+    heard, again = await world.complete(batch), await world.complete(batch)
+    check_complete(batch, heard)
+    assert heard.end is not None
+    assert again.end is not None
+    assert heard.end.discarded >= abandoned.tokens
+    assert again.end.discarded == 0  # told once
+
+
+async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None:
+    node = await world.node("a", policy=None)
+    lines = world.lines(make_batch("0-7"))
+    waiting = (await until_progress(lines, lambda progress: progress.waiting == 32))[-1].progress
+    assert waiting is not None
+    assert (waiting.tokens, waiting.members) == (0, 0)
+    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
+    error = (await world.complete(make_batch("0-7", deadline_s=1.0))).error
+    assert error is not None
+    assert "no node could serve policy 0-7 within 1 s" in error
+    assert "a holds base weights" in error
+    assert node.asked == []
+    await world.until(lambda: world.members.waiting.count == 0)
+
+
+async def test_member_whose_announcement_breaks_is_out_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "HOLD_S", HANG_S)
+    body = msgspec.json.encode(Announce("boot", "127.0.0.1:9", "0-0"))
+    await world.http.post("/members/a", content=body)  # what is news to a node is answered immediately
+    announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))
+    await world.until(lambda: "a" in world.members._announcements._held)
+    announcing.cancel()
+    await world.until(lambda: world.members.row("a") is None)
+    assert "connection was lost" in world.members.changes[-1].reason
+
+
+async def test_patient_batch_without_any_node_ends_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has just started waits for the members of its predecessor to return."""
+    now_s = [time.monotonic()]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now_s[0])
+        fresh = Members("secret")
+        assert fresh.anyone()
+        now_s[0] += SILENT_S
+        assert not fresh.anyone()
+    heard = await world.complete(replace(make_batch("0-0"), patience_s=0.0))
+    assert (heard.completions, heard.cut, heard.error) == ([], [], None)
+    assert heard.end is not None
+    assert (heard.end.members, heard.end.tokens) == (0, 0)
+
+
+async def test_patient_batch_gets_the_tokens_of_a_lost_node(world: World) -> None:
+    node = await world.node("a", stalls=1)
+    batch = replace(make_batch("0-0"), patience_s=0.0)
+    lines = world.lines(batch)
+    read = await until_progress(lines)
+    node.lose()
+    heard = hear(iter([*read, *[line async for line in lines]]))
+    assert heard.end is not None
+    assert heard.cut
+    for cut in heard.cut:
+        request = batch.requests[cut.index]
+        tokens, logprobs, _ = completion({**batch.sampling, "seed": request.seed}, request.prompt_token_ids)
+        made = len(cut.token_ids)
+        assert 0 < made < len(tokens)
+        assert (cut.token_ids, cut.logprobs) == (tokens[:made], logprobs[:made])
+        assert (cut.finish_reason, cut.policy) == (CUT, "0-0")
+        assert cut.handed_over == [HandOver("a", made)]
+    told = sum(len(one.token_ids) for one in [*heard.completions, *heard.cut])
+    assert (heard.end.tokens, heard.end.discarded) == (told, 0)
+    await world.until(lambda: world.ledger.delivered == told)
+    assert world.ledger.discarded == 0
+
+
+async def test_patient_batch_waits_for_a_node_that_loads(world: World) -> None:
+    await world.node("a", policy=None)
+    batch = replace(make_batch("0-1", requests=4), patience_s=0.0)
+    lines = world.lines(batch)
+    read = [await anext(lines) for _ in range(3)]
+    assert {line.progress.members for line in read if line.progress is not None} == {0}
+    await world.node("b", policy="0-1")
+    heard = hear(iter([*read, *[line async for line in lines]]))
+    check_complete(batch, heard)
+    assert heard.cut == []
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
+    yield rig
+    rig.stop()
+
+
+def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
     rig.gateway()
-    yield rig
-    rig.stop()
-
-
-@pytest.fixture
-def calm_rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    rig.gateway(calm=True)
-    yield rig
-    rig.stop()
-
-
-@pytest.fixture
-def go_on(tmp_path: Path) -> Path:
-    """What nodes wait for after the first tokens of an answer: so none is whole before the test has acted."""
-    return tmp_path / "go-on"
-
-
-def until_tokens(lines: Iterator[BatchLine]) -> list[BatchLine]:
-    """Read on until tokens have arrived, and return what was read."""
-    read = []
-    for line in lines:
-        read.append(line)
-        if line.progress is not None and line.progress.tokens > 0:
-            return read
-    raise AssertionError("the batch ended before a progress line with tokens in it")
-
-
-@pytest.mark.parametrize("recovery", ["continue", pytest.param("exact", marks=pytest.mark.slow)])
-def test_one_of_two_nodes_is_killed_with_requests_in_flight(
-    rig: Rig, go_on: Path, recovery: Literal["continue", "exact"]
-) -> None:
-    victim = rig.node("rollout-0", until=go_on)
-    other = rig.node("rollout-1")
+    victim, other = rig.node("rollout-0", stalls=1), rig.node("rollout-1")
     rig.until_members("rollout-0", "rollout-1")
-    rig.complete(make_batch("0-0", requests=2, max_tokens=1))
+    rig.complete(make_batch("0-0", requests=1, max_tokens=1))
     until("both serving", lambda: all(one.serving for one in rig.status().members))
-    batch = make_batch("0-0", recovery=recovery)
+    batch = make_batch("0-0")
     other.send_signal(signal.SIGSTOP)  # so that the first tokens are the victim's
     lines = rig.ask(batch)
-    read = until_tokens(lines)
+    read = [next(line for line in lines if line.progress is not None and line.progress.tokens > 0)]
     kill(victim)
     other.send_signal(signal.SIGCONT)
     heard = hear(iter([*read, *lines]))
@@ -68,143 +184,27 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(
     assert {one.node for one in heard.completions} == {"rollout-1"}
     assert heard.end is not None
     told = until("every handover", lambda: (status := rig.status()).handovers >= 8 and status)
-    if recovery == "exact":
-        assert heard.end.discarded == told.tokens_discarded > 0
-        assert told.tokens_saved == 0
-        assert max(line["prompt"] for line in rig.seen("rollout-1")) == 3
-    else:
-        assert heard.end.discarded == told.tokens_discarded == 0
-        assert told.tokens_saved > 0
-        moved = [line for line in rig.seen("rollout-1") if line["prompt"] > 3]
-        assert {line["prompt"] + line["max_tokens"] for line in moved} == {3 + 16}
-        replayed = sum(line["prompt"] for line in moved)
-        until("what was replayed", lambda: rig.status().tokens_replayed >= replayed)
-
-
-@pytest.mark.slow
-def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(rig: Rig, go_on: Path) -> None:
-    victims = [rig.node(name, until=go_on) for name in ("rollout-0", "rollout-1")]
-    rig.until_members("rollout-0", "rollout-1")
-    batch = make_batch("0-0")
-    lines = rig.ask(batch)
-    read = until_tokens(lines)
-    for victim in victims:
-        kill(victim)
-    read += [waiting := next(line for line in lines if line.progress is not None and line.progress.waiting == 32)]
-    assert waiting.progress is not None
-    assert waiting.progress.members == 0
-    rig.node("rollout-2")
-    rig.node("rollout-3")
-    heard = hear(iter([*read, *lines]))
-    check_complete(batch, heard)
-    assert {one.node for one in heard.completions} <= {"rollout-2", "rollout-3"}
-
-
-def test_an_idle_node_that_dies_is_out_before_it_counts_as_silent(calm_rig: Rig) -> None:
-    """To this gateway nobody ever does; it holds the node's announcement, and so has no moment without one."""
-    victim = calm_rig.node("rollout-0")
-    calm_rig.until_members("rollout-0")
-    calm_rig.complete(make_batch("0-0", requests=1))
-    kill(victim)
-    calm_rig.until_members()
-    assert "connection was lost" in calm_rig.status().changes[-1].reason
-
-
-@pytest.mark.slow
-def test_a_silent_node_is_out_and_its_requests_move(rig: Rig, go_on: Path) -> None:
-    frozen = rig.node("rollout-0", until=go_on)
-    rig.until_members("rollout-0")
-    batch = make_batch("0-0", requests=4)
-    lines = rig.ask(batch)
-    read = until_tokens(lines)
-    frozen.send_signal(signal.SIGSTOP)  # as a machine that vanished: no connection breaks
-    rig.node("rollout-1")
-    heard = hear(iter([*read, *lines]))
-    check_complete(batch, heard)
-    assert {one.node for one in heard.completions} == {"rollout-1"}
-    rig.until_members("rollout-1")
-    frozen.send_signal(signal.SIGCONT)  # the same boot, with its policy: it simply goes on
-    rig.until_members("rollout-0", "rollout-1")
-
-
-@pytest.mark.slow
-def test_a_node_that_restarts_on_base_weights_gets_no_request(rig: Rig, go_on: Path) -> None:
-    victim = rig.node("rollout-0", until=go_on)
-    rig.until_members("rollout-0")
-    before = rig.member("rollout-0")
-    assert before is not None
-    batch = make_batch("0-0")
-    lines = rig.ask(batch)
-    read = until_tokens(lines)
-    kill(victim)
-    seen = len(rig.seen("rollout-0"))
-    rig.node("rollout-0", port=before.address.rpartition(":")[2], never_load=True)
-    after = until("a new boot", lambda: (one := rig.member("rollout-0")) and one.boot_id != before.boot_id and one)
-    assert (after.address, after.policy, after.serving) == (before.address, None, False)
-    rig.node("rollout-1")
-    heard = hear(iter([*read, *lines]))
-    check_complete(batch, heard)
-    assert len(rig.seen("rollout-0")) == seen
-    assert {one.node for one in heard.completions} == {"rollout-1"}
+    assert (heard.end.discarded, told.tokens_discarded, told.tokens_saved > 0) == (0, 0, True)
 
 
 def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselves(rig: Rig) -> None:
-    rig.node("rollout-0")
-    rig.node("rollout-1")
+    rig.gateway()
+    for name in ("rollout-0", "rollout-1"):
+        rig.node(name)
     rig.until_members("rollout-0", "rollout-1")
-    rig.complete(make_batch("0-0"))
+    for batch in (make_batch("0-0"), make_batch("0-1")):  # nodes hear of the second through held announcements
+        check_complete(batch, rig.complete(batch))
+    told = until("every token", lambda: (one := rig.status()).tokens_delivered >= 2 * 32 * 16 and one)
+    assert (told.policy, told.tokens_delivered, told.tokens_discarded) == ("0-1", 2 * 32 * 16, 0)
     url, boot_id = rig.url, rig.status().boot_id
     kill(rig.processes[0])
     with pytest.raises(httpx.TransportError):
         rig.http.get(f"{rig.url}/health")
-    rig.gateway()
+    gateway = rig.gateway()
     assert rig.url == url
     assert rig.status().boot_id != boot_id
     rig.until_members("rollout-0", "rollout-1")
-    batch = make_batch("0-0")
     check_complete(batch, rig.complete(batch))
-
-
-@pytest.mark.slow
-def test_who_watches_the_store_sees_members_come_and_go_and_does_not_believe_a_dead_gateway(rig: Rig) -> None:
-    now_s = 0.0  # stands still while the gateway is at work, however slowly
-    watch = GatewayWatch(rig.store, clock=lambda: now_s)
-
-    def seen() -> set[str] | None:
-        status = watch.look()
-        return None if status is None else {one.node for one in status.members}
-
-    victim = rig.node("rollout-0")
-    until("a member", lambda: seen() == {"rollout-0"})
-    kill(victim)
-    until("no member", lambda: seen() == set())
-    rig.node("rollout-1")
-    until("another member", lambda: seen() == {"rollout-1"})
-    kill(rig.processes[0])
-    assert seen() == {"rollout-1"}
-    now_s += FRESH_S
-    assert seen() is None
-    rig.gateway()
-    until("its successor's word", lambda: seen() == {"rollout-1"})
-
-
-@pytest.mark.slow
-def test_a_trainer_that_goes_away_frees_the_nodes_and_its_tokens_are_told_to_the_next(
-    rig: Rig, go_on: Path
-) -> None:
-    rig.node("rollout-0", until=go_on)
-    lines = rig.ask(make_batch("0-0"))
-    abandoned = until_tokens(lines)[-1].progress
-    assert abandoned is not None
-    lines.close()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
-    told = until("it is given up", lambda: (one := rig.status()).tokens_discarded >= abandoned.tokens and one)
-    assert [one.requests_running for one in told.members] == [0]
-    go_on.touch()
-    batch = make_batch("0-0", requests=1)
-    heard = rig.complete(batch)
-    check_complete(batch, heard)
-    assert heard.end is not None
-    assert heard.end.discarded >= abandoned.tokens
-    again = rig.complete(batch)
-    assert again.end is not None
-    assert again.end.discarded == 0  # told once
+    assert all(rig.seen(name) for name in ("rollout-0", "rollout-1"))
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(timeout=HANG_S) == 0

@@ -17,12 +17,11 @@ import pytest
 from orchestrator.gateway.__main__ import GC_OBJECTS
 from orchestrator.gateway.surface.admission import Prompt
 from orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
-from orchestrator.gateway.turns import PIECE_S, Turns
 from policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
 from tasks.completions.gateway_client import body_of
 from tests.budget import HANG_S
-from tests.rigs.gateway_served import TOKEN, Served, serve
-from tests.stand_ins.gateway_world import World, run
+from tests.rigs.gateway_world import TOKEN, World, serve
+from tests.stand_ins.fake_vllm import FakeVllm
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 600, 32, 4096
 AT_A_TIME = 1024
@@ -49,38 +48,25 @@ def large_batch() -> Batch:
 
 
 @contextmanager
-def sink() -> Iterator[tuple[str, list[bytes]]]:
-    """A server in a thread of its own that answers GET /health alone: its address, and what it has read."""
-    heads: list[bytes] = []
+def node_in_a_thread() -> Iterator[FakeVllm]:
+    """A node that takes requests and makes no token of them."""
+    node, listens, over = FakeVllm("a", TOKEN), threading.Event(), threading.Event()
+    node.change(policy=POLICY.label, stalls=0)
 
-    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.read(2**16)
-        if head.startswith(b"GET /health "):
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        else:
-            heads.append(head)
-            while await reader.read(2**20):
-                pass
-        writer.close()
+    async def serve() -> None:
+        await node.listen()
+        listens.set()
+        await asyncio.to_thread(over.wait)
+        await node.close()
 
-    async def end() -> None:
-        server.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(read, "127.0.0.1", 0), loop).result()
     try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+        assert listens.wait(HANG_S)
+        yield node
     finally:
-        asyncio.run_coroutine_threadsafe(end(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+        over.set()
         thread.join()
-        loop.close()
 
 
 class Lag:
@@ -131,94 +117,62 @@ def largest_share(body: bytes) -> float:
     """Begin the step and give it up; return the share of its work that its largest piece was."""
     lag, enough = Lag(), threading.Event()
 
-    async def announce(served: Served, address: str) -> None:
+    async def announce(world: World, node: FakeVllm) -> None:
         while True:
-            await served.members.announce("a", Announce("boot", address, POLICY.label, AT_A_TIME))
+            await world.members.announce("a", Announce(node.boot_id, node.address, POLICY.label, AT_A_TIME))
 
-    async def story(served: Served) -> None:
-        with sink() as (address, heads):
-            announcing = asyncio.ensure_future(announce(served, address))
-            await served.until(lambda: served.members.rows)
-            served.members.rows[0].allowed = AT_A_TIME
+    async def story(world: World) -> None:
+        with node_in_a_thread() as node:
+            announcing = asyncio.ensure_future(announce(world, node))
+            await world.until(lambda: world.members.rows)
+            world.members.rows[0].allowed = AT_A_TIME
             watching = asyncio.ensure_future(lag.watch())
             idle = len(asyncio.all_tasks())
-            asking = asyncio.ensure_future(asyncio.to_thread(ask, served.url, body, enough))
-            await served.until(lambda: len(heads) == AT_A_TIME or asking.done())
-            await served.until(lambda: served.members.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
-            waits = served.members.waiting.size_bytes
+            asking = asyncio.ensure_future(asyncio.to_thread(ask, world.url, body, enough))
+            await world.until(lambda: len(node.asked) == AT_A_TIME or asking.done())
+            await world.until(lambda: world.members.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
+            waits = world.members.waiting.size_bytes
             assert waits <= PROMPTS * PROMPT_TOKENS * PROMPT_TOKEN_SIZE
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await served.until(lambda: len(asyncio.all_tasks()) <= idle)
-            assert (served.members.waiting.count, served.members.rows[0].running) == (0, 0)
+            await world.until(lambda: len(asyncio.all_tasks()) <= idle)
+            assert (world.members.waiting.count, world.members.rows[0].running) == (0, 0)
             watching.cancel()
             announcing.cancel()
 
-    serve(story, limit_s=HANG_S)
+    serve(story)
     return lag.share
 
 
-def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory() -> None:
+async def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory(world: World) -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
-
-    async def story(world: World) -> None:
-        batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger)
-        async with aclosing(batch_run.chunks()) as chunks:
-            await anext(chunks)
-        assert not prompt.token_ids
-
-    run(story)
-
-
-def test_work_of_many_tasks_is_done_in_pieces() -> None:
-    async def work(turns: Turns, done: list[int]) -> None:
-        await turns.take()
-        until_s = time.monotonic() + PIECE_S / 4
-        while time.monotonic() < until_s:
-            pass
-        done[-1] += 1
-
-    async def story() -> list[int]:
-        turns, done = Turns(), [0]
-        tasks = [asyncio.ensure_future(work(turns, done)) for _ in range(100)]
-        while not all(task.done() for task in tasks):
-            done.append(0)
-            await asyncio.sleep(0)
-        return done
-
-    done = asyncio.run(story())
-    assert (sum(done), max(done) <= 5) == (100, True)
+    batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger)
+    async with aclosing(batch_run.chunks()) as chunks:
+        await anext(chunks)
+    assert not prompt.token_ids
 
 
 @pytest.mark.parametrize(
     "lines", [b"\n", b'\n{"prompt_token_ids":[-1],"samples":[{"index":9,"seed":1}]}', b"\n[]"]
 )
-def test_lines_that_are_no_prompts_are_refused(lines: bytes) -> None:
+async def test_lines_that_are_no_prompts_are_refused(world: World, lines: bytes) -> None:
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
-
-    async def story(served: Served) -> None:
-        answer = await served.http.post("/v1/rollouts", content=body_of(batch) + lines)
-        assert answer.status_code == (200 if lines == b"\n" else 400), answer.text
-
-    serve(story)
+    answer = await world.http.post("/v1/rollouts", content=body_of(batch) + lines)
+    assert answer.status_code == (200 if lines == b"\n" else 400), answer.text
 
 
-def test_a_batch_of_lines_is_what_one_document_says() -> None:
+async def test_a_batch_of_lines_is_what_one_document_says(world: World) -> None:
     requests = [CompletionRequest(n, [1, 2, n // 2], seed=n) for n in range(6)]
     batch = Batch(POLICY, {"max_tokens": 4}, requests, deadline_s=HANG_S)
     assert len(body_of(batch).split(b"\n")) == 4
-
-    async def story(served: Served) -> None:
-        await served.node("a")
-        answers = []
-        for body in (body_of(batch), msgspec.json.encode(batch)):
-            answer = await served.http.post("/v1/rollouts", content=body)
-            lines = [msgspec.json.decode(line, type=BatchLine) for line in answer.text.splitlines()]
-            found = [line.completion for line in lines if line.completion is not None]
-            answers.append({one.index: (one.token_ids, one.logprobs) for one in found})
-        assert answers[0] == answers[1]
-        assert len(answers[0]) == len(requests)
-
-    serve(story)
+    await world.node("a")
+    answers = []
+    for body in (body_of(batch), msgspec.json.encode(batch)):
+        answer = await world.http.post("/v1/rollouts", content=body)
+        lines = [msgspec.json.decode(line, type=BatchLine) for line in answer.text.splitlines()]
+        found = [line.completion for line in lines if line.completion is not None]
+        answers.append({one.index: (one.token_ids, one.logprobs) for one in found})
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(requests)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from policies.serving.silence import SilenceLimits
-from tests.stand_ins.gateway_world import Node, World, job, run, undisturbed
+from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 JOBS = 48
 
@@ -28,8 +28,7 @@ class Hasty(SilenceLimits):
 def strike(world: World, node: Node, how: str) -> None:
     match how:
         case "kill":
-            node.kill()
-            world.members.leave(node.name, node.boot_id)
+            node.lose()
         case "crash":
             node.kill()
         case "stall":
@@ -47,37 +46,36 @@ def strike(world: World, node: Node, how: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(seed: int) -> None:
-    async def story(world: World) -> None:
-        chance = random.Random(seed)
-        jobs = [job(max_tokens=chance.choice((17, 60, 120)), min_tokens=5) for _ in range(JOBS)]
-        living = [await world.node(f"first-{number}", event_s=0.01) for number in range(3)]
-        asked = [world.ask(one) for one in jobs]
-        # All three are at work, and one of them breaks: whatever is drawn next, something is handed over.
-        await world.until(lambda: all(node.sent >= JOBS for node in living))
-        strike(world, living.pop(), "crash")
-        for number in range(12):
-            while len(living) < 3:
-                node = await world.node(f"node-{number}-{len(living)}")
-                node.event_s = chance.choice((0.01, 0.02))
-                living.append(node)
-            await asyncio.sleep(chance.uniform(0.0, 0.1))
-            node = living.pop(chance.randrange(len(living)))
-            strike(
-                world,
-                node,
-                chance.choice(("kill", "crash", "stall", "deaf", "drain", "remove", "weights", "slow")),
-            )
-        last = await world.node("last")
-        last.event_s = 0.001
-        for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
-            assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
-            assert got.policy == "0-0"
-        ledger = world.ledger
-        assert ledger.discarded == 0
-        assert ledger.handovers > 0
-        assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
-        assert world.members.waiting.count == 0
-        assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.rows)
-
-    run(story, limits=Hasty, drain_s=0.1)
+async def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(
+    world: World, seed: int
+) -> None:
+    world.limits = Hasty
+    chance = random.Random(seed)
+    jobs = [job(max_tokens=chance.choice((17, 60, 120)), min_tokens=5) for _ in range(JOBS)]
+    living = [await world.node(f"first-{number}", event_s=0.01) for number in range(3)]
+    asked = [world.ask(one) for one in jobs]
+    # All three are at work, and one of them breaks: whatever is drawn next, something is handed over.
+    await world.until(lambda: all(node.sent >= JOBS for node in living))
+    strike(world, living.pop(), "crash")
+    for number in range(12):
+        while len(living) < 3:
+            node = await world.node(f"node-{number}-{len(living)}")
+            node.event_s = chance.choice((0.01, 0.02))
+            living.append(node)
+        await asyncio.sleep(chance.uniform(0.0, 0.1))
+        node = living.pop(chance.randrange(len(living)))
+        strike(
+            world,
+            node,
+            chance.choice(("kill", "crash", "stall", "deaf", "drain", "remove", "weights", "slow")),
+        )
+    await world.node("last", event_s=0.001)
+    for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
+        assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
+        assert got.policy == "0-0"
+    ledger = world.ledger
+    assert ledger.discarded == 0
+    assert ledger.handovers > 0
+    assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
+    assert world.members.waiting.count == 0
+    assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.rows)

@@ -103,21 +103,16 @@ def test_it_makes_part_after_part_and_looks_for_a_node_before_each(world: World)
     assert world.costs.own_generate_s == world.costs.generate_s == world.costs.generated_s == 8.0
 
 
-def test_a_node_that_serves_ends_it_and_the_next_step_waits_for_nodes_again(world: World) -> None:
-    world.take(world.share(batch()))
-    world.gateway.there = True
-    world.drought.complete(batch())
-    world.gateway.there = False
-    world.share(batch(first_seed=200))
-    assert world.gateway.asked[-1] == (list(range(6)), AFTER_S)
-
-
-def test_the_next_step_of_a_drought_waits_for_nobody(world: World) -> None:
+def test_a_drought_waits_for_nobody_until_a_node_serves(world: World) -> None:
     asked = batch(count=2)
     world.take(world.share(asked))
     world.drought.complete(asked)
-    world.share(batch(first_seed=200))
-    assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 0.0]
+    world.take(world.share(batch(first_seed=200)))
+    world.gateway.there = True
+    world.drought.complete(batch(first_seed=200))
+    world.gateway.there = False
+    world.share(batch(first_seed=300))
+    assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 0.0, 0.0, AFTER_S]
 
 
 def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(world: World) -> None:
@@ -145,14 +140,9 @@ def test_of_what_nodes_begin_twice_the_longer_stays_and_every_lost_token_counts(
     assert got.discarded == 3 * 5 + 1 + 2 + 3
 
 
-def test_another_batch_is_begun_with_nothing(world: World) -> None:
+def test_another_batch_begins_with_nothing_and_each_process_has_a_part(world: World) -> None:
     world.take(world.share(batch()))
-    share = world.share(batch(first_seed=200))
-    assert indices(share) == [0, 1]
-
-
-def test_each_process_has_a_part(world: World) -> None:
-    share = world.share(batch(), processes=2)
+    share = world.share(batch(first_seed=200), processes=2)
     assert indices(share) == [0, 1, 2, 3]
     assert [indices(share.of_process(number, 2)) for number in range(2)] == [[0, 2], [1, 3]]
 
@@ -179,22 +169,15 @@ def fail(world: World, asked: Batch) -> None:
     world.drought.cannot("the model says no")
 
 
-def test_failed_generation_is_tried_again_later_and_not_forever(world: World) -> None:
-    for _ in range(3):
-        fail(world, batch())
-    world.gateway.there = True
-    world.drought.complete(batch())
-    assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 2 * AFTER_S, 4 * AFTER_S, None]
-
-
-def test_failed_generation_is_tried_again_at_the_next_step(world: World) -> None:
+def test_failed_generation_is_tried_later_and_at_the_next_step(world: World) -> None:
     for _ in range(3):
         fail(world, batch())
     world.gateway.there = True
     world.drought.complete(batch())
     world.gateway.there = False
     world.take(world.share(batch(first_seed=200)))
-    assert world.gateway.asked[-1][1] == AFTER_S
+    patience_s = [AFTER_S, 2 * AFTER_S, 4 * AFTER_S, None, AFTER_S]
+    assert [asked_s for _, asked_s in world.gateway.asked] == patience_s
 
 
 def test_completions_that_were_made_forgive_earlier_failures(world: World) -> None:

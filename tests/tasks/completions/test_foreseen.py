@@ -1,15 +1,18 @@
-"""An evaluation's calls, made together: what each gets is what it gets alone, and one batch is asked for."""
+"""Where a trainer's completions come from: foreseen calls are made together, and every turn is measured."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, WAIT_S
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, Completion, PolicyRef
+from tasks.completions.drought import OwnTurn
 from tasks.completions.gateway_client import Generated
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
@@ -44,8 +47,8 @@ class Quiet:
     def say(self, *_: Any, **__: Any) -> None: ...
 
 
-def source(store: Store, gateway: Gateway) -> RolloutSource:
-    costs = StepCosts()
+def source(store: Store, gateway: Any, costs: StepCosts | None = None) -> RolloutSource:
+    costs = costs or StepCosts()
     refused = RefusedPrompts("skip", costs)
     return RolloutSource(
         store, gateway, cast(Heartbeat, Quiet()), costs, refused, by=(0, 1, 1), run_seed=7, deadline_s=1.0
@@ -107,3 +110,28 @@ def test_the_next_evaluation_of_a_step_has_calls_of_its_own(store: Store) -> Non
         found.append([asked(rollouts, prompts) for prompts in CALLS])
     assert len(gateway.batches) == 2
     assert found[0] != found[1]
+
+
+def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait is taken off what came after that turn."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    class Nodes(Gateway):
+        """They work, are lost, and come again."""
+
+        def complete(self, batch: Batch) -> Generated:
+            now_s[0] += 0.1 if self.batches else 0.4
+            made = super().complete(batch)
+            if len(self.batches) == 1:
+                raise OwnTurn
+            return Generated(made.completions, 0, wait_s=0.3)
+
+    costs = StepCosts()
+    rollouts = source(store, Nodes(), costs)
+    with pytest.raises(OwnTurn):
+        asked(rollouts, [[1]], training=True)
+    asked(rollouts, [[1]], training=True)
+    told = costs.take()
+    assert told[WAIT_S] == 0.3
+    assert told[GENERATE_NODE_S] == told[GENERATE_S] == pytest.approx(0.4 + 0.1 - 0.3)

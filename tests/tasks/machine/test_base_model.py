@@ -32,7 +32,7 @@ from tasks.rollout.vllm import flags as vllm_flags
 from tasks.trainer import main
 from tasks.trainer.main import have_base_model
 from tests.budget import HANG_S
-from tests.tasks.rollout.test_fitness import World, publish, run_agent
+from tests.rigs.rollout_machine import Machine
 
 GATED = Source("own/gated", None, None, is_shared=True)
 SHARDS = {"model-1.safetensors": ["a", "b"], "model-2.safetensors": ["c"]}
@@ -80,6 +80,22 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    return from_the_hub(tmp_path / "hub")
+
+
+@pytest.fixture
+def published(store: Store, snapshot: Path) -> Store:
+    shared.publish(store, GATED.model, None, snapshot, 1.0)
+    return store
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whom the hub is asked for; without a token it gives nothing."""
     names: list[str] = []
@@ -93,10 +109,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_token(
-    tmp_path: Path, asked: list[str]
+    store: Store, snapshot: Path, tmp_path: Path, asked: list[str]
 ) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    snapshot = from_the_hub(tmp_path / "hub")
     said = list[Stage]()
     assert base(store, tmp_path / "early").whole() is None
     assert asked == ["own/gated"]
@@ -114,13 +128,14 @@ def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_to
     again = base(Store("memory://nothing"), tmp_path / "node")
     assert again.whole() == again.outline() == whole, "a restart finds what is here"
     assert asked == ["own/gated"], "the hub was asked by the first alone"
+    assert base(store, tmp_path / "other", source=replace(GATED, revision="v2")).whole() is None
+    assert asked == ["own/gated"] * 2, "another revision is another model"
 
 
-def test_a_node_that_needs_no_weights_gets_their_names_and_shapes_instead(tmp_path: Path) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    snapshot = from_the_hub(tmp_path / "hub")
-    shared.publish(store, GATED.model, None, snapshot, 1.0)
-    outline = base(store, tmp_path / "node").outline()
+def test_a_node_that_needs_no_weights_gets_their_names_and_shapes_instead(
+    published: Store, snapshot: Path, tmp_path: Path
+) -> None:
+    outline = base(published, tmp_path / "node").outline()
     assert outline is not None
     assert {path.name for path in outline.iterdir()} == {one for one in WANTED if "model-" not in one} | {TENSORS}
     assert tensors_in(outline) == tensors_in(snapshot) == dict.fromkeys("abc", Tensor("BF16", (4096, 2)))
@@ -156,8 +171,7 @@ def test_damaged_index_of_a_model_is_a_value_error(tmp_path: Path, index: bytes)
         tensors_in(tmp_path)
 
 
-def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(tmp_path: Path) -> None:
-    snapshot = from_the_hub(tmp_path / "hub")
+def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(snapshot: Path, tmp_path: Path) -> None:
     whole = Failing((tmp_path / "whole").as_uri(), 1000)
     assert shared.publish(whole, GATED.model, None, snapshot, 1.0)
     everything = len(whole.taken)
@@ -176,33 +190,14 @@ def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(tmp_path: 
         assert base(Store(url), tmp_path / f"node-{takes}").whole() is not None
 
 
-def test_of_two_that_publish_at_once_one_does_and_both_are_content(tmp_path: Path) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    snapshot = from_the_hub(tmp_path / "hub")
-    did = list[bool]()
-    barrier = threading.Barrier(4)
-
-    def race(now_s: float) -> None:
-        barrier.wait()
-        did.append(shared.publish(store, GATED.model, None, snapshot, now_s))
-
-    threads = [threading.Thread(target=race, args=(float(place),)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert sorted(did) == [False, False, False, True]
-
-
-def test_a_damaged_object_sends_a_node_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    snapshot = from_the_hub(tmp_path / "hub")
-    shared.publish(store, GATED.model, None, snapshot, 1.0)
+def test_a_damaged_object_sends_a_node_to_the_hub(
+    published: Store, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = shared.place_of(GATED.model, None)
-    chunk = next(entry.key for entry in store.entries(place) if entry.size_bytes == 4096)
-    store.put(chunk, bytes(4096))
+    chunk = next(entry.key for entry in published.entries(place) if entry.size_bytes == 4096)
+    published.put(chunk, bytes(4096))
     monkeypatch.setattr(hub, "fetch", lambda *_: snapshot)
-    assert base(store, tmp_path / "node").whole() == snapshot
+    assert base(published, tmp_path / "node").whole() == snapshot
     assert not (tmp_path / "node" / FOLDER).exists()
 
 
@@ -237,17 +232,8 @@ def test_weights_in_another_format_are_left_to_what_loads_them(
     assert not shared.publish(store, GATED.model, None, tmp_path / "pickled", 1.0)
 
 
-def test_another_revision_is_another_model(tmp_path: Path, asked: list[str]) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    shared.publish(store, GATED.model, None, from_the_hub(tmp_path / "hub"), 1.0)
-    assert base(store, tmp_path / "node", source=replace(GATED, revision="v2")).whole() is None
-    assert asked == ["own/gated"]
-
-
-def test_who_closes_it_ends_what_is_under_way(tmp_path: Path) -> None:
-    store = Store((tmp_path / "store").as_uri())
-    shared.publish(store, GATED.model, None, from_the_hub(tmp_path / "hub"), 1.0)
-    one = base(store, tmp_path / "node")
+def test_who_closes_it_ends_what_is_under_way(published: Store, tmp_path: Path) -> None:
+    one = base(published, tmp_path / "node")
     one.close()
     with pytest.raises(Closed):
         one.whole()
@@ -307,15 +293,13 @@ def test_with_the_folder_everything_reads_the_model_there(tmp_path: Path) -> Non
 
 
 def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
-    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    published: Store, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of them is damaged in the store, and the hub gives none: vLLM asks it, and says why not."""
-    store = Store((tmp_path / "store").as_uri())
-    shared.publish(store, GATED.model, None, from_the_hub(tmp_path / "hub"), 1.0)
+    """A part of them is damaged in the published, and the hub gives none: vLLM asks it, and says why not."""
     place = shared.place_of(GATED.model, None)
-    store.put(next(one.key for one in store.entries(place) if one.size_bytes == 4096), bytes(4096))
-    env = NodeEnv(store.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
-    here = BaseHere(env, run_of(tmp_path, cloud="sky"), store)
+    published.put(next(one.key for one in published.entries(place) if one.size_bytes == 4096), bytes(4096))
+    env = NodeEnv(published.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
+    here = BaseHere(env, run_of(tmp_path, cloud="sky"), published)
     here._compiled._on = False  # it asks the hub for the configuration, as the next does
     monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
     spec, bare = asyncio.run(here.prepare(may_be_bare=False))
@@ -323,51 +307,40 @@ def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
 
 
 @pytest.mark.parametrize("bare", [True, False])
-def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
-    bare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
+    machine: Machine, snapshot: Path, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
-    shared.publish(store, GATED.model, None, from_the_hub(tmp_path / "hub"), 1.0)
-    first, told = threading.Event(), threading.Event()
+    shared.publish(machine.store, GATED.model, None, snapshot, 1.0)
+    first, told, bring = threading.Event(), threading.Event(), shared.bring
 
     def held_up(*args: Any, **kwargs: Any) -> None:
         bring(*args, **kwargs)
         first.set()
         assert told.wait(HANG_S)
 
-    bring = shared.bring
+    def seen() -> bool:
+        machine.engine._changed.set()
+        return any(one.name == BASE_MODEL and one.done_bytes for one in machine.stages)
+
     monkeypatch.setattr(shared, "bring", held_up)
-
-    async def story(world: World) -> None:
-        await asyncio.to_thread(first.wait, HANG_S)
-        world.engine._changed.set()
-        async with asyncio.timeout(HANG_S):
-            while not any(one.name == BASE_MODEL and one.done_bytes for one in world.stages):
-                world.engine._changed.set()
-                await asyncio.sleep(0.01)
-            assert world.boots == []
-            told.set()
-            while not world.boots:
-                await asyncio.sleep(0.01)
-        assert world.boots[0].bare is bare
-        folder = Path(world.agent._base.spec.trainer.model)
-        assert (folder.name == FOLDER) is not bare
-        assert world.agent._base.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(world.agent._base.spec))
-        world.comes_up.set()
-        async with asyncio.timeout(HANG_S):
-            while bare and len(world.boots) < 2:  # its policy is another model's
-                await asyncio.sleep(0.01)
-        assert Path(world.agent._base.spec.trainer.model).name == FOLDER
-
-    def node() -> World:
-        world = World(store, tmp_path / "work", wanted)
-        world.comes_up.clear()
-        plain, world.engine._bare = world.agent._base.spec, bare
-        spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
-        world.agent._base = world.engine._base = BaseHere(world.agent._env, spec, store)
-        return world
-
-    run_agent(node, story, monkeypatch)
+    machine.comes_up.clear()
+    machine.make(machine.publish(0), bare=bare)
+    agent = machine.agent
+    plain = agent._base.spec
+    spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
+    agent._base = machine.engine._base = BaseHere(agent._env, spec, machine.store)
+    machine.engine._bare = bare
+    machine.run()
+    await machine.eventually(lambda: first.is_set() and seen())
+    assert machine.boots == []
+    told.set()
+    await machine.eventually(lambda: machine.boots)
+    assert machine.boots[0].bare is bare
+    assert (Path(agent._base.spec.trainer.model).name == FOLDER) is not bare
+    assert agent._base.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent._base.spec))
+    machine.comes_up.set()
+    await machine.eventually(lambda: len(machine.boots) == 2 or not bare)  # its policy is another model's
+    assert Path(agent._base.spec.trainer.model).name == FOLDER
 
 
 def test_a_trainer_publishes_what_it_has_not_got_from_the_store(

@@ -51,9 +51,9 @@ def test_reason_that_is_no_utf8_keeps_the_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("told_to_end", [exit_codes.OK, exit_codes.STOPPED])
 def test_a_process_that_is_told_to_end_leaves_the_others_reason(tmp_path: Path, told_to_end: int) -> None:
     """As a launcher tells all once one has failed."""
-    leave_exit_code(tmp_path, exit_codes.BAD_SPEC)
-    leave_exit_code(tmp_path, told_to_end)
-    assert take_exit_code(tmp_path) == exit_codes.BAD_SPEC
+    leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
+    leave_exit_code(tmp_path, told_to_end, "told to end")
+    assert (take_exit_code(tmp_path), take_reason(tmp_path)) == (exit_codes.BAD_SPEC, "no such column")
 
 
 def test_reason_is_one_bounded_line_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,6 @@ leave_reason(Path({str(tmp_path)!r}), "no column yan\u0131t")
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **ASCII_LOCALE}, check=True)
     assert take_reason(tmp_path) == "no column yanıt"
-
-
-def test_reason_of_the_process_that_failed_first_stays(tmp_path: Path) -> None:
-    leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
-    leave_exit_code(tmp_path, exit_codes.OK, "told to end")
-    assert take_reason(tmp_path) == "no such column"
 
 
 def test_reason_that_cannot_be_written_leaves_the_exit_code(tmp_path: Path) -> None:

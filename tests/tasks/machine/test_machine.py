@@ -25,7 +25,7 @@ from tasks.machine.exit_note import leave_reason
 from tasks.machine.node_env import read_run_here
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
-from tests.tasks.rollout.test_rollout_agent import alive
+from tests.rigs.processes import alive
 
 NODE = "rollout-0-i1"
 # Runs the wrapper over the work that its arguments name, with one metadata service.
@@ -178,22 +178,15 @@ def test_a_pods_end_is_told_to_no_process_that_has_the_number_by_now(rig: Rig, t
 
 def test_the_start_and_the_end_are_reported_and_the_exit_code_is_the_works(rig: Rig) -> None:
     wrapper = rig.start()
-    rig.running()
+    _, _, child = rig.running()
     report = rig.reported(lambda _: True)
     assert (report.node, report.attempt, report.exit_code, report.notice) == (NODE, 1, None, False)
     rig.end_work(7)
     assert wrapper.wait(timeout=HANG_S) == 7
+    assert not alive(child), "what the work has started ends with it"
     ended = rig.report()
     assert ended is not None
     assert (ended.attempt, ended.exit_code) == (1, 7)
-
-
-def test_what_the_work_started_ends_after_it(rig: Rig) -> None:
-    wrapper = rig.start()
-    _, _, child = rig.running()
-    rig.end_work(0)
-    assert wrapper.wait(timeout=HANG_S) == 0
-    assert not alive(child)
 
 
 def test_killed_work_is_reported_as_a_shell_says_it(rig: Rig) -> None:
@@ -202,17 +195,6 @@ def test_killed_work_is_reported_as_a_shell_says_it(rig: Rig) -> None:
     os.kill(work, signal.SIGKILL)
     assert wrapper.wait(timeout=HANG_S) == 128 + signal.SIGKILL
     rig.reported(lambda report: report.exit_code == 128 + signal.SIGKILL)
-
-
-def test_an_attempt_that_runs_is_not_started_again(rig: Rig) -> None:
-    first = rig.start()
-    rig.running()
-    assert rig.start().wait(timeout=HANG_S) == exit_codes.OK
-    assert first.poll() is None
-    assert len(rig.runs()) == 1
-    report = rig.report()
-    assert report is not None
-    assert report.exit_code is None
 
 
 def test_of_many_started_at_once_one_works(rig: Rig) -> None:
@@ -291,84 +273,59 @@ def test_a_newer_attempt_does_not_wait_for_ever(rig: Rig) -> None:
     assert len(rig.runs()) == 1
 
 
-def test_an_exit_code_waits_for_a_store_that_is_away(rig: Rig) -> None:
-    wrapper = rig.start()
-    rig.running()
-    rig.reported(lambda _: True)
-    rig.break_store()
-    rig.end_work(9)
-    until("the local state", lambda: '"exit_code":9' in (rig.workdir / "machine.json").read_text())
-    assert wrapper.poll() is None
-    rig.mend_store()
-    assert wrapper.wait(timeout=HANG_S) == 9
-    rig.reported(lambda report: report.exit_code == 9)
-
-
-def test_work_does_not_wait_for_a_store_that_is_away(rig: Rig) -> None:
+def test_store_that_is_away_delays_the_exit_code_and_no_notice(rig: Rig) -> None:
     with fake_metadata("aws") as cloud:
         rig.metadata_url = cloud.url
-        rig.start()
+        wrapper = rig.start()
         rig.running()
         rig.reported(lambda _: True)
         rig.break_store()
         cloud.noticed = True
         until("the notice", lambda: (rig.workdir / "notice").exists())
+        rig.end_work(9)
+        until("the local state", lambda: '"exit_code":9' in (rig.workdir / "machine.json").read_text())
+        assert wrapper.poll() is None
         rig.mend_store()
-        assert rig.reported(lambda report: report.notice).exit_code is None
+        assert wrapper.wait(timeout=HANG_S) == 9
+        rig.reported(lambda report: report.notice and report.exit_code == 9)
 
 
-def test_a_notice_reaches_the_work_and_the_store_at_once(rig: Rig) -> None:
+def test_recommendation_and_notice_are_reported_also_by_later_attempts(rig: Rig) -> None:
     with fake_metadata("aws") as cloud:
         rig.metadata_url = cloud.url
         wrapper = rig.start()
         rig.running()
-        assert rig.reported(lambda _: True).notice is False
-        assert not (rig.workdir / "notice").exists()
+        first = rig.reported(lambda report: report.exit_code is None)
+        assert (first.notice, first.rebalance_recommended) == (False, False)
+        cloud.rebalance = True
+        assert rig.reported(lambda report: report.rebalance_recommended).notice is False
+        assert not (rig.workdir / "notice").exists(), "nobody leaves for it"
         cloud.noticed = True
         rig.reported(lambda report: report.notice)
         assert (rig.workdir / "notice").exists()
         rig.end_work(4)
         assert wrapper.wait(timeout=HANG_S) == 4
     rig.reported(lambda report: report.notice and report.exit_code == 4)
-    rig.start(attempt=2)
-    assert rig.reported(lambda report: report.attempt == 2).notice
-
-
-def test_rebalance_recommendation_is_reported_by_later_attempts(rig: Rig) -> None:
-    with fake_metadata("aws") as cloud:
-        rig.metadata_url = cloud.url
-        wrapper = rig.start()
-        rig.running()
-        assert rig.reported(lambda _: True).rebalance_recommended is False
-        cloud.rebalance = True
-        assert rig.reported(lambda report: report.rebalance_recommended).notice is False
-        assert not (rig.workdir / "notice").exists(), "nobody leaves for it"
-        rig.end_work(4)
-        assert wrapper.wait(timeout=HANG_S) == 4
     rig.start(attempt=2)  # with no metadata service to tell it again
-    assert rig.reported(lambda report: report.attempt == 2).rebalance_recommended
+    second = rig.reported(lambda report: report.attempt == 2)
+    assert (second.notice, second.rebalance_recommended) == (True, True)
 
 
-def test_a_rollout_node_drains_on_sigterm(rig: Rig) -> None:
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_rollout_node_drains_on_sigterm_until_the_second(rig: Rig, signals: int) -> None:
     wrapper = rig.start()
     rig.running()
     rig.reported(lambda _: True)
     wrapper.terminate()
     assert rig.reported(lambda report: report.notice).exit_code is None
     assert (rig.workdir / "notice").exists()
-    rig.end_work(6)
-    assert wrapper.wait(timeout=HANG_S) == 6
-
-
-def test_a_second_sigterm_ends_the_draining(rig: Rig) -> None:
-    wrapper = rig.start()
-    rig.running()
-    rig.reported(lambda _: True)
-    wrapper.terminate()
-    rig.reported(lambda report: report.notice)
-    wrapper.terminate()
-    assert wrapper.wait(timeout=HANG_S) == 20
-    rig.reported(lambda report: report.exit_code == 20)
+    if signals == 2:
+        wrapper.terminate()
+    else:
+        rig.end_work(6)
+    code = {1: 6, 2: 20}[signals]
+    assert wrapper.wait(timeout=HANG_S) == code
+    rig.reported(lambda report: report.exit_code == code)
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.2])  # a trainer's, and one that is over before the work has ended
@@ -399,14 +356,6 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
     vouch(store, "secret")
     monkeypatch.chdir(tmp_path)
     assert read_run_here(store, "secret").spec == replace(spec, workdir=found or str(tmp_path))
-
-
-@pytest.mark.parametrize("arguments", [[], ["gateway"], ["trainer", "x"]])
-def test_a_role_that_there_is_not_is_said_in_one_line(arguments: list[str]) -> None:
-    argv = [sys.executable, "-m", "tasks.machine.cloud_machine", *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == exit_codes.USAGE
-    assert done.stderr.splitlines() == ["usage: python -m tasks.machine.cloud_machine trainer|rollout"]
 
 
 def test_a_store_that_nobody_can_open_is_said_in_one_line(tmp_path: Path) -> None:

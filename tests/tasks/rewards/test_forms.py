@@ -13,10 +13,13 @@ from tasks.rewards import (
     gsm8k_reward,
     json_schema,
     length_penalty,
+    math_reward,
     think_format,
     xml_format,
 )
-from tasks.rewards.texts import answer_of, element, fenced, shown, text_of
+from tasks.rewards.guard import guarded
+from tasks.rewards.in_workers import with_arguments
+from tasks.rewards.texts import answer_of, shown
 from tests.budget import examples
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -29,6 +32,7 @@ HOSTILE = (
     "```\n" * 1_000_000,
     "#" * 10_000_000,
 )
+PROMPTS = ["p"] * 6
 PIECES = (
     "<think>",
     "</think>",
@@ -49,7 +53,7 @@ PIECES = (
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=20).map("".join)
 
 
-def chat(text: str) -> list[dict[str, Any]]:
+def chat(text: Any) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": text}]
 
 
@@ -112,7 +116,8 @@ def test_elements_in_their_order(text: str, score: float) -> None:
     ],
 )
 def test_gsm8k(text: str, right: str, score: float | None) -> None:
-    assert gsm8k_reward([text, chat(text)], answer=[right] * 2) == [score, score]
+    parts = chat([{"type": "image"}, {"type": "text", "text": text}])
+    assert gsm8k_reward([text, chat(text), parts], answer=[right] * 3) == [score] * 3
 
 
 def test_thoughts_that_the_prompt_opened() -> None:
@@ -158,18 +163,6 @@ def test_length() -> None:
         length_penalty(ids, most_tokens=6, free_tokens=6)
 
 
-def test_parts_of_a_text() -> None:
-    assert [answer_of(one) for one in ("a", "<think>a", "<think>a</think>b", "a</think>b")] == ["a", "", "b", "b"]
-    assert element("<a>1</a><a>2</a>", "a") == "2"
-    assert element("</a><a>", "a") is None
-    assert fenced("x\n```python\na\nb\n```\ny") == "a\nb"
-    assert fenced("```\na\n```") == "a"
-    assert fenced("```\na") is None
-    assert text_of([{"role": "assistant", "content": None}]) == text_of([]) == ""
-    assert text_of([{"role": "assistant", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]) == "a"
-    assert shown("\x1b[2J\n") == r"'\x1b[2J\n'"
-
-
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_what_is_long_or_strange_is_wrong_and_nothing_more(text: str) -> None:
     assert think_format([text]) == [0.0]
@@ -188,10 +181,43 @@ def test_any_text_has_a_score(text: str) -> None:
     assert shown(text).isascii()
 
 
-@given(st.integers(), st.booleans())
-@settings(max_examples=examples(200))
-def test_any_number_is_its_own_right_answer(number: int, commas: bool) -> None:
-    text = f"#### {number:,}" if commas else f"#### {number}"
-    if len(text) < 60:
-        assert gsm8k_reward([text], answer=[f"#### {number}"]) == [1.0]
-        assert gsm8k_reward([text], answer=[f"#### {number + 1}"]) == [0.0]
+@pytest.mark.parametrize(
+    ("reward", "column", "right", "completions", "readable"),
+    [
+        (
+            gsm8k_reward,
+            "answer",
+            "#### 4",
+            ["#### 4", "#### $1,005.", "#### four", "4", "<think>#### 4", "<think>x</think>#### 5"],
+            [True, True, False, False, False, True],
+        ),
+        (
+            math_reward,
+            "solution",
+            "4",
+            ["\\boxed{4}", "$\\frac{1}{2}$", "the answer is 7", "none at all", "", "<think>\\boxed{4}"],
+            [True, True, True, False, False, False],
+        ),
+    ],
+)
+def test_what_is_right_can_be_read_and_what_cannot_is_never_right(
+    reward: Any, column: str, right: str, completions: list[str], readable: list[bool]
+) -> None:
+    told = {"prompts": PROMPTS, "completions": completions, column: [right] * len(completions)}
+    assert reward.readable(**told) == readable
+    scores = reward(**told)
+    assert scores[0] == reward.full == 1.0
+    assert not any(score and not read for score, read in zip(scores, readable, strict=True))
+
+
+def test_arguments_and_the_guard_leave_what_a_function_says() -> None:
+    reward = with_arguments(gsm8k_reward, {"tag": "answer", "column": "right"})
+    kept: Any = guarded(reward, "tasks.rewards.gsm8k_reward", "fail", 10.0, lambda _: False)
+    completions = ["<answer>4</answer>", "#### 4"]
+    assert kept.readable(prompts=PROMPTS[:2], completions=completions, right=["4", "4"]) == [True, False]
+    assert kept.full == 1.0
+
+
+def test_formats_say_that_they_look_at_nothing_else() -> None:
+    assert (think_format.is_form, xml_format.is_form) == (True, True)  # type: ignore[attr-defined]  # set by `form`
+    assert not hasattr(gsm8k_reward, "is_form")

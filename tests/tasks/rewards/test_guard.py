@@ -73,49 +73,47 @@ def test_what_works_is_handed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "expected", "says"),
+    ("function", "expected", "says", "fails"),
     [
-        (by_number, [-0.5, -1.0, None, None], "raised ZeroDivisionError: float division by zero"),
-        (returns(1.0, math.nan, math.inf, 2), [1.0, None, None, 2.0], "returned nan"),
-        (spins_on_c, [1.0, 1.0, None, None], "took too long"),
-        (spins_as_it_is_read, [1.0, 1.0, None, None], "took too long"),
-        (returns(1.0, 2.0), [1.0, 2.0, 1.0, 2.0], None),
-        (returns(1.0), [None] * 4, "it returned 1 values for 2 completions"),
-        (returns("right", 1), [None] * 4, "could not convert string to float: 'right'"),
+        (
+            by_number,
+            [-0.5, -1.0, None, None],
+            "raised ZeroDivisionError: float division by zero",
+            ", for the prompt 'two' and the completion 'c'",
+        ),
+        (
+            returns(1.0, math.nan, math.inf, 2),
+            [1.0, None, None, 2.0],
+            "returned nan",
+            ", for the prompt 'one' and the completion 'b'",
+        ),
+        (spins_on_c, [1.0, 1.0, None, None], "took too long", ", for the prompt 'two'"),
+        (spins_as_it_is_read, [1.0, 1.0, None, None], "took too long", ", for the prompt 'two'"),
+        (
+            returns(1.0, 2.0),
+            [1.0, 2.0, 1.0, 2.0],
+            "",
+            "2 values for 4 completions, for all 2 prompts at once and for none alone",
+        ),
+        (returns(1.0), [None] * 4, "it returned 1 values for 2 completions", "for the prompt 'one'"),
+        (returns("right", 1), [None] * 4, "could not convert string to float: 'right'", "for the prompt 'one'"),
     ],
 )
-def test_by_the_rule_none_only_the_prompts_that_fail_have_no_score(
-    function: Any, expected: Any, says: Any
-) -> None:
+def test_failing_prompts_have_no_score_or_end_the_run(function: Any, expected: Any, says: str, fails: str) -> None:
     said: list[tuple[str, float]] = []
     limit_s = 1.0 if says == "took too long" else HANG_S
     with capture_logs() as entries:
         found = called(function, timeout_s=limit_s, log_metric=lambda *one: said.append(one), log_extra=print)
     assert found == expected
     log = [one for one in entries if one["event"] == "bad_reward"]
-    assert (says is None) == (not log) == (not said)
-    if says is not None:
+    assert (says == "") == (not log) == (not said)
+    if says:
         assert log[0]["function"] == "rewards.mine"
         assert says in log[0]["what"]
         assert said[0] == ("reward_failures/mine", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (
-            by_number,
-            "mine raised ZeroDivisionError: float division by zero, for the prompt 'two' and the completion 'c'",
-        ),
-        (returns(1.0, math.nan, 1.0, 2), "rewards.mine returned nan, for the prompt 'one' and the completion 'b'"),
-        (spins_on_c, "rewards.mine took too long, for the prompt 'two'"),
-        (returns(1.0, 2.0), "2 values for 4 completions, for all 2 prompts at once and for none alone"),
-    ],
-)
-def test_by_the_rule_fail_the_first_of_them_ends_the_run(function: Any, says: str) -> None:
     with pytest.raises(BadReward) as caught:
-        called(function, "fail", timeout_s=1.0 if function is spins_on_c else HANG_S)
-    assert says in str(caught.value)
+        called(function, "fail", timeout_s=limit_s)
+    assert fails in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -21,14 +21,13 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.security.vouched import vouch
 from policies.model.gpus import VISIBLE
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, NOTICE, WORKDIR_ENV
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.gateway_status import MemberStatus
 from policies.serving.wire import Batch, Completion
 from tasks.rollout.vllm.server import BOOT_ENV
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
+from tests.rigs.rollout_machine import make_base, publish, spec_of
 from tests.stand_ins.fake_vllm import expected
-from tests.tasks.rollout.test_fitness import publish, weights_of
 
 NODE = "rollout-0-i1"
 ENGINES = [f"{NODE}.0", f"{NODE}.1"]
@@ -39,23 +38,15 @@ class Machine(Rig):
 
     def begin(self) -> None:
         self.workdir = self.folder / "work"
-        (self.folder / "base").mkdir()
-        (self.folder / "base" / "model.safetensors").write_bytes(weights_of(4))
-        (self.folder / "base" / "config.json").write_text("{}")
-        spec = RunSpec(
-            name="t",
-            storage=self.store.url,
-            trainer=TrainerSpec(model="base", dataset=Dataset(path="json"), reward_funcs=()),
-            grpo={},
-            workdir=str(self.folder),
-            rollout=RolloutSpec(recovery="exact"),
-        )
+        make_base(self.folder)
+        plain = spec_of(self.folder)
+        spec = replace(plain, storage=self.store.url, rollout=replace(plain.rollout, recovery="exact"))
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "t", 0.0, spec))
         vouch(self.store, TOKEN)
         self.workdir.mkdir()
         self.env |= {NODE_ENV: NODE, ATTEMPT_ENV: "1", WORKDIR_ENV: str(self.workdir), VISIBLE: "0,1"}
         self.gateway()
-        self.agent = self.spawn("-m", "tests.stand_ins.fake_engines", "agent")
+        self.agent = self.spawn("-m", "tests.stand_ins.fake_vllm", "agent")
 
     def serving(self, label: str, but: Container[str] = ()) -> dict[str, MemberStatus] | None:
         """Both engines by name, once both serve that policy, the second in none of those boots."""
@@ -93,7 +84,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def test_two_engines_serve_one_dies_alone_and_a_notice_drains_both(machine: Machine) -> None:
-    _, wanted = publish(machine.folder, 0, size_bytes=1000)
+    wanted = publish(machine.store, machine.folder, 0, size_bytes=1000)
     until("both among the members", lambda: sorted(one.node for one in machine.status().members) == ENGINES)
     batch = replace(make_batch("", requests=64, max_tokens=128), policy=wanted)
     assert {one.node for one in made(machine, batch)} == {*ENGINES}

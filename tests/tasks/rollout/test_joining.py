@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,74 +13,35 @@ from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
-from policies.serving.joining import ENGINE, POLICY, Stage
-from tasks.rollout import rollout_engine
+from policies.serving.joining import POLICY, Stage
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.rollout.vllm.flags import argv_of
-from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed, Unfit
-from tests.budget import HANG_S
-from tests.tasks.rollout.test_fitness import World, publish, run_agent
-from tests.tasks.rollout.test_rollout_agent import spec_of
+from tasks.rollout.vllm.server import PolicyRefused, ServerFailed, Unfit
+from tests.rigs.rollout_machine import Boot, Machine, spec_of
 
 
-async def until_there(folder: Path) -> None:
-    while not folder.is_dir():
-        await asyncio.sleep(0.01)
+async def test_policies_are_fetched_while_vllm_starts(machine: Machine) -> None:
+    first, second = machine.publish(0), machine.publish(1, size_bytes=1000)
+    machine.comes_up.clear()
+    machine.start(first)
+    policies = machine.workdir / "policies"
+    await machine.eventually((policies / first.label).is_dir)
+    machine.wanted = second
+    await machine.eventually((policies / second.label).is_dir)
+    assert (len(machine.boots), machine.said, machine.loads) == (1, [], [])
+    machine.comes_up.set()
+    said = await machine.holds(second)
+    assert machine.loads == [second.label]
+    assert said.stages is not None
+    assert said.stages.fetched_bytes > 1000  # not those of the second look, which found all there
+    assert set(said.join_s) == {"compiled", "vllm", "trial", "fetch", "load", "all"}
+    assert said.join_s["all"] >= said.join_s["fetch"] > 0
 
 
-def test_what_is_wanted_is_fetched_while_vllm_starts_and_what_is_wanted_next_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, first = publish(tmp_path, 0, size_bytes=10)
-    _, second = publish(tmp_path, 1, size_bytes=1000)
-
-    async def story(world: World) -> None:
-        await until_there(tmp_path / "work" / "policies" / first.label)
-        world.wanted = second
-        await until_there(tmp_path / "work" / "policies" / second.label)
-        assert (len(world.boots), world.said, world.loads) == (1, [], [])
-        world.comes_up.set()
-        said = await world.until(lambda one: one.policy == second.label)
-        assert world.loads == [second.label]
-        assert said.stages is not None
-        assert said.stages.fetched_bytes > 1000  # not those of the second look, which found all there
-        assert set(said.join_s) == {"compiled", "vllm", "trial", "fetch", "load", "all"}
-        assert said.join_s["all"] >= said.join_s["fetch"] > 0
-
-    def slow() -> World:
-        world = World(store, tmp_path / "work", first)
-        world.comes_up.clear()
-        return world
-
-    run_agent(slow, story, monkeypatch)
-
-
-def test_while_vllm_starts_the_gateway_is_told_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
-
-    async def story(world: World) -> None:
-        read_bytes = (tmp_path / "work" / "base" / "model.safetensors").stat().st_size
-        async with asyncio.timeout(HANG_S):
-            while Stage(ENGINE, 0, read_bytes) not in world.stages:
-                await asyncio.sleep(0.01)
-        world.comes_up.set()
-        assert (await world.until(lambda one: one.policy == wanted.label)).stage is None
-
-    def with_weights() -> World:
-        world = World(store, tmp_path / "work", wanted)
-        world.engine._bare = False
-        world.comes_up.clear()
-        return world
-
-    run_agent(with_weights, story, monkeypatch)
-
-
-def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(tmp_path: Path) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=1000)
-    folders, seen = PolicyFolders(store, tmp_path / "policies"), list[Stage | None]()
+def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine, tmp_path: Path) -> None:
+    wanted = machine.publish(0, size_bytes=1000)
+    folders, seen = PolicyFolders(machine.store, tmp_path / "policies"), list[Stage | None]()
 
     def still() -> bool:
         seen.append(folders.coming)
@@ -96,60 +56,38 @@ def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "error", [ServerFailed("500"), PolicyRefused("no", touched=True), PolicyRefused("no", touched=False)]
+    ("when", "error"),
+    [
+        ("on_load", ServerFailed("500")),
+        ("on_load", PolicyRefused("no", touched=True)),
+        ("on_load", PolicyRefused("no", touched=False)),
+        ("on_start", Unfit("draws anew")),
+        ("on_start", ServerFailed("ended with exit code 1")),
+    ],
 )
-def test_a_vllm_without_weights_that_does_not_get_them_all_is_started_with_them(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_vllm_without_weights_that_does_not_get_them_all_is_started_with_them(
+    machine: Machine, when: str, error: Exception
 ) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
+    async def fails(boot: Boot) -> None:
+        if boot.bare:
+            raise error
 
-    async def story(world: World) -> None:
-        def does(_: str) -> None:
-            if world.boots[-1].bare:
-                raise error
-
-        world.does = does
-        said = await world.until(lambda one: one.policy == wanted.label or bool(one.unfit))
-        assert (said.policy, said.unfit) == (wanted.label, "")
-        assert [boot.bare for boot in world.boots] == [True, False]
-
-    run_agent(lambda: World(store, tmp_path / "work", wanted), story, monkeypatch)
+    setattr(machine, when, fails)
+    wanted = machine.publish(0)
+    machine.start(wanted)
+    said = await machine.until(lambda one: one.policy == wanted.label or bool(one.unfit))
+    assert (said.policy, said.unfit) == (wanted.label, "")
+    assert [boot.bare for boot in machine.boots] == [True, False]
 
 
-@pytest.mark.parametrize("error", [Unfit("draws anew"), ServerFailed("ended with exit code 1")])
-def test_a_vllm_that_does_not_come_up_without_weights_is_started_with_them(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
-
-    class NotBare(World):
-        async def start(self, *spec: Any, bare: bool, gpus: str) -> Server:
-            server = await super().start(*spec, bare=bare, gpus=gpus)
-            if bare:
-                raise error
-            return server
-
-    async def story(world: World) -> None:
-        await world.until(lambda one: one.policy == wanted.label)
-        assert [boot.bare for boot in world.boots] == [True, False]
-
-    monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
-    run_agent(lambda: NotBare(store, tmp_path / "work", wanted), story, monkeypatch)
-
-
-def test_each_boot_of_vllm_starts_without_weights_as_long_as_that_goes_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, wanted = publish(tmp_path, 0, size_bytes=10)
-
-    async def story(world: World) -> None:
-        said = await world.until(lambda one: one.policy == wanted.label)
-        await world.boots[0].stop()  # as a crash does
-        again = await world.until(lambda one: one.policy == wanted.label and one.boot_id != said.boot_id)
-        assert [boot.bare for boot in world.boots] == [True, True]
-        assert again.join_s == said.join_s  # of the node, not of the boot
-
-    run_agent(lambda: World(store, tmp_path / "work", wanted), story, monkeypatch)
+async def test_each_boot_starts_without_weights_while_that_goes_well(machine: Machine) -> None:
+    wanted = machine.publish(0)
+    machine.start(wanted)
+    said = await machine.holds(wanted)
+    await machine.boots[0].stop()  # as a crash does
+    again = await machine.until(lambda one: one.policy == wanted.label and one.boot_id != said.boot_id)
+    assert [boot.bare for boot in machine.boots] == [True, True]
+    assert again.join_s == said.join_s  # of the node, not of the boot
 
 
 def tensor_file(names: list[str]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import signal
@@ -13,19 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
-from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestServer
+from aiohttp import ClientSession
 
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.position_trial import Trial, judge
 from tasks.machine.node_env import NotANode, read_node_env
 from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from tasks.rollout.vllm.server import Server, Unfit
 from tests.budget import HANG_S, until
+from tests.rigs.processes import alive
+from tests.rigs.rollout_machine import spec_of
+from tests.stand_ins.fake_vllm import FakeVllm
 
-ENDS_AS_ONE = "tasks.machine.process_tree"
+VOCABULARY = 300
+ENDS_AS_ONE = "tasks.machine.processes.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -51,13 +51,6 @@ def set_handler(number, handler):
 signal.signal = set_handler
 sys.exit(process_tree.main())
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def in_a_tree(
@@ -122,17 +115,6 @@ def test_flags_are_written_as_vllm_reads_them() -> None:
     ]
 
 
-def spec_of(workdir: Path, flags: dict[str, Any], env: dict[str, str] | None = None) -> RunSpec:
-    return RunSpec(
-        name="t",
-        storage="memory://t",
-        trainer=TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=()),
-        grpo={},
-        workdir=str(workdir),
-        rollout=RolloutSpec(vllm=flags, env=env or {}),
-    )
-
-
 def test_run_yaml_decides_on_flags_except_those_that_the_run_depends_on(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     flags = {"stream_interval": 2, "logprobs-mode": "raw_logprobs", "middleware": "mine.Open"}
@@ -166,26 +148,20 @@ def test_vllm_on_a_cpu_starts_no_more_than_it_needs(
     assert uncompiled_env(spec) == ({"TORCHDYNAMO_DISABLE": "1"} if spares_compiling else {})
 
 
-VOCABULARY = 300
-
-
 @dataclass
-class FakeSampler:
-    """A vLLM that draws by seed and, unless it is `forgetful`, by position, from logits as far apart as `spread`.
+class Sampler:
+    """Draws by seed and, unless it is `forgetful`, by position, from logits as far apart as `spread`.
 
-    What it computes of a logit is other by up to `rounding` in another request, as sums are in another batch.
+    A logit differs by up to `rounding` in another request, as sums do in another batch.
     """
 
     forgetful: bool = False
     rounding: float = 0.0
     spread: float = 1.0
     model: int = 0
-    refusal: str = ""
     asked: int = 0
 
-    async def completion(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        assert body["temperature"] <= 2.0  # vLLM takes no more
+    def makes(self, body: dict[str, Any]) -> list[int]:
         self.asked += 1
         tokens: list[int] = list(body["prompt"])
         begun, rounded = len(tokens), random.Random(f"{self.model} {self.asked}")
@@ -198,19 +174,19 @@ class FakeSampler:
                 for _ in range(VOCABULARY)
             ]
             tokens.append(scores.index(max(scores)))
-        return web.json_response({"choices": [{"token_ids": tokens[begun:]}]})
+        return tokens[begun:]
 
-    async def install(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.refusal)
 
-    async def tried(self) -> None:
-        app = web.Application()
-        app.router.add_post("/v1/completions", self.completion)
-        app.router.add_put("/grpo/sampling", self.install)
-        async with TestServer(app) as server, ClientSession() as http:
-            url = str(server.make_url("")).rstrip("/")
-            no_process = cast("subprocess.Popen[bytes]", None)
-            await Server("boot", "", url, no_process, "secret", http).sample_by_position()
+async def tried(sampler: Sampler, refusal: str = "") -> None:
+    vllm = FakeVllm("", "token", "secret")
+    vllm.change(makes=sampler.makes, refusal=refusal)
+    await vllm.listen()
+    no_process = cast("subprocess.Popen[bytes]", None)
+    try:
+        async with ClientSession() as http:
+            await Server("boot", "", f"http://{vllm.address}", no_process, "secret", http).sample_by_position()
+    finally:
+        await vllm.close()
 
 
 @pytest.mark.parametrize("model", range(4))
@@ -219,22 +195,22 @@ class FakeSampler:
     [0.0, 1e-6, 0.06, 0.25],  # a bf16 logit between 16 and 32 has steps of 0.125, one of fp8 weights errs by more
 )
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
+async def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
     model: int, rounding: float, spread: float
 ) -> None:
-    asyncio.run(FakeSampler(rounding=rounding, spread=spread, model=model).tried())
+    await tried(Sampler(rounding=rounding, spread=spread, model=model))
 
 
 @pytest.mark.parametrize("model", range(4))
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
+async def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
     with pytest.raises(Unfit, match="it does not draw by seed and position"):
-        asyncio.run(FakeSampler(forgetful=True, spread=spread, model=model).tried())
+        await tried(Sampler(forgetful=True, spread=spread, model=model))
 
 
-def test_a_vllm_that_says_it_cannot_is_not_let_in() -> None:
+async def test_a_vllm_that_says_it_cannot_is_not_let_in() -> None:
     with pytest.raises(Unfit, match="with speculative decoding"):
-        asyncio.run(FakeSampler(refusal="with speculative decoding").tried())
+        await tried(Sampler(), "with speculative decoding")
 
 
 def test_what_chance_alone_gives_is_no_proof() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
 
 import pytest
 
@@ -11,166 +10,119 @@ from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
 from policies.serving.member import EASE_IN_REQUESTS
 from policies.serving.wire import HandOver
-from tests.stand_ins.gateway_world import World, job, run, undisturbed
+from tests.rigs.gateway_world import World, job, undisturbed
 
 
-def test_a_new_member_gets_few_jobs_before_it_has_made_a_token() -> None:
-    async def story(world: World) -> None:
-        node = await world.node("first")
-        node.stalls = 0
-        asked = [world.ask(job()) for _ in range(60)]
-        await world.until(lambda: node.running == EASE_IN_REQUESTS)
-        assert world.members.waiting.count == 60 - EASE_IN_REQUESTS
-        node.change(stalls=1)
-        await world.until(lambda: node.running == 60)
-        node.change(stalls=100)
-        await asyncio.gather(*asked)
-        assert node.row.running == node.row.outstanding == 0
-
-    run(story)
+async def test_a_new_member_gets_few_jobs_before_it_has_made_a_token(world: World) -> None:
+    node = await world.node("first", stalls=0)
+    asked = [world.ask(job()) for _ in range(60)]
+    await world.until(lambda: node.running == EASE_IN_REQUESTS)
+    assert world.members.waiting.count == 60 - EASE_IN_REQUESTS
+    node.change(stalls=1)
+    await world.until(lambda: node.running == 60)
+    node.change(stalls=100)
+    await asyncio.gather(*asked)
+    assert node.row.running == node.row.outstanding == 0
 
 
-def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not_wait_for_that() -> None:
-    async def story(world: World) -> None:
-        first = await world.node("first")
-        first.stalls = 5
-        long = [job() for _ in range(3)]
-        for one in long:
-            one.prompt_tokens = 10_000
-        asked = [world.ask(one) for one in long]
-        await world.until(lambda: all(len(one.token_ids) == 5 for one in long))
-        second = await world.node("second")
-        second.stalls = 0
-        first.kill()
-        await world.until(lambda: sum(one.waiting for one in long) == 2 and second.running == 1)
-        assert second.row.replaying == 10_005
-        new = world.ask(job())
-        await world.until(lambda: second.running == 2)
-        second.change(stalls=100)
-        for one, got in zip(long, await asyncio.gather(*asked), strict=True):
-            assert got.token_ids == undisturbed(one)[0]
-        await new
-        assert world.ledger.replayed_prefill == 3 * 10_005
-
-    run(story)
+async def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not_wait_for_that(
+    world: World,
+) -> None:
+    first = await world.node("first", stalls=5)
+    long = [job() for _ in range(3)]
+    for one in long:
+        one.prompt_tokens = 10_000
+    asked = [world.ask(one) for one in long]
+    await world.until(lambda: all(len(one.token_ids) == 5 for one in long))
+    second = await world.node("second", stalls=0)
+    first.kill()
+    await world.until(lambda: sum(one.waiting for one in long) == 2 and second.running == 1)
+    assert second.row.replaying == 10_005
+    new = world.ask(job())
+    await world.until(lambda: second.running == 2)
+    second.change(stalls=100)
+    for one, got in zip(long, await asyncio.gather(*asked), strict=True):
+        assert got.token_ids == undisturbed(one)[0]
+    await new
+    assert world.ledger.replayed_prefill == 3 * 10_005
 
 
-def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full() -> None:
-    async def story(world: World) -> None:
-        back, full = await world.node("back", max_requests=4), await world.node("full", max_requests=4)
-        back.stalls = full.stalls = 1
-        jobs = [job(max_tokens=50) for _ in range(8)]
-        asked = [world.ask(one) for one in jobs]
-        await world.until(lambda: back.stalled + full.stalled == 8)
-        back.boot_id, back.stalls = "second-boot", 1000
-        world.members._announcements.answer("back")
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        assert full.row.running == 4
-        full.change(stalls=1000)
-        for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
-            assert got.token_ids == undisturbed(one)[0]
-
-    run(story)
+async def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full(world: World) -> None:
+    back, full = await world.node("back", max_requests=4), await world.node("full", max_requests=4)
+    back.stalls = full.stalls = 1
+    jobs = [job(max_tokens=50) for _ in range(8)]
+    asked = [world.ask(one) for one in jobs]
+    await world.until(lambda: back.stalled + full.stalled == 8)
+    back.boot_id, back.stalls = "second-boot", 1000
+    back.announce()
+    await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    assert full.row.running == 4
+    full.change(stalls=1000)
+    for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
+        assert got.token_ids == undisturbed(one)[0]
 
 
-def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member() -> None:
-    async def story(world: World) -> None:
-        full = await world.node("full", max_requests=1)
-        full.stalls = 0
-        held = world.ask(job())
-        await world.until(lambda: full.running == 1)
-        strict = await world.node("strict")
-        strict.refuses = lambda body: len(body["prompt"]) > 100
-        long = job(prompt=[1] * 200)
-        asked = world.ask(long)
-        await world.until(lambda: long.refused_by and world.members.waiting.count)
-        assert {(await world.ask(job())).node for _ in range(4)} == {"strict"}
-        assert not asked.done()
-        full.change(stalls=100)
-        await held
-        assert (await asked).node == "full"
-
-    run(story)
+async def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member(world: World) -> None:
+    full = await world.node("full", max_requests=1, stalls=0)
+    held = world.ask(job())
+    await world.until(lambda: full.running == 1)
+    await world.node("strict", refuses=lambda body: len(body["prompt"]) > 100)
+    long = job(prompt=[1] * 200)
+    asked = world.ask(long)
+    await world.until(lambda: long.refused_by and world.members.waiting.count)
+    assert {(await world.ask(job())).node for _ in range(4)} == {"strict"}
+    assert not asked.done()
+    full.change(stalls=100)
+    await held
+    assert (await asked).node == "full"
 
 
-def test_what_a_drained_member_does_not_finish_goes_on_elsewhere() -> None:
-    async def story(world: World) -> None:
-        leaving = await world.node("leaving")
-        leaving.stalls = 5
-        moves, stays = job(), job(recovery="exact")
-        asked = [world.ask(moves), world.ask(stays)]
-        await world.until(lambda: all(len(one.token_ids) == 5 for one in (moves, stays)))
-        world.members.drain("leaving")
-        await asyncio.sleep(0.3)  # longer than `drain_s`
-        assert (leaving.running, world.ledger.handovers) == (2, 0)  # there is no other
-        other = await world.node("other")
-        assert (await asked[0]).token_ids == undisturbed(moves)[0]
-        assert (len(other.asked), world.ledger.handovers_by) == (1, {"drained": 1})
-        leaving.change(stalls=100)  # what would have to start over is left to finish
-        assert (await asked[1]).node == "leaving"
-        await world.until(lambda: world.members.row("leaving") is None)
-        assert world.ledger.discarded == 0
-
-    run(story, drain_s=0.1)
+async def test_what_a_drained_member_does_not_finish_goes_on_elsewhere(world: World) -> None:
+    leaving = await world.node("leaving", stalls=5)
+    moves, stays = job(), job(recovery="exact")
+    asked = [world.ask(moves), world.ask(stays)]
+    await world.until(lambda: all(len(one.token_ids) == 5 for one in (moves, stays)))
+    world.members.drain("leaving")
+    await asyncio.sleep(0.3)  # longer than `drain_s`
+    assert (leaving.running, world.ledger.handovers) == (2, 0)  # there is no other
+    other = await world.node("other")
+    assert (await asked[0]).token_ids == undisturbed(moves)[0]
+    assert (len(other.asked), world.ledger.handovers_by) == (1, {"drained": 1})
+    leaving.change(stalls=100)  # what would have to start over is left to finish
+    assert (await asked[1]).node == "leaving"
+    await world.until(lambda: world.members.row("leaving") is None)
+    assert world.ledger.discarded == 0
 
 
-def test_cut_completion_waits_for_a_member_of_its_policy() -> None:
-    async def story(world: World) -> None:
-        older = await world.node("older", policy="0-4")
-        first = await world.node("first", policy="0-5")
-        first.stalls = 5
-        one = job(policy="0-5")
-        asked = world.ask(one)
-        await world.until(lambda: len(one.token_ids) == 5)
-        first.kill()
-        await world.node("newer", policy="0-6")
-        await world.until(lambda: one.waiting)
-        await asyncio.sleep(0.1)
-        assert (older.asked, asked.done()) == ([], False)
-        await world.node("same", policy="0-5")
-        got = await asked
-        assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
-        assert one.handed_over == [HandOver("first", 5)]
-        assert world.ledger.discarded == 0
-
-    run(story)
+async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> None:
+    older = await world.node("older", policy="0-4")
+    first = await world.node("first", policy="0-5", stalls=5)
+    one = job(policy="0-5")
+    asked = await world.begun(one)
+    first.kill()
+    await world.node("newer", policy="0-6")
+    await world.until(lambda: one.waiting)
+    assert (older.asked, asked.done()) == ([], False)
+    await world.node("same", policy="0-5")
+    got = await asked
+    assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
+    assert one.handed_over == [HandOver("first", 5)]
+    assert world.ledger.discarded == 0
 
 
-def test_the_queue_is_bounded() -> None:
-    async def story(world: World) -> None:
-        huge, small, more = job(), job(), job()
-        huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
-        asked = [world.ask(huge), world.ask(small)]
-        await world.until(lambda: world.members.waiting.count == 2)
-        with pytest.raises(QueueFull, match="2 requests of 1024 MiB wait for a node: no more are taken"):
-            await world.ask(more)
-        more.admitted = True
-        asked.append(world.ask(more))
-        await world.until(lambda: world.members.waiting.count == 3)
-        asked[0].cancel()
-        await world.until(lambda: world.members.waiting.count == 2)
-        more = job()
-        asked.append(world.ask(more))
-        await world.node("first")
-        await asyncio.gather(*asked[1:])
-
-    run(story)
-
-
-def test_every_change_of_the_membership_is_remembered_with_its_reason() -> None:
-    async def story(world: World) -> None:
-        await world.node("first")
-        world.members.drain("first")
-        world.members.remove("first")
-        await world.node("second", policy="0-4")
-        changes = world.members.changes
-        assert [one.reason for one in changes] == [
-            "first: joined as boot boot-of-first, holds 0-0",
-            "first: drains, 0 requests running",
-            "first: removed",
-            "second: joined as boot boot-of-second, holds 0-4",
-        ]
-        assert [one.seq for one in changes] == [1, 2, 3, 4]
-        assert all(a.at_s <= b.at_s for a, b in pairwise(changes))
-
-    run(story)
+async def test_the_queue_is_bounded(world: World) -> None:
+    huge, small, more = job(), job(), job()
+    huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
+    asked = [world.ask(huge), world.ask(small)]
+    await world.until(lambda: world.members.waiting.count == 2)
+    with pytest.raises(QueueFull, match="2 requests of 1024 MiB wait for a node: no more are taken"):
+        await world.ask(more)
+    more.admitted = True
+    asked.append(world.ask(more))
+    await world.until(lambda: world.members.waiting.count == 3)
+    asked[0].cancel()
+    await world.until(lambda: world.members.waiting.count == 2)
+    more = job()
+    asked.append(world.ask(more))
+    await world.node("first")
+    await asyncio.gather(*asked[1:])

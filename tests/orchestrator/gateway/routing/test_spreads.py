@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from orchestrator.gateway.routing.members import VERSIONS_KEPT, Spreads
-from orchestrator.gateway.surface.admission import Refused, check_announce
 from policies.serving.gateway_status import VersionSpread
 from policies.serving.member import Row
-from policies.serving.wire import Announce, PolicyRef, PolicyStages
-from tests.rigs.gateway_served import Served, numbers, serve
+from policies.serving.wire import Announce, PolicyStages
+from tests.rigs.gateway_world import World
 
 
 def row(node: str, policy: str | None = "0-0") -> Row:
@@ -52,43 +49,21 @@ def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() ->
     assert [(one.policy, one.last_ready_s) for one in spreads.last if one.ready] == [("0-5", 45.0)]
 
 
-def test_the_status_and_the_metrics_tell_of_the_newest_that_a_member_holds() -> None:
-    async def story(served: Served) -> None:
-        node = await served.node("a")
-        served.members.want(PolicyRef("0-1", "policies/0-1"))
-        assert "policy_ready{}" not in await numbers(served)
-        node.change(policy="0-1")
-        while not any(one.ready for one in served.members.versions):
-            await asyncio.sleep(0.01)
-        served.members.want(PolicyRef("0-2", "policies/0-2"))
-        told = served.gateway.status().versions
-        assert [(one.policy, one.members, one.ready) for one in told] == [
-            ("0-0", 0, 0),
-            ("0-1", 1, 1),
-            ("0-2", 1, 0),
-        ]
-        found = await numbers(served)
-        assert found["policy_ready{}"] == 1
-        assert (
-            found["policy_ready_seconds{first}"]
-            == found["policy_ready_seconds{last}"]
-            == told[1].first_ready_s
-            > 0
-        )
-        assert found["policy_load_seconds{}"] == 0
-
-    serve(story)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        Announce("b", "h:1", None, stages=PolicyStages("0-1", -1.0)),
-        Announce("b", "h:1", None, stages=PolicyStages("0-1", 1.0, -1)),
-        Announce("b", "h:1", None, join_s={"vllm": -0.1}),
-        Announce("b", "h:1", None, join_s={str(part): 1.0 for part in range(17)}),
-    ],
-)
-def test_times_that_cannot_be_are_refused(said: Announce) -> None:
-    with pytest.raises(Refused, match="stages and join_s"):
-        check_announce(said)
+async def test_the_status_and_the_metrics_tell_of_the_newest_that_a_member_holds(world: World) -> None:
+    node = await world.node("a")
+    world.want("0-1")
+    assert "policy_ready{}" not in await world.numbers()
+    node.change(policy="0-1")
+    while not any(one.ready for one in world.members.versions):
+        await asyncio.sleep(0.01)
+    world.want("0-2")
+    told = world.gateway.status().versions
+    assert [(one.policy, one.members, one.ready) for one in told] == [
+        ("0-0", 0, 0),
+        ("0-1", 1, 1),
+        ("0-2", 1, 0),
+    ]
+    found = await world.numbers()
+    assert found["policy_ready{}"] == 1
+    assert found["policy_ready_seconds{first}"] == found["policy_ready_seconds{last}"] == told[1].first_ready_s > 0
+    assert found["policy_load_seconds{}"] == 0

@@ -21,7 +21,7 @@ from orchestrator.gateway.surface import admission
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
 from tests.budget import HANG_S, examples
 from tests.rigs.gateway_process import check_complete, hear, make_batch
-from tests.rigs.gateway_served import TOKEN, Served, serve
+from tests.rigs.gateway_world import TOKEN, World, serve
 
 ROLLOUTS = "/v1/rollouts"
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}"
@@ -37,6 +37,7 @@ ENDPOINTS = (
     ("POST", CHAT),
     ("POST", ROLLOUTS),
     ("POST", "/members/a"),
+    ("POST", "/comers/a"),
     ("POST", "/members/a/drain"),
     ("DELETE", "/members/a"),
     ("GET", "/there/is/no/such/path"),
@@ -91,16 +92,16 @@ def request(method: str, path: str, body: bytes = b"", headers: str = PROOF) -> 
 
 
 @contextmanager
-def gateway(**options: Any) -> Iterator[Served]:
+def gateway(**options: Any) -> Iterator[World]:
     """A gateway on a thread of its own, with a node that refuses every request until it is told otherwise."""
     ready, over = threading.Event(), threading.Event()
-    found: list[Served] = []
+    found: list[World] = []
     broken: list[BaseException] = []
 
-    async def story(served: Served) -> None:
-        node = await served.node("node")
+    async def story(world: World) -> None:
+        node = await world.node("node")
         node.raw = REFUSAL
-        found.append(served)
+        found.append(world)
         ready.set()
         while not over.is_set():
             await asyncio.sleep(0.01)
@@ -124,7 +125,7 @@ def gateway(**options: Any) -> Iterator[Served]:
 
 
 @contextmanager
-def asked(served: Served, sent: bytes) -> Iterator[socket.socket]:
+def asked(world: World, sent: bytes) -> Iterator[socket.socket]:
     """A connection on which all of it is there when the gateway looks, however slow this thread is to send it."""
     stands, goes_on = threading.Event(), threading.Event()
 
@@ -132,10 +133,10 @@ def asked(served: Served, sent: bytes) -> Iterator[socket.socket]:
         stands.set()
         goes_on.wait(HANG_S)
 
-    served.loop.call_soon_threadsafe(stand_still)
+    world.loop.call_soon_threadsafe(stand_still)
     assert stands.wait(HANG_S)
     try:
-        with connected(served.port) as sock:
+        with connected(world.port) as sock:
             sock.sendall(sent)
             goes_on.set()
             yield sock
@@ -143,12 +144,12 @@ def asked(served: Served, sent: bytes) -> Iterator[socket.socket]:
         goes_on.set()
 
 
-def check_serves(served: Served) -> None:
+def check_serves(world: World) -> None:
     """A correct batch is completed as if nothing had been."""
-    served.nodes[0].raw = b""
+    world.nodes[0].raw = b""
     batch = make_batch("0-0", requests=16)
     body = msgspec.json.encode(batch)
-    with asked(served, request("POST", ROLLOUTS, body, f"{PROOF}Connection: close\r\n")) as sock:
+    with asked(world, request("POST", ROLLOUTS, body, f"{PROOF}Connection: close\r\n")) as sock:
         got = heard(sock)
     lines = [part for part in got.partition(b"\r\n\r\n")[2].split(b"\n") if part.startswith(b"{")]
     check_complete(batch, hear(msgspec.json.decode(line, type=BatchLine) for line in lines))
@@ -161,18 +162,18 @@ def nothing_broke(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def test_without_the_secret_nothing_is_said_or_read() -> None:
-    with gateway() as served:
+    with gateway() as world:
         for method, path in ENDPOINTS:
             for proof in STRANGERS:
                 # The body is announced and never sent: the answer does not wait for it.
                 head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{proof}\r\nContent-Length: 500000000\r\n\r\n"
-                with connected(served.port) as sock:
+                with connected(world.port) as sock:
                     sock.sendall(head.encode("latin-1"))
                     got = heard(sock)
                 assert status_of(got) == 401, (method, path)
                 assert got.partition(b"\r\n\r\n")[2] == b""
                 assert not any(word in got.lower().decode() for word in LOOSE), got
-        check_serves(served)
+        check_serves(world)
 
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -197,35 +198,35 @@ NO_HTTP = [
 
 
 def test_what_is_no_http_is_answered_without_a_word() -> None:
-    with gateway() as served:
+    with gateway() as world:
         for sent in NO_HTTP:
-            got = answer(served.port, sent)
+            got = answer(world.port, sent)
             assert status_of(got) == 400, (sent[:60], got)
             assert not any(word in got.lower().decode() for word in LOOSE), got
-        check_serves(served)
+        check_serves(world)
 
 
 @pytest.mark.parametrize("drip", [b"", b"GET / HTTP/1.1\r\nA: b\r\n"], ids=["silent", "half a head"])
 def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
-    with gateway(head_s=0.3) as served:
-        with connected(served.port) as sock:
+    with gateway(head_s=0.3) as world:
+        with connected(world.port) as sock:
             sock.sendall(drip)
             assert heard(sock) == b""
-        with asked(served, request("GET", "/health")) as sock:  # and so in his second request
+        with asked(world, request("GET", "/health")) as sock:  # and so in his second request
             assert status_of(heard(sock, lambda got: b"\r\n\r\n" in got)) == 200
             sock.sendall(b"GET /health HT")
             assert heard(sock) == b""
-        check_serves(served)
+        check_serves(world)
 
 
 def test_who_does_not_finish_his_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gateway() as served:
+    with gateway() as world:
         with monkeypatch.context() as patch:  # what is sent whole afterwards has its time
             patch.setattr(admission, "BODY_S", 0.2)
             for path in (ROLLOUTS, COMPLETIONS, "/members/a"):
-                got = answer(served.port, request("POST", path, b"x" * 100)[:-1])
+                got = answer(world.port, request("POST", path, b"x" * 100)[:-1])
                 assert status_of(got) == 408
-        check_serves(served)
+        check_serves(world)
 
 
 LIMITS = (
@@ -236,28 +237,28 @@ LIMITS = (
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
-    with gateway() as served:
+    with gateway() as world:
         for path, limit in LIMITS:
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{PROOF}Content-Length: {limit + 1}\r\n\r\n"
-            assert status_of(answer(served.port, head.encode())) == 413
-        check_serves(served)
+            assert status_of(answer(world.port, head.encode())) == 413
+        check_serves(world)
 
 
 def test_a_body_of_unknown_length_is_read_to_the_limit_and_no_further() -> None:
-    with gateway() as served:
+    with gateway() as world:
         head = f"POST /members/a HTTP/1.1\r\nHost: x\r\n{PROOF}Transfer-Encoding: chunked\r\n\r\n"
         piece = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
-        assert status_of(answer(served.port, head.encode() + 3 * piece)) == 413
+        assert status_of(answer(world.port, head.encode() + 3 * piece)) == 413
         broken = head.encode() + b"zz\r\nno chunk\r\n"
-        assert status_of(answer(served.port, broken)) == 400
-        check_serves(served)
+        assert status_of(answer(world.port, broken)) == 400
+        check_serves(world)
 
 
 def test_a_compressed_body_is_not_unpacked() -> None:
-    with gateway() as served:
+    with gateway() as world:
         sent = request("POST", COMPLETIONS, b"\x1f\x8b" + b"\0" * 50, f"{PROOF}Content-Encoding: gzip\r\n")
-        assert status_of(answer(served.port, sent)) == 415
-        check_serves(served)
+        assert status_of(answer(world.port, sent)) == 415
+        check_serves(world)
 
 
 def test_unknown_paths_methods_and_names_are_one_line() -> None:
@@ -274,12 +275,12 @@ def test_unknown_paths_methods_and_names_are_one_line() -> None:
         ("DELETE", "/members/a?boot=%0A", 400),
         ("DELETE", "/members/nobody", 404),
     ]
-    with gateway() as served:
+    with gateway() as world:
         for method, path, status in cases:
-            got = answer(served.port, request(method, path))
+            got = answer(world.port, request(method, path))
             body = got.partition(b"\r\n\r\n")[2]
             assert (status_of(got), body.count(b"\n") <= 1, len(body) > 5) == (status, True, True), got
-        check_serves(served)
+        check_serves(world)
 
 
 BATCH: dict[str, Any] = json.loads(msgspec.json.encode(make_batch("0-0", requests=3)))
@@ -339,22 +340,22 @@ FUZZ = settings(
 
 
 def test_hostile_documents_are_refused_and_a_batch_is_served_after_them() -> None:
-    with gateway() as served:
+    with gateway() as world:
 
         @FUZZ
         @given(mutated())
         def fuzz(case: tuple[str, bytes]) -> None:
             endpoint, body = case
-            got = answer(served.port, request("POST", endpoint, body, f"{PROOF}{HEADER_POLICY}: 0-0\r\n"))
+            got = answer(world.port, request("POST", endpoint, body, f"{PROOF}{HEADER_POLICY}: 0-0\r\n"))
             assert status_of(got) in (200, 400, 404, 413), got  # two deep values are too long for an Announce
 
         fuzz()
-        check_serves(served)
+        check_serves(world)
 
 
 def test_hostile_bytes_are_refused_and_a_batch_is_served_after_them() -> None:
     whole = request("POST", COMPLETIONS, json.dumps(VALID[COMPLETIONS]).encode())
-    with gateway() as served:
+    with gateway() as world:
 
         @FUZZ
         @given(
@@ -365,46 +366,40 @@ def test_hostile_bytes_are_refused_and_a_batch_is_served_after_them() -> None:
             ),
         )
         def fuzz(start: int, cut: int, put: bytes) -> None:
-            with connected(served.port) as sock:
+            with connected(world.port) as sock:
                 sock.sendall(whole[:start] + put + whole[start + cut :])
                 sock.shutdown(socket.SHUT_WR)
                 got = heard(sock)
             assert not got or status_of(got) in (200, 400, 401, 404, 405, 408, 413, 415, 417), got
 
         fuzz()
-        check_serves(served)
+        check_serves(world)
 
 
 def test_a_batch_is_refused_for_each_thing_that_no_node_could_do() -> None:
-    def without(change: Callable[[dict[str, Any]], object]) -> bytes:
-        document = copy.deepcopy(BATCH)
-        change(document)
-        return json.dumps(document).encode()
-
-    cases = [
-        without(lambda b: b["requests"][0].update(index=1)),
-        without(lambda b: b["requests"][0].update(index=-1)),
-        without(lambda b: b["requests"][0].update(index=10**30)),
-        without(lambda b: b["requests"][0].update(seed=-1)),
-        without(lambda b: b["requests"][0].update(seed=2**63)),
-        without(lambda b: b["requests"][0].update(prompt_token_ids=[])),
-        without(lambda b: b["policy"].update(version="0")),
-        without(lambda b: b["policy"].update(digest="a\nb")),
-        without(lambda b: b.update(deadline_s=0)),
-        without(lambda b: b.update(recovery="maybe")),
-        without(lambda b: b["sampling"].update(max_tokens=-1)),
-        without(lambda b: b["sampling"].update(max_tokens=True)),
-        without(lambda b: b["sampling"].update(min_tokens=0.5)),
-        without(lambda b: b["sampling"].update(stream=False)),
-        without(
-            lambda b: b.update(requests=[{"index": i, "prompt_token_ids": [1], "seed": 1} for i in range(70_000)])
-        ),
+    first = {"index": 0, "prompt_token_ids": [1], "seed": 1}
+    cases: list[dict[str, Any]] = [
+        *({"requests": [{**first, "index": index}]} for index in (-1, 10**30)),
+        *({"requests": [{**first, "seed": seed}]} for seed in (-1, 2**63)),
+        {"requests": [{**first, "prompt_token_ids": []}]},
+        {"requests": [first, first]},
+        {"requests": [{**first, "index": index} for index in range(70_000)]},
+        {"policy": {**BATCH["policy"], "version": "0"}},
+        {"policy": {**BATCH["policy"], "digest": "a\nb"}},
+        {"deadline_s": 0},
+        {"recovery": "maybe"},
+        {"patience_s": -1.0},
+        {"patience_s": float("nan")},
+        *({"sampling": {"max_tokens": tokens}} for tokens in (-1, True)),
+        {"sampling": {"min_tokens": 0.5}},
+        {"sampling": {"stream": False}},
+        {"sampling": {"n": 2}},
     ]
-    with gateway() as served:
-        for body in cases:
-            got = answer(served.port, request("POST", ROLLOUTS, body))
-            assert status_of(got) == 400, body[:200]
-        check_serves(served)
+    with gateway() as world:
+        for change in cases:
+            got = answer(world.port, request("POST", ROLLOUTS, json.dumps({**BATCH, **change}).encode()))
+            assert status_of(got) == 400, str(change)[:200]
+        check_serves(world)
 
 
 def test_an_announcement_is_refused_when_no_agent_could_mean_it() -> None:
@@ -423,9 +418,13 @@ def test_an_announcement_is_refused_when_no_agent_could_mean_it() -> None:
         {"engine": {"running": -1}},
         {"engine": {"tokens": 10**40}},
         {"engine": {"kv_usage": 1.5}},
+        {"stages": {"policy": "0-1", "fetch_s": -1.0}},
+        {"stages": {"policy": "0-1", "fetched_bytes": -1}},
+        {"join_s": {"vllm": -0.1}},
+        {"join_s": {str(part): 1.0 for part in range(17)}},
     ]
-    with gateway() as served:
+    with gateway() as world:
         for change in changes:
-            got = answer(served.port, request("POST", "/members/fuzz", json.dumps({**good, **change}).encode()))
+            got = answer(world.port, request("POST", "/members/fuzz", json.dumps({**good, **change}).encode()))
             assert status_of(got) == 400, change
-        check_serves(served)
+        check_serves(world)

@@ -12,54 +12,46 @@ from orchestrator.gateway.routing.dispatch import Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.metrics import Metrics
 from policies.serving.member import Load
-from tests.rigs.gateway_served import Served, numbers, serve, stream, two_nodes
+from tests.rigs.gateway_world import World
 from tests.stand_ins.fake_vllm import completion
 
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
 
 
-def test_members_are_told_by_state_and_policy() -> None:
-    async def story(served: Served) -> None:
-        await two_nodes(served)
-        await served.node("old", policy="0-3")
-        await served.node("leaving")
-        served.members._table.started("leaving", Load("group"))  # it has something to do, and stays
-        served.members.drain("leaving")
-        found = await numbers(served)
-        assert found["members{0-0,serving}"] == 2
-        assert found["members{0-3,behind}"] == 1
-        assert found["members{0-0,draining}"] == 1
-        assert found["requests_running{}"] == 1
-        assert found["membership_changes_total{}"] >= 5
-
-    serve(story)
+async def test_members_are_told_by_state_and_policy(world: World) -> None:
+    await world.node("a"), await world.node("b")
+    await world.node("old", policy="0-3")
+    await world.node("leaving")
+    world.members._table.started("leaving", Load("group"))  # it has something to do, and stays
+    world.members.drain("leaving")
+    found = await world.numbers()
+    assert found["members{0-0,serving}"] == 2
+    assert found["members{0-3,behind}"] == 1
+    assert found["members{0-0,draining}"] == 1
+    assert found["requests_running{}"] == 1
+    assert found["membership_changes_total{}"] >= 5
 
 
-def test_a_hand_over_is_counted_with_what_it_saved_and_what_it_cost() -> None:
+async def test_a_hand_over_is_counted_with_what_it_saved_and_what_it_cost(world: World) -> None:
     tokens, _, _ = completion(BODY, BODY["prompt"])
-
-    async def story(served: Served) -> None:
-        a = await served.node("a")
-        a.change(stalls=9)
-        async with stream(served, "/v1/completions", **BODY) as heard:
-            await heard.read(enough=9)
-            await served.node("b")
-            a.kill()
-            await heard.read()
-        found = await numbers(served)
-        assert found["handovers_total{lost}"] >= 1
-        assert found["tokens_saved_total{}"] == 9
-        assert found["tokens_replayed_total{}"] == 3 + 9
-        assert found["tokens_delivered_total{}"] == len(tokens)
-        assert found["tokens_discarded_total{}"] == 0
-        assert found["requests_total{finished}"] == 1
-        assert found["requests_running{}"] == found["requests_waiting{}"] == found["waiting_bytes{}"] == 0
-        for name in ("first_token", "token", "request"):
-            assert found[f"{name}_seconds_count{{}}"] == 1
-        assert found["first_token_seconds_sum{}"] <= found["request_seconds_sum{}"]
-        assert found["http_answers_total{/v1/completions,200}"] == 1
-
-    serve(story)
+    a = await world.node("a", stalls=9)
+    async with world.stream("/v1/completions", **BODY) as heard:
+        await heard.read(enough=9)
+        await world.node("b")
+        a.kill()
+        await heard.read()
+    found = await world.numbers()
+    assert found["handovers_total{lost}"] >= 1
+    assert found["tokens_saved_total{}"] == 9
+    assert found["tokens_replayed_total{}"] == 3 + 9
+    assert found["tokens_delivered_total{}"] == len(tokens)
+    assert found["tokens_discarded_total{}"] == 0
+    assert found["requests_total{finished}"] == 1
+    assert found["requests_running{}"] == found["requests_waiting{}"] == found["waiting_bytes{}"] == 0
+    for name in ("first_token", "token", "request"):
+        assert found[f"{name}_seconds_count{{}}"] == 1
+    assert found["first_token_seconds_sum{}"] <= found["request_seconds_sum{}"]
+    assert found["http_answers_total{/v1/completions,200}"] == 1
 
 
 def test_histograms_are_cumulative() -> None:
@@ -80,21 +72,18 @@ def test_histograms_are_cumulative() -> None:
     assert samples["token_seconds_count", None] == 2
 
 
-def test_what_waits_and_what_is_refused_is_told() -> None:
-    async def story(served: Served) -> None:
-        asking = asyncio.ensure_future(served.http.post("/v1/completions", json=BODY))
-        await served.until(lambda: served.members.waiting.count == 1)
-        found = await numbers(served)
-        assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
-        asking.cancel()
-        await served.until(lambda: served.members.waiting.count == 0)
-        assert (await served.http.post("/v1/completions", json={})).status_code == 400
-        assert (await served.http.get("/nowhere")).status_code == 404
-        assert (await served.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401
-        found = await numbers(served)
-        assert found["http_answers_total{/v1/completions,400}"] == 1
-        assert found["http_answers_total{unknown,404}"] == 1
-        assert found["http_answers_total{unknown,401}"] == 1
-        assert found["waiting_bytes{}"] == 0
-
-    serve(story)
+async def test_what_waits_and_what_is_refused_is_told(world: World) -> None:
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
+    await world.until(lambda: world.members.waiting.count == 1)
+    found = await world.numbers()
+    assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
+    asking.cancel()
+    await world.until(lambda: world.members.waiting.count == 0)
+    assert (await world.http.post("/v1/completions", json={})).status_code == 400
+    assert (await world.http.get("/nowhere")).status_code == 404
+    assert (await world.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401
+    found = await world.numbers()
+    assert found["http_answers_total{/v1/completions,400}"] == 1
+    assert found["http_answers_total{unknown,404}"] == 1
+    assert found["http_answers_total{unknown,401}"] == 1
+    assert found["waiting_bytes{}"] == 0

@@ -8,22 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway.job import Job
 from orchestrator.gateway.routing import waiting
 from orchestrator.gateway.surface import openai
-from orchestrator.gateway.surface.openai import AnswerFormat, Told
-from orchestrator.gateway.surface.openai_request import Asked
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.budget import HANG_S
-from tests.rigs.gateway_served import Served, Stream, serve, stream, two_nodes
-from tests.stand_ins.fake_vllm import completion, prompt_of, texts
+from tests.rigs.gateway_world import World, serve
+from tests.stand_ins.fake_vllm import FOREVER, completion, prompt_of, texts
 
 MESSAGES = [{"role": "user", "content": "how are you?"}]
 PROMPT = [1, 2, 3]
 
 
-async def post(served: Served, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    return await served.http.post(path, json=body, headers=headers)
+async def post(world: World, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return await world.http.post(path, json=body, headers=headers)
 
 
 def undisturbed(seed: int, max_tokens: int, prompt: Any = PROMPT) -> tuple[list[int], list[float], str]:
@@ -34,21 +31,12 @@ def texts_of(seed: int, max_tokens: int, prompt: list[int] = PROMPT) -> str:
     return "".join(texts(undisturbed(seed, max_tokens, prompt)[0]))
 
 
-def test_a_completion_is_whole_and_says_which_policy_made_it() -> None:
-    async def story(served: Served) -> dict[str, Any]:
-        await served.node("a")
-        body: dict[str, Any] = {
-            "prompt": PROMPT,
-            "seed": 7,
-            "max_tokens": 20,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-        response = await post(served, COMPLETIONS, **body, model="policy")
-        assert response.headers[HEADER_POLICY] == "0-0"
-        return dict(response.json())
-
-    found = serve(story)
+async def test_a_completion_is_whole_and_says_which_policy_made_it(world: World) -> None:
+    await world.node("a")
+    options: dict[str, Any] = {"max_tokens": 20, "logprobs": 0, "return_token_ids": True, "model": "policy"}
+    response = await post(world, COMPLETIONS, prompt=PROMPT, seed=7, **options)
+    assert response.headers[HEADER_POLICY] == "0-0"
+    found = response.json()
     tokens, logprobs, reason = undisturbed(7, 20)
     [choice] = found["choices"]
     assert (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (tokens, logprobs)
@@ -56,44 +44,32 @@ def test_a_completion_is_whole_and_says_which_policy_made_it() -> None:
     assert choice["prompt_token_ids"] == PROMPT
     for start, text in zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True):
         assert choice["text"][start:].startswith(text)
-    assert found["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": len(tokens),
-        "total_tokens": 3 + len(tokens),
-    }
+    counts = {"prompt_tokens": 3, "completion_tokens": len(tokens), "total_tokens": 3 + len(tokens)}
+    assert found["usage"] == counts
     assert (found["object"], found["model"], found["system_fingerprint"]) == ("text_completion", "policy", "0-0")
 
 
-def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once() -> None:
-    async def story(served: Served) -> dict[str, Any]:
-        await two_nodes(served)
-        body: dict[str, Any] = {
-            "prompt": [[1, 2], [3, 4, 5]],
-            "n": 3,
-            "seed": 40,
-            "max_tokens": 8,
-            "return_token_ids": True,
-        }
-        return dict((await post(served, COMPLETIONS, **body)).json())
-
-    found = serve(story)
-    expected = [undisturbed(40 + i, 8, prompt)[0] for prompt in ([1, 2], [3, 4, 5]) for i in range(3)]
+async def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once(world: World) -> None:
+    for name in ("a", "b"):
+        await world.node(name)
+    prompts = [[1, 2], [3, 4, 5]]
+    options: dict[str, Any] = {"n": 3, "seed": 40, "max_tokens": 8, "return_token_ids": True}
+    found = (await post(world, COMPLETIONS, prompt=prompts, **options)).json()
+    expected = [undisturbed(40 + i, 8, prompt)[0] for prompt in prompts for i in range(3)]
     assert [one["token_ids"] for one in found["choices"]] == expected
     assert [one["index"] for one in found["choices"]] == list(range(6))
     assert found["usage"]["prompt_tokens"] == 5
     assert all(one["logprobs"] is None for one in found["choices"])
 
 
-def test_a_chat_has_a_message_and_its_logprobs() -> None:
-    async def story(served: Served) -> dict[str, Any]:
-        await served.node("a")
-        body: dict[str, Any] = {"messages": MESSAGES, "seed": 3, "max_completion_tokens": 9, "logprobs": True}
-        return dict((await post(served, CHAT, **body)).json())
-
-    found = serve(story)
-    tokens, logprobs, reason = undisturbed(3, 9, prompt_of({"messages": MESSAGES}))
+async def test_a_chat_has_a_message_and_its_logprobs(world: World) -> None:
+    await world.node("a")
+    body: dict[str, Any] = {"messages": MESSAGES, "seed": 3, "max_completion_tokens": 9, "logprobs": True}
+    found = (await post(world, CHAT, **body)).json()
+    prompt = prompt_of({"messages": MESSAGES})
+    tokens, logprobs, reason = undisturbed(3, 9, prompt)
     [choice] = found["choices"]
-    assert choice["message"] == {"role": "assistant", "content": texts_of(3, 9, prompt_of({"messages": MESSAGES}))}
+    assert choice["message"] == {"role": "assistant", "content": texts_of(3, 9, prompt)}
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == logprobs
     assert choice["finish_reason"] == reason
     assert found["usage"]["completion_tokens"] == len(tokens)
@@ -105,29 +81,20 @@ def test_a_chat_has_a_message_and_its_logprobs() -> None:
     ids=["tokens", "chat", "text"],
 )
 @pytest.mark.parametrize("stop", [None, ["never"]], ids=["continued", "started over"])
-def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
-    path: str, more: dict[str, Any], stop: list[str] | None
+async def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
+    world: World, path: str, more: dict[str, Any], stop: list[str] | None
 ) -> None:
     """With a stop string the request starts over: what comes again is not told again."""
-
-    async def story(served: Served) -> Stream:
-        a, b = await two_nodes(served)
-        for node in (a, b):
-            node.change(stalls=9)
-        body: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
-        async with stream(served, path, **body, stream_options={"include_usage": True}) as heard:
-            await heard.read(enough=18)
-            first = a if a.running else b
-            running = (a.running, b.running)
-            other = b if first is a else a
-            other.change(stalls=1_000_000)
-            first.kill()
-            await heard.read()
-            assert sum(running) == 2
-            assert served.gateway.status().handovers >= 1
-            return heard
-
-    heard = serve(story)
+    a, b = [await world.node(name, stalls=9) for name in ("a", "b")]
+    body: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
+    async with world.stream(path, **body, stream_options={"include_usage": True}) as heard:
+        await heard.read(enough=18)
+        assert a.running + b.running == 2
+        first, other = (a, b) if a.running else (b, a)
+        other.change(stalls=FOREVER)
+        first.kill()
+        await heard.read()
+    assert world.ledger.handovers >= 1
     prompt = prompt_of(more)
     for index in (0, 1):
         tokens, _, reason = undisturbed(11 + index, 40, prompt)
@@ -141,123 +108,99 @@ def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
         assert [one["delta"].get("role") for one in heard.choices()][:2] == ["assistant", None]
 
 
-def test_a_client_that_goes_away_frees_the_place_and_its_tokens_are_discarded() -> None:
-    async def story(served: Served) -> None:
-        node = await served.node("a")
-        node.change(stalls=9)
-        async with stream(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
-            await heard.read(enough=9)
-        await served.until(lambda: node.aborted == 1)
-        await served.until(lambda: served.gateway.status().tokens_discarded == 9)
-        assert served.gateway.status().tokens_delivered == 0
-        assert node.row.running == 0
-
-    serve(story)
+async def test_a_client_that_goes_away_frees_the_place_and_its_tokens_are_discarded(world: World) -> None:
+    node = await world.node("a", stalls=9)
+    async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
+        await heard.read(enough=9)
+    await world.until(lambda: node.aborted == 1)
+    await world.until(lambda: world.gateway.status().tokens_discarded == 9)
+    assert world.gateway.status().tokens_delivered == 0
+    assert node.row.running == 0
 
 
-def test_what_was_told_is_counted_as_delivered() -> None:
-    async def story(served: Served) -> None:
-        await served.node("a")
-        await post(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=6)
-        async with stream(served, CHAT, messages=MESSAGES, seed=1, max_tokens=6) as heard:
-            await heard.read()
-        delivered = len(undisturbed(1, 6)[0]) + heard.tokens()
-        await served.until(lambda: served.gateway.status().tokens_delivered == delivered)
-        assert served.gateway.status().tokens_discarded == 0
-
-    serve(story)
+async def test_what_was_told_is_counted_as_delivered(world: World) -> None:
+    await world.node("a")
+    await post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=6)
+    async with world.stream(CHAT, messages=MESSAGES, seed=1, max_tokens=6) as heard:
+        await heard.read()
+    delivered = len(undisturbed(1, 6)[0]) + heard.tokens()
+    await world.until(lambda: world.gateway.status().tokens_delivered == delivered)
+    assert world.gateway.status().tokens_discarded == 0
 
 
-def test_a_refusal_by_vllm_is_the_clients_error_and_nobody_is_in_doubt() -> None:
-    async def story(served: Served) -> None:
-        node = await served.node("a")
-        said = b'{"error":{"message":"too long","code":400}}'
-        node.raw = b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
-        for streams in (False, True):
-            response = await post(served, COMPLETIONS, prompt=PROMPT, stream=streams)
-            assert response.status_code == 400
-            assert "too long" in response.json()["error"]["message"]
-            assert response.json()["error"]["type"] == "invalid_request_error"
-        assert not node.row.doubted
-
-    serve(story)
+async def test_a_refusal_by_vllm_is_the_clients_error_and_nobody_is_in_doubt(world: World) -> None:
+    node = await world.node("a")
+    said = b'{"error":{"message":"too long","code":400}}'
+    node.raw = b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+    for streams in (False, True):
+        response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
+        assert response.status_code == 400
+        assert "too long" in response.json()["error"]["message"]
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert not node.row.doubted
 
 
-def test_a_named_policy_is_served_by_who_holds_it_alone() -> None:
-    async def story(served: Served) -> None:
-        old, new = await served.node("old", policy="0-1"), await served.node("new", policy="0-0")
-        for label in ("0-1", "0-0"):
-            response = await post(served, COMPLETIONS, {HEADER_POLICY: label}, prompt=PROMPT)
-            assert response.json()["system_fingerprint"] == response.headers[HEADER_POLICY] == label
-        assert (len(old.asked), len(new.asked)) == (1, 1)
-
-    serve(story)
+async def test_a_named_policy_is_served_by_who_holds_it_alone(world: World) -> None:
+    old, new = await world.node("old", policy="0-1"), await world.node("new", policy="0-0")
+    for label in ("0-1", "0-0"):
+        response = await post(world, COMPLETIONS, {HEADER_POLICY: label}, prompt=PROMPT)
+        assert response.json()["system_fingerprint"] == response.headers[HEADER_POLICY] == label
+    assert (len(old.asked), len(new.asked)) == (1, 1)
 
 
 def test_with_no_wanted_policy_there_is_one_clear_error() -> None:
-    async def story(served: Served) -> None:
-        response = await post(served, COMPLETIONS, prompt=PROMPT)
+    async def story(world: World) -> None:
+        response = await post(world, COMPLETIONS, prompt=PROMPT)
         assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
 
     serve(story, policy="")
 
 
-def test_a_request_waits_for_its_first_node() -> None:
-    async def story(served: Served) -> None:
-        asking = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
-        await served.until(lambda: served.members.waiting.count == 1)
-        await served.node("late")
-        assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
-
-    serve(story)
+async def test_a_request_waits_for_its_first_node(world: World) -> None:
+    asking = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
+    await world.until(lambda: world.members.waiting.count == 1)
+    await world.node("late")
+    assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
 
 
-def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(openai, "SILENCE_S", 0.1)
-
-    async def story(served: Served) -> None:
-        for streams in (False, True):
-            response = await post(served, COMPLETIONS, prompt=PROMPT, stream=streams)
-            assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
-            assert "nothing came of policy 0-0" in response.json()["error"]["message"]
-        assert served.members.waiting.count == 0
-        node = await served.node("a")
-        node.change(stalls=9)
-        monkeypatch.setattr(openai, "SILENCE_S", HANG_S)
-        async with stream(served, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
-            await heard.read(enough=9)
-            monkeypatch.setattr(openai, "SILENCE_S", 0.1)
-            node.change(stalls=17)
-            await heard.read()
-        assert not heard.done
-        assert heard.chunks[-1]["error"]["type"] == "server_error"
-        await served.until(lambda: node.aborted == 1)
-
-    serve(story)
+    for streams in (False, True):
+        response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
+        assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
+        assert "nothing came of policy 0-0" in response.json()["error"]["message"]
+    assert world.members.waiting.count == 0
+    node = await world.node("a", stalls=9)
+    monkeypatch.setattr(openai, "SILENCE_S", HANG_S)
+    async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
+        await heard.read(enough=9)
+        monkeypatch.setattr(openai, "SILENCE_S", 0.1)
+        node.change(stalls=17)
+        await heard.read()
+    assert not heard.done
+    assert heard.chunks[-1]["error"]["type"] == "server_error"
+    await world.until(lambda: node.aborted == 1)
 
 
-def test_when_too_many_wait_the_next_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_too_many_wait_the_next_is_told_to_come_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waiting, "WAITING_MAX", 1)
-
-    async def story(served: Served) -> None:
-        first = asyncio.ensure_future(post(served, COMPLETIONS, prompt=PROMPT))
-        await served.until(lambda: served.members.waiting.count == 1)
-        assert (await post(served, COMPLETIONS, prompt=PROMPT)).status_code == 503
-        await served.node("a")
-        assert (await first).status_code == 200
-
-    serve(story)
+    first = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT))
+    await world.until(lambda: world.members.waiting.count == 1)
+    assert (await post(world, COMPLETIONS, prompt=PROMPT)).status_code == 503
+    await world.node("a")
+    assert (await first).status_code == 200
 
 
-def test_models_are_one() -> None:
-    async def story(served: Served) -> None:
-        listed = (await served.http.get("/v1/models")).json()
-        assert [one["id"] for one in listed["data"]] == ["policy"]
-        assert (await served.http.get("/v1/models/policy")).json() == listed["data"][0]
-        other = await served.http.get("/v1/models/gpt-9")
-        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
-
-    serve(story)
+async def test_models_are_one(world: World) -> None:
+    listed = (await world.http.get("/v1/models")).json()
+    assert [one["id"] for one in listed["data"]] == ["policy"]
+    assert (await world.http.get("/v1/models/policy")).json() == listed["data"][0]
+    other = await world.http.get("/v1/models/gpt-9")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
 BAD: list[tuple[str, dict[str, Any], str | None]] = [
@@ -288,62 +231,21 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 
 
-def test_what_makes_no_sense_is_refused_with_the_parameter_at_fault() -> None:
-    async def story(served: Served) -> None:
-        node = await served.node("a")
-        for path, body, param in BAD:
-            response = await post(served, path, **body)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param), (body, error)
-            assert "\n" not in error["message"]
-        assert node.asked == []
-
-    serve(story)
+async def test_what_makes_no_sense_is_refused_with_the_parameter_at_fault(world: World) -> None:
+    node = await world.node("a")
+    for path, body, param in BAD:
+        response = await post(world, path, **body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), (body, error)
+        assert "\n" not in error["message"]
+    assert node.asked == []
 
 
-def test_parameters_that_are_off_are_no_reason_to_refuse() -> None:
+async def test_parameters_that_are_off_are_no_reason_to_refuse(world: World) -> None:
     """Clients send their defaults."""
-
-    async def story(served: Served) -> None:
-        node = await served.node("a")
-        off: dict[str, Any] = {
-            "echo": False,
-            "best_of": 1,
-            "suffix": None,
-            "tools": [],
-            "tool_choice": "none",
-            "stop": None,
-        }
-        response = await post(served, COMPLETIONS, prompt="a", **off)
-        assert response.status_code == 200, response.text
-        assert not {"echo", "best_of", "suffix", "tools", "tool_choice"} & set(node.asked[0])
-        assert node.asked[0]["max_tokens"] == 16
-
-    serve(story)
-
-
-def test_a_stream_that_starts_over_is_silent_until_it_is_where_it_was() -> None:
-    job = Job(body={"max_tokens": 9}, policy="0-0", group=0, prompt_tokens=1, keep_text=True)
-    asked = Asked([job], n=1, chat=False, stream=True, usage=False, logprobs=False, token_ids=True)
-    form, told = AnswerFormat(asked, "0-0"), Told()
-
-    def comes_to(*tokens: int) -> None:
-        job.token_ids, job.logprobs = list(tokens), [0.0] * len(tokens)
-        job.tokens = [f"{token} " for token in tokens]
-        job.text = "".join(job.tokens)
-
-    comes_to(1, 2, 3)
-    assert form.chunk(0, told, None) is not None
-    job.discarded += job.start_over()
-    comes_to(1, 2)
-    assert job.agrees()
-    assert form.chunk(0, told, None) is None
-    comes_to(1, 2, 3, 4)
-    assert job.agrees()
-    chunk = form.chunk(0, told, None)
-    assert chunk is not None
-    assert chunk["choices"][0]["token_ids"] == [4]
-    job.discarded += job.start_over()
-    comes_to(1, 2, 5, 4)
-    assert not job.agrees()
-    assert form.chunk(0, told, None) is None
+    node = await world.node("a")
+    off: dict[str, Any] = {"echo": False, "best_of": 1, "suffix": None, "tools": [], "tool_choice": "none"}
+    response = await post(world, COMPLETIONS, prompt="a", **off)
+    assert response.status_code == 200, response.text
+    assert not {"echo", "best_of", "suffix", "tools", "tool_choice"} & set(node.asked[0])
+    assert node.asked[0]["max_tokens"] == 16

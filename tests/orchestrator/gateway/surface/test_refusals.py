@@ -12,7 +12,7 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused
 from orchestrator.gateway.surface.admission import Prompt
 from orchestrator.gateway.surface.batch import BatchRun
 from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Sample
-from tests.stand_ins.gateway_world import World, job, run, undisturbed
+from tests.rigs.gateway_world import World, job, undisturbed
 
 _SAID = (
     b'{"error":{"message":"This model\'s maximum context length is 4096 tokens. However, your prompt contains '
@@ -21,71 +21,61 @@ _SAID = (
 TOO_LONG = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(_SAID), _SAID)
 
 
-def test_the_requests_own_fault_is_told_once_each_node_has_refused_it() -> None:
-    async def story(world: World) -> None:
-        for name in ("first", "second", "third"):
-            (await world.node(name)).raw = TOO_LONG
-        with pytest.raises(RequestRefused, match="maximum context") as caught:
-            await world.ask(job())
-        assert caught.value.limit_tokens == 4096
-        assert [len(node.asked) for node in world.nodes] == [1, 1, 1]
-        assert not any(node.row.doubted for node in world.nodes)
-        assert world.ledger.handovers == 0
-        assert world.ledger.refused == 1
-
-    run(story)
+async def test_the_requests_own_fault_is_told_once_each_node_has_refused_it(world: World) -> None:
+    for name in ("first", "second", "third"):
+        (await world.node(name)).raw = TOO_LONG
+    with pytest.raises(RequestRefused, match="maximum context") as caught:
+        await world.ask(job())
+    assert caught.value.limit_tokens == 4096
+    assert [len(node.asked) for node in world.nodes] == [1, 1, 1]
+    assert not any(node.row.doubted for node in world.nodes)
+    assert world.ledger.handovers == 0
+    assert world.ledger.refused == 1
 
 
-def test_a_prompt_that_is_too_long_for_one_node_goes_to_one_with_more_room() -> None:
-    async def story(world: World) -> None:
-        for name in ("first", "second"):
-            (await world.node(name)).raw = TOO_LONG
-        await world.node("large")
-        jobs = [job(group="one prompt") for _ in range(4)]
-        for one, asked in [(one, world.ask(one)) for one in jobs]:
-            assert (await asked).token_ids == undisturbed(one)[0]
-        assert world.ledger.refused == 0
-
-    run(story)
+async def test_a_prompt_that_is_too_long_for_one_node_goes_to_one_with_more_room(world: World) -> None:
+    for name in ("first", "second"):
+        (await world.node(name)).raw = TOO_LONG
+    await world.node("large")
+    jobs = [job(group="one prompt") for _ in range(4)]
+    for one, asked in [(one, world.ask(one)) for one in jobs]:
+        assert (await asked).token_ids == undisturbed(one)[0]
+    assert world.ledger.refused == 0
 
 
-def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no_longer() -> None:
-    async def story(world: World) -> None:
-        world.members.want(PolicyRef("0-0", "policies/0-0"))
-        small = await world.node("small")
-        small.refuses = lambda body: len(body["prompt"]) > 100
-        large = await world.node("large", policy="0-9")
-        await world.node("lost", policy="0-9")
+async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no_longer(world: World) -> None:
+    world.want("0-0")
+    small = await world.node("small", refuses=lambda body: len(body["prompt"]) > 100)
+    large = await world.node("large", policy="0-9")
+    await world.node("lost", policy="0-9")
 
-        async def refused(prompt: list[int]) -> tuple[Job, asyncio.Task[Finished]]:
-            one = job(prompt=prompt)
-            asked = world.ask(one)
-            await world.until(lambda: asked.done() or (one.refused_by and one.waiting))
-            assert (asked.done(), world.members.waiting.count, small.row.running) == (False, 1, 0)
-            return one, asked
+    async def refused(prompt: list[int]) -> tuple[Job, asyncio.Task[Finished]]:
+        one = job(prompt=prompt)
+        asked = world.ask(one)
+        await world.until(lambda: asked.done() or (one.refused_by and one.waiting))
+        assert (asked.done(), world.members.waiting.count, small.row.running) == (False, 1, 0)
+        return one, asked
 
-        one, asked = await refused([1] * 200)
-        assert (await world.ask(job())).node == "small"
-        world.members.remove("lost")
-        large.change(policy="0-0")
-        world.members._announcements.answer("large")
-        got = await asked
-        assert (got.node, got.token_ids, one.waiting) == ("large", undisturbed(one)[0], False)
-        large.change(policy="0-9")
-        world.members._announcements.answer("large")
-        await world.until(lambda: large.row.policy == "0-9")
-        _, asked = await refused([1] * 200)
-        world.members.remove("large")
-        with pytest.raises(RequestRefused):
-            await asked
-        await world.node("other", policy="0-9")
-        _, asked = await refused([1] * 200)
-        world.members.want(PolicyRef("0-10", "policies/0-10"))  # that is what it loads now
-        with pytest.raises(RequestRefused):
-            await asked
-        assert (world.ledger.refused, world.members.waiting.count, world.members.waiting.size_bytes) == (2, 0, 0)
-
-    run(story)
+    one, asked = await refused([1] * 200)
+    assert (await world.ask(job())).node == "small"
+    world.members.remove("lost")
+    large.change(policy="0-0")
+    large.announce()
+    got = await asked
+    assert (got.node, got.token_ids, one.waiting) == ("large", undisturbed(one)[0], False)
+    large.change(policy="0-9")
+    large.announce()
+    await world.until(lambda: large.row.policy == "0-9")
+    _, asked = await refused([1] * 200)
+    world.members.remove("large")
+    with pytest.raises(RequestRefused):
+        await asked
+    await world.node("other", policy="0-9")
+    _, asked = await refused([1] * 200)
+    world.want("0-10")  # that is what it loads now
+    with pytest.raises(RequestRefused):
+        await asked
+    assert (world.ledger.refused, world.members.waiting.count, world.members.waiting.size_bytes) == (2, 0, 0)
 
 
 def run_of(batch: Batch, world: World) -> BatchRun:
@@ -93,34 +83,27 @@ def run_of(batch: Batch, world: World) -> BatchRun:
     return BatchRun(batch, prompts, world.members, world.completer, world.ledger)
 
 
-def test_one_refused_prompt_of_a_batch_is_told_and_the_others_are_complete() -> None:
-    async def story(world: World) -> None:
-        node = await world.node("first")
-        node.refuses = lambda body: len(body["prompt"]) > 100
-        prompts = [[1] * (200 if index == 7 else 5) for index in range(16)]
-        requests = [CompletionRequest(index, prompt, index) for index, prompt in enumerate(prompts)]
-        batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16, "temperature": 1.0}, requests, 30.0)
-        said = b""
-        async for chunk in run_of(batch, world).chunks():
-            said += chunk
-        lines = [msgspec.json.decode(line, type=BatchLine) for line in said.splitlines()]
-        got = {line.completion.index: line.completion for line in lines if line.completion is not None}
-        assert lines[-1].end is not None
-        assert got.keys() == set(range(16))
-        assert got.pop(7) == Completion(7, [], [], REFUSED, "0-0", "first", refused="vLLM answered 400: no")
-        assert all(len(one.token_ids) == 16 and not one.refused for one in got.values())
-
-    run(story)
+async def test_one_refused_prompt_of_a_batch_is_told_and_the_others_are_complete(world: World) -> None:
+    await world.node("first", refuses=lambda body: len(body["prompt"]) > 100)
+    prompts = [[1] * (200 if index == 7 else 5) for index in range(16)]
+    requests = [CompletionRequest(index, prompt, index) for index, prompt in enumerate(prompts)]
+    batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16, "temperature": 1.0}, requests, 30.0)
+    said = b""
+    async for chunk in run_of(batch, world).chunks():
+        said += chunk
+    lines = [msgspec.json.decode(line, type=BatchLine) for line in said.splitlines()]
+    got = {line.completion.index: line.completion for line in lines if line.completion is not None}
+    assert lines[-1].end is not None
+    assert got.keys() == set(range(16))
+    assert got.pop(7) == Completion(7, [], [], REFUSED, "0-0", "first", refused="vLLM answered 400: no")
+    assert all(len(one.token_ids) == 16 and not one.refused for one in got.values())
 
 
-def test_weights_that_compute_no_numbers_are_no_prompts_fault() -> None:
-    async def story(world: World) -> None:
-        for name in ("first", "second"):
-            nothing = b'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null]}}]}\n\n'
-            (await world.node(name)).breaks = nothing
-        batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16}, [CompletionRequest(0, [1], 0)], 30.0)
-        said = [msgspec.json.decode(chunk, type=BatchLine) async for chunk in run_of(batch, world).chunks()]
-        assert said[-1].error is not None
-        assert "may hold NaN" in said[-1].error
-
-    run(story)
+async def test_weights_that_compute_no_numbers_are_no_prompts_fault(world: World) -> None:
+    for name in ("first", "second"):
+        nothing = b'data: {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null]}}]}\n\n'
+        (await world.node(name)).breaks = nothing
+    batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16}, [CompletionRequest(0, [1], 0)], 30.0)
+    said = [msgspec.json.decode(chunk, type=BatchLine) async for chunk in run_of(batch, world).chunks()]
+    assert said[-1].error is not None
+    assert "may hold NaN" in said[-1].error

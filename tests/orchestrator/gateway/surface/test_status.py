@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from checkpoint.store import codec, layout
 from checkpoint.store.backends import BytesLike
@@ -48,8 +49,8 @@ class WatchedStore(Store):
         self.written.append(codec.from_json(bytes(data), GatewayStatus, key))
 
 
-class World:
-    """A gateway that is only its status, and the writer at work on it."""
+class Writing:
+    """A gateway that is only its status, and the writer at work on it, by a clock that the test sets."""
 
     def __init__(self) -> None:
         self.store = WatchedStore()
@@ -57,110 +58,81 @@ class World:
         self.now_s = 0.0
         self.looks = 0
 
-    def look(self) -> GatewayStatus:
-        self.looks += 1
-        return self.status
+    async def __aenter__(self) -> Writing:
+        self._writer = asyncio.ensure_future(
+            StatusWriter(self.store, BY, self._look, clock=lambda: self.now_s).run()
+        )
+        await self.until_written(1)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not self._writer.done()
+        self._writer.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._writer
 
     def members(self, *nodes: str) -> None:
         found = [MemberStatus(node, "boot", "127.0.0.1:1", None, False, False, 0, 0.1) for node in nodes]
         self.status = replace(self.status, members=found)
 
-    async def until_looks(self, more: int) -> None:
-        wanted = self.looks + more
-        await self.until(lambda: self.looks >= wanted)
+    def nodes(self) -> list[list[str]]:
+        return [[member.node for member in status.members] for status in self.store.written]
 
     async def until_written(self, count: int) -> None:
         await self.until(lambda: len(self.store.written) == count)
-
-    async def until_told(self, *nodes: str) -> None:
-        await self.until(lambda: self.nodes()[-1] == list(nodes))
+        looks = self.looks
+        await self.until(lambda: self.looks >= looks + 3)
+        assert len(self.store.written) == count
 
     async def until(self, wanted: Callable[[], bool]) -> None:
         async with asyncio.timeout(HANG_S):
             while not wanted():
                 await asyncio.sleep(0.01)
 
-    def nodes(self) -> list[list[str]]:
-        return [[one.node for one in status.members] for status in self.store.written]
+    def _look(self) -> GatewayStatus:
+        self.looks += 1
+        return self.status
 
 
-def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> World:
-    """Run the writer beside the story."""
-    world = World()
-
-    async def both() -> None:
-        writing = asyncio.ensure_future(StatusWriter(world.store, BY, world.look, clock=lambda: world.now_s).run())
-        await story(world)
-        assert not writing.done()
-        writing.cancel()
-        with suppress(asyncio.CancelledError):
-            await writing
-
-    asyncio.run(both())
-    return world
+@pytest.fixture
+def writing() -> Writing:
+    return Writing()
 
 
-def test_a_change_of_the_membership_is_written_at_once_and_counts_with_the_next_beat() -> None:
-    """No beat is due for as long as the clock stands."""
-
-    async def story(world: World) -> None:
-        await world.until(lambda: len(world.store.written) == 1)
-        for nodes in (("a",), ("a", "b"), ("b",)):
-            world.members(*nodes)
-            await world.until_told(*nodes)
-        world.status = replace(world.status, policy="0-1")
-        await world.until(lambda: world.store.written[-1].policy == "0-1")
-        world.status = replace(world.status, tokens_delivered=7)
-        await world.until_looks(3)
-        assert len(world.store.written) == 5
-        world.now_s += STATUS_S
-        await world.until(lambda: len(world.store.written) == 6)
-
-    world = run(story)
-    assert world.nodes() == [[], ["a"], ["a", "b"], ["b"], ["b"], ["b"]]
-    assert [status.seq for status in world.store.written] == [1, 2, 3, 4, 5, 6]
-    assert [status.tokens_delivered for status in world.store.written] == [0, 0, 0, 0, 0, 7]
+async def test_membership_is_written_immediately_and_counts_with_the_beat(writing: Writing) -> None:
+    written = writing.store.written
+    for count, nodes in enumerate((("a",), ("a", "b"), ("b",)), 2):
+        writing.members(*nodes)
+        await writing.until_written(count)
+    writing.status = replace(writing.status, policy="0-1")
+    await writing.until_written(5)
+    writing.status = replace(writing.status, tokens_delivered=7)
+    await writing.until_written(5)
+    for beat in range(6, 8):  # the second without any change
+        writing.now_s += STATUS_S
+        await writing.until_written(beat)
+    assert writing.nodes() == [[], ["a"], ["a", "b"], *[["b"]] * 4]
+    assert [status.seq for status in written] == list(range(1, 8))
+    assert [status.tokens_delivered for status in written] == [0, 0, 0, 0, 0, 7, 7]
 
 
-def test_a_gateway_where_nothing_happens_goes_on_writing() -> None:
-    async def story(world: World) -> None:
-        for beat in range(1, 4):
-            await world.until_written(beat)
-            await world.until_looks(2)
-            assert len(world.store.written) == beat
-            world.now_s += STATUS_S
-
-    run(story)
-
-
-def test_a_slow_store_is_not_waited_for_and_gets_the_newest_next() -> None:
-    async def story(world: World) -> None:
-        await world.until(lambda: len(world.store.written) == 1)
-        world.store.free.clear()
-        world.members("a")
-        await world.until(world.store.held.is_set)
-        world.members("a", "b")
-        world.members("a", "b", "c")
-        world.store.free.set()
-        await world.until(lambda: world.nodes()[-1] == ["a", "b", "c"])
-
-    assert run(story).nodes() == [[], ["a"], ["a", "b", "c"]]
-
-
-def test_a_store_that_is_away_is_tried_again_and_gets_the_newest() -> None:
-    async def story(world: World) -> None:
-        await world.until(lambda: len(world.store.written) == 1)
-        world.store.away = True
-        world.members("a")
-        await world.until(lambda: world.store.refused == 1)
-        world.members("b")
-        await world.until(lambda: world.store.refused == 2)
-        world.store.away = False
-        await world.until(lambda: len(world.store.written) == 2)
-
-    world = run(story)
-    assert world.nodes() == [[], ["b"]]
-    assert world.store.written[-1].seq > world.store.written[0].seq
+@pytest.mark.parametrize("trouble", ["slow", "away"])
+async def test_store_in_trouble_delays_nothing_and_gets_the_newest(writing: Writing, trouble: str) -> None:
+    store = writing.store
+    if trouble == "slow":
+        store.free.clear()
+    else:
+        store.away = True
+    writing.members("a")
+    await writing.until(lambda: store.held.is_set() or store.refused == 1)
+    writing.members("a", "b")
+    writing.members("a", "b", "c")
+    await writing.until(lambda: trouble == "slow" or store.refused == 2)
+    store.free.set()
+    store.away = False
+    await writing.until(lambda: writing.nodes()[-1] == ["a", "b", "c"])
+    assert writing.nodes() == [[], *([["a"]] if trouble == "slow" else []), ["a", "b", "c"]]
+    assert store.written[-1].seq > store.written[0].seq
 
 
 def test_the_gateway_of_a_replaced_machine_does_not_come_back_as_the_runs(tmp_path: Path) -> None:

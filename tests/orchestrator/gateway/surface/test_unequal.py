@@ -16,8 +16,8 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai import AnswerFormat, Told, _Run, error_document
 from orchestrator.gateway.surface.openai_request import read_chat, read_completion
 from policies.serving.wire import CHAT as CHAT_PATH
-from tests.stand_ins.fake_vllm import completion, expected, prompt_of
-from tests.stand_ins.gateway_world import World, run
+from tests.rigs.gateway_world import World, serve
+from tests.stand_ins.fake_vllm import FOREVER, completion, expected, prompt_of
 
 PROMPT = [1, 2, 3]
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -63,12 +63,10 @@ class Client:
 async def streamed(world: World, client: Client, cuts: list[int]) -> str | None:
     """The stream, over a node for each stretch; each but the last is lost after so many tokens of the request."""
     streaming = asyncio.ensure_future(client.stream())
-    for number, stalls in enumerate([*cuts, 1_000_000]):
+    for number, stalls in enumerate([*cuts, FOREVER]):
         node = await world.node(f"n{number}", unequal=f"n{number}", stalls=stalls)
         if number:
-            lost = world.nodes[number - 1]
-            lost.kill()
-            world.members.leave(lost.name, lost.boot_id)
+            world.nodes[number - 1].lose()
         await world.until(lambda node=node: streaming.done() or node.stalled)  # type: ignore[misc]
         if streaming.done():
             break
@@ -97,45 +95,38 @@ def test_a_stream_goes_on_over_nodes_that_compute_other_last_bits(kind: str, see
         delivered, discarded = world.ledger.delivered, world.ledger.discarded
         assert (delivered, discarded) == (0, client.job.discarded + len(client.job.token_ids))
 
-    run(story)
+    serve(story)
 
 
-def test_what_was_told_before_the_seam_stays_and_the_rest_is_the_other_nodes() -> None:
-    async def story(world: World) -> None:
-        seed = next(
-            seed
-            for seed in range(1000)
-            if completion({"seed": seed, "max_tokens": 9}, PROMPT, "n0")[0]
-            != completion({"seed": seed, "max_tokens": 9}, PROMPT, "n1")[0]
-        )
-        client = Client(world, {**KINDS["stop"], "seed": seed, "return_token_ids": True})
-        assert await streamed(world, client, [9]) == "length"
-        before = completion({"seed": seed, "max_tokens": 9}, PROMPT, "n0")[0]
-        after = completion({"seed": seed, "max_tokens": 31}, [*PROMPT, *before], "n1")[0]
-        assert client.token_ids == [*before, *after]
-        asked = [(len(body["prompt"]), body["max_tokens"], body["stop"]) for body in world.nodes[1].asked]
-        assert asked == [(3, 40, ["zzz"]), (12, 31, ["zzz"])]  # from its start, and then from what was told
-
-    run(story)
+async def test_what_was_told_before_the_seam_stays_and_the_rest_is_the_other_nodes(world: World) -> None:
+    seed = next(
+        seed
+        for seed in range(1000)
+        if completion({"seed": seed, "max_tokens": 9}, PROMPT, "n0")[0]
+        != completion({"seed": seed, "max_tokens": 9}, PROMPT, "n1")[0]
+    )
+    client = Client(world, {**KINDS["stop"], "seed": seed, "return_token_ids": True})
+    assert await streamed(world, client, [9]) == "length"
+    before = completion({"seed": seed, "max_tokens": 9}, PROMPT, "n0")[0]
+    after = completion({"seed": seed, "max_tokens": 31}, [*PROMPT, *before], "n1")[0]
+    assert client.token_ids == [*before, *after]
+    asked = [(len(body["prompt"]), body["max_tokens"], body["stop"]) for body in world.nodes[1].asked]
+    assert asked == [(3, 40, ["zzz"]), (12, 31, ["zzz"])]  # from its start, and then from what was told
 
 
-def test_a_stream_that_ends_elsewhere_before_it_is_where_it_was_goes_on_from_there() -> None:
+async def test_a_stream_that_ends_elsewhere_before_it_is_where_it_was_goes_on_from_there(world: World) -> None:
     logprobs: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
     choice = {"text": "", "token_ids": [], "logprobs": logprobs, "finish_reason": "length"}
     ends = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-
-    async def story(world: World) -> None:
-        client = Client(world, {**KINDS["stop"], "seed": 3})
-        streaming = asyncio.ensure_future(client.stream())
-        first = await world.node("first", stalls=9)
-        await world.until(lambda: first.stalled)
-        await world.node("second", breaks=ends)  # the first token of each answer, and then no more
-        first.kill()
-        assert await streaming == "length"
-        assert client.text == client.job.text
-        assert client.job.token_ids == expected(3, PROMPT, 10)[0]
-
-    run(story)
+    client = Client(world, {**KINDS["stop"], "seed": 3})
+    streaming = asyncio.ensure_future(client.stream())
+    first = await world.node("first", stalls=9)
+    await world.until(lambda: first.stalled)
+    await world.node("second", breaks=ends)  # the first token of each answer, and then no more
+    first.kill()
+    assert await streaming == "length"
+    assert client.text == client.job.text
+    assert client.job.token_ids == expected(3, PROMPT, 10)[0]
 
 
 @pytest.mark.parametrize(("kind", "recovery"), [("grammar", "continue"), ("stop", "exact")])
@@ -151,7 +142,7 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(
             return error
         return None
 
-    ends = [run(partial(story, seed=seed)) for seed in range(12)]
+    ends = [serve(partial(story, seed=seed)) for seed in range(12)]
     errors = [one for one in ends if one is not None]
     assert 0 < len(errors) < len(ends)  # the others happened to agree
     for error in errors:
@@ -160,22 +151,12 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(
         assert "VLLM_BATCH_INVARIANT=1" in said["message"]
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_what_is_not_streamed_is_made_whole_by_one_node(chat: bool) -> None:
-    async def story(world: World) -> None:
-        body = {
-            **(CHAT if chat else {"prompt": PROMPT}),
-            "max_tokens": 40,
-            "stop": "zzz",
-            "seed": 3,
-            "stream": False,
-        }
-        client = Client(world, body)
-        first, asked = await world.node("n0", unequal="n0", stalls=9), world.ask(client.job)
-        await world.until(lambda: first.stalled)
-        await world.node("n1", unequal="n1")
-        first.kill()
-        got = await asked
-        assert got.token_ids == completion(client.job.body, prompt_of(client.job.body), "n1")[0]
-
-    run(story)
+@pytest.mark.parametrize("prompt", [CHAT, {"prompt": PROMPT}], ids=["chat", "tokens"])
+async def test_what_is_not_streamed_is_made_whole_by_one_node(world: World, prompt: dict[str, Any]) -> None:
+    client = Client(world, {**prompt, "max_tokens": 40, "stop": "zzz", "seed": 3, "stream": False})
+    first, asked = await world.node("n0", unequal="n0", stalls=9), world.ask(client.job)
+    await world.until(lambda: first.stalled)
+    await world.node("n1", unequal="n1")
+    first.kill()
+    got = await asked
+    assert got.token_ids == completion(client.job.body, prompt_of(client.job.body), "n1")[0]

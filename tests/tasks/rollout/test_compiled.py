@@ -1,7 +1,11 @@
-"""What one node has compiled and another uses: for the same key, as it was written, by who knows the secret."""
+"""What one node has compiled and another uses: for the same key, as it was written, by who knows the secret.
+
+A vLLM that does not work with it is started without, and the other nodes hear of that.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import tarfile
@@ -13,13 +17,70 @@ from typing import Any
 import pytest
 import zstandard
 
-from checkpoint.security.vouched import MAC_BYTES, seal, unseal
+from checkpoint.security.vouched import MAC_BYTES, seal
 from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, StoreUnavailable
+from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
-from tasks.rollout import compile_caches
+from policies.model.spec import RunSpec
+from policies.serving.joining import ENGINE, ENGINE_ANEW
+from tasks.rollout import base_here, compile_caches
 from tasks.rollout.compile_caches import FOLDERS, CompileCaches
-from tests.tasks.rollout.compiled.nodes import KERNELS, SECRET, Machines, read, write
+from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
+from tests.rigs.rollout_machine import Boot, Machine, spec_of
+
+SECRET = "the run's secret"
+KERNELS = {"vllm/torch_compile_cache/ab/model": b"graph", "inductor/x/k.so": bytes(range(256)), "triton/e": b""}
+
+
+class Machines:
+    """Nodes of one run, each with a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(f"memory://{folder}", retry_s=0.0)
+        for model in ("model", "another"):
+            write(folder / model, {"config.json": b"{}"})
+        self.spec = spec_of(folder)
+        self.count = 0
+
+    def node(self, spec: RunSpec | None = None, secret: str = SECRET) -> tuple[CompileCaches, Path]:
+        self.count += 1
+        root, spec = self.folder / str(self.count), spec or self.spec
+        return CompileCaches(self.store, spec, root, secret), root / str(compile_caches.key_of(spec, {}))
+
+    def compiles(self, spec: RunSpec | None = None, secret: str = SECRET) -> None:
+        """A node starts, finds nothing, compiles and stores it."""
+        node, folder = self.node(spec, secret)
+        node.bring(spec or self.spec)
+        assert not folder.exists()
+        write(folder, KERNELS)
+        node.store()
+
+    def brought(self, spec: RunSpec | None = None) -> dict[str, bytes]:
+        node, folder = self.node(spec)
+        node.bring(spec or self.spec)
+        return read(folder)
+
+    def places(self) -> list[str]:
+        return [entry.key for entry in self.store.entries(layout.COMPILED)]
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    assert not list(folder.parent.glob(".*")), "nothing half done is left"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    return Machines(tmp_path)
 
 
 def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
@@ -197,9 +258,77 @@ def test_where_nothing_can_be_shared_nothing_is_asked(
     assert machines.places() == []
 
 
-def test_a_seal_is_of_its_secret_its_place_and_its_content() -> None:
-    sealed = seal(SECRET, "a/0", b"code")
-    assert bytes(unseal(SECRET, "a/0", memoryview(sealed))) == b"code"
-    for secret, place, data in ((SECRET, "a/1", sealed), ("other", "a/0", sealed), (SECRET, "a/0", sealed + b"x")):
-        with pytest.raises(Corrupt, match="does not vouch"):
-            unseal(secret, place, memoryview(data))
+def test_what_vllm_does_not_work_with_is_replaced_once_it_works(machines: Machines) -> None:
+    machines.compiles()
+    [place] = machines.places()
+    node, folder = machines.node()
+    node.bring(machines.spec)
+    node = CompileCaches(machines.store, machines.spec, folder.parent, SECRET)  # its agent was started again
+    node.bring(machines.spec)
+    assert read(folder) == KERNELS
+    node.doubt()
+    write(folder, {"triton/k": b"its own"})
+    node.store()
+    assert machines.brought() == KERNELS, "it may have failed for another cause"
+    node.works()
+    node.store()
+    assert machines.places() == [place]
+    assert machines.brought() == {"triton/k": b"its own"}
+
+
+@pytest.fixture
+def kept(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the agent keeps what is compiled."""
+    monkeypatch.setenv("HOME", str(machines.folder))
+    monkeypatch.setattr(compile_caches, "key_of", lambda *_: "key")
+    return machines.folder / base_here.COMPILED / "key"
+
+
+@pytest.mark.parametrize("fails", ["start", "load", "start hangs", "second end"])
+async def test_vllm_that_fails_with_what_was_brought_starts_without(
+    machine: Machine, kept: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """One that hangs has a share of the machine's time: the controller counts from the next start again."""
+    found = list[bool]()
+
+    async def on_start(_: Boot) -> None:
+        found.append(kept.exists())
+        if found[-1] and fails == "start":
+            raise ServerFailed("ended with exit code 1")
+        if found[-1] and fails == "start hangs":
+            await asyncio.Event().wait()
+        if fails == "start hangs":
+            await machine.eventually(lambda: machine.stages[-1].name == ENGINE_ANEW)
+            assert ENGINE in {stage.name for stage in machine.stages}
+
+    async def on_load(_: Boot) -> None:
+        if found[-1] and fails == "load":
+            raise PolicyRefused("computes something else", touched=True)
+
+    if fails == "start hangs":
+        monkeypatch.setattr(base_here, "HANGS_SHARE", 1e-4)
+    write(kept, KERNELS)
+    wanted, machine.on_start, machine.on_load = machine.publish(0), on_start, on_load
+    machine.start(wanted)
+    if fails == "second end":
+        for boots in (1, 2):
+            await machine.eventually(lambda at=boots: len(found) == at)  # type: ignore[misc]
+            await machine.holds(wanted)
+            machine.boots[-1].ends.set()
+    await machine.until(lambda one: found[-1] is False and one.policy == wanted.label)
+    assert found == [True] * (2 if fails == "second end" else 1) + [False]
+
+
+async def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
+    machine: Machine, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_caches, "SERVED_S", 0.0)
+    wanted = machine.publish(0)
+    machine.comes_up.clear()
+    machine.start(wanted)
+    await machine.eventually(lambda: machine.boots)
+    write(kept, KERNELS)
+    assert machine.store.entries(layout.COMPILED) == []
+    machine.comes_up.set()
+    await machine.holds(wanted)
+    await machine.eventually(lambda: machine.store.entries(layout.COMPILED))
