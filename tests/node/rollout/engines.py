@@ -148,7 +148,7 @@ class Lab:
         servers = [
             pid
             for pid, line in self.processes().items()
-            if "tasks.rollout.vllm.main" in line and "tasks.machine.processes.process_tree" not in line
+            if "tasks.rollout.vllm.main" in line and "tasks.machine.process_tree" not in line
         ]
         assert len(servers) == 1
         os.kill(servers[0], signal.SIGKILL)

@@ -25,7 +25,7 @@ from tests.rigs.rollout_machine import spec_of
 from tests.stand_ins.fake_vllm import FakeVllm
 
 VOCABULARY = 300
-ENDS_AS_ONE = "tasks.machine.processes.process_tree"
+ENDS_AS_ONE = "tasks.machine.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
 TREE = """
 import os, signal, subprocess, sys, time
