@@ -71,7 +71,7 @@ class World:
         by = self.source() if source is None else source
         ref = PolicyRef(str(at), layout.policy(at, BY))
         samples, sampling = told.pop("samples", 2), told.pop("sampling", SAMPLING)
-        how = {"training": True, "publish": lambda: ref, **told}
+        how = {"training": True, "policies": lambda _: ref, **told}
         return by.complete(at, list(prompts), samples, sampling, **how)
 
     @property
@@ -173,7 +173,7 @@ def test_a_journalled_call_is_not_made_again(world: World) -> None:
     def publish(_: PolicyVersion) -> PolicyRef:
         raise AssertionError("weights of a replayed step were published")
 
-    assert world.complete([5, 6], [7, 8], publish=publish) == first
+    assert world.complete([5, 6], [7, 8], policies=publish) == first
     assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
     assert world.seeds == [request_seed(42, 0, 3, 0, prompt, sample) for prompt in (0, 1) for sample in (0, 1)]
 
