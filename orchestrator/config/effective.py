@@ -155,7 +155,6 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "fleet", "dead_man_min"): (0, False),
     ("policies", "fleet", "loss_half_life_h"): (0, True),
     ("policies", "fleet", "launch_half_life_h"): (0, True),
-    ("policies", "resume_state_steps"): (1, False),
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
