@@ -105,6 +105,13 @@ class _Begun:
     digest: str
     made: Future[_Generated] = field(default_factory=Future)
     activity: str = "generating"
+    storing: threading.Lock = field(default_factory=threading.Lock)
+    is_dropped: bool = False
+
+    def drop(self) -> None:
+        """Nobody takes it: it is not stored any more, in the place of what is made instead."""
+        with self.storing:
+            self.is_dropped = True
 
     def report(self, activity: str) -> None:
         self.activity = activity
@@ -268,7 +275,10 @@ class RolloutSource:
         """The completions of one call, from the journal or made now and stored."""
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
-        if begun is not None and begun.digest == digest:
+        if begun is not None and begun.digest != digest:
+            begun.drop()
+            begun = None
+        if begun is not None:
             generated = self._awaited(begun)
         elif (stored := self._journalled(call, digest)) is not None:
             generated = _replayed(stored)
@@ -315,8 +325,9 @@ class RolloutSource:
             took_s = time.monotonic() - began_s
             rollout = _rollout(call, begun.digest, batch, got)
             is_stored = not any(one.refused for one in got.completions)  # else it is judged first
-            if is_stored:
-                rollouts.write_rollout(self._store, rollout, self._by)
+            with begun.storing:
+                if is_stored and not begun.is_dropped:
+                    rollouts.write_rollout(self._store, rollout, self._by)
             made = _Generated(
                 rollout, is_stored, took_s=took_s, machines=_machines_of(got), done_at_s=began_s + took_s
             )
