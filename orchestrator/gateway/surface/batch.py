@@ -71,7 +71,6 @@ class BatchRun:
             while left and not ended:
                 lines = await self._next(progress_at_s - loop.time())
                 now_s, left = loop.time(), left - len(lines)
-                self._finish(len(lines))
                 ended = any(line.error is not None for line in lines)
                 if lines:
                     moved_at_s = now_s
@@ -194,6 +193,7 @@ class BatchRun:
         ]
 
     def _say(self, line: BatchLine) -> None:
+        self._finish(int(line.completion is not None))  # whether its asker reads it yet or not
         self._lines.append(line)
         self._news.set()
 

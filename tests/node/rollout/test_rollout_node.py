@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.security import identity
 from checkpoint.stream import manifest
-from policies.serving.wire import Completion, PolicyRef, Progress
+from policies.serving.wire import PolicyRef
 from tests.budget import HANG_S, until
 from tests.node.rollout.engines import HOST, TOKEN, Lab, completions, largest_difference
 from tests.stand_ins.strangers import check_closed
@@ -90,27 +90,6 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
         assert http.request(method, f"{node}{path}", headers=right).status_code == 404
     assert http.post(f"{node}/v1/completions", json=body, headers=right).status_code == 200
     http.close()
-
-
-def test_new_weights_end_what_runs_and_nothing_is_made_of_two_policies(lab: Lab) -> None:
-    next_one = lab.publish("0-2", seed=3)  # of which the node hears once it is asked for
-    policy, finished = PolicyRef("0-1", "policies/0000/00000001"), list[Completion]()
-    old = lab.ask(policy, range(MANY), max_tokens=250, ignore_eos=True)
-
-    def until_told(told: Callable[[Progress], bool]) -> None:
-        for line in old:
-            assert (line.error, line.end) == (None, None)
-            finished.extend([line.completion] if line.completion else [])
-            if line.progress and told(line.progress):
-                return
-
-    until_told(lambda one: one.tokens > 0)
-    new = completions(list(lab.ask(next_one)))
-    assert largest_difference(lab.models["0-2"], new) < 1e-5
-    # Nobody serves it, and all that is left waits.
-    until_told(lambda one: (one.members, one.waiting) == (0, MANY - len(finished)))
-    old.close()
-    assert largest_difference(lab.models["0-1"], finished) < 1e-5
 
 
 def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> None:
