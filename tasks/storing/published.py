@@ -82,10 +82,6 @@ class _Bases:
     snapshot: str = ""
 
 
-def _is_of(prefix: str, timeline: int) -> bool:
-    return layout.version_of(f"{prefix}/").timeline == timeline
-
-
 class PolicyRemover:
     """Removes a publisher's own and older publishers' policies: one that was replaced and does not know it takes
     nothing from the newer one, which removes what it leaves."""
@@ -109,11 +105,11 @@ class PolicyRemover:
                 older[prefix] = age(prefix)
         in_order = sorted((p for p in older if older[p] < age(present)), key=lambda p: older[p])
         there = [prefix for prefix in in_order if prefix in whole]
-        timeline = layout.version_of(f"{present}/").timeline
         usable = {present, *there[-1:]}
         if since_step is not None:
-            since = PolicyVersion(timeline, since_step)
-            usable |= {one for one in there if since <= layout.version_of(f"{one}/") and _is_of(one, timeline)}
+            since = PolicyVersion(layout.version_of(f"{present}/").timeline, since_step)
+            of = {prefix: layout.version_of(f"{prefix}/") for prefix in there}
+            usable |= {prefix for prefix in there if of[prefix].timeline == since.timeline and of[prefix] >= since}
         needed = {one for prefix in usable for one in self._with_its_bases(prefix)}
         snapshots = {one for prefix in usable if (one := self._bases_of(prefix).snapshot)}
         for gone in in_order:

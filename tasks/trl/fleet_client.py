@@ -183,6 +183,10 @@ class FleetClient:
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         if training:
             self.trained_on.append(rollout)
+        return self._in_shape(prompts, n, rollout)
+
+    def _in_shape(self, prompts: list[list[int]], n: int, rollout: Rollout) -> dict[str, Any]:
+        """The completions as TRL reads a server's answer."""
         end = [self._trainer.eos_token_ids[0]]
         made = iter(rollout.completions)
         found = [next(made) if prompt != NO_PROMPT else None for prompt in prompts for _ in range(n)]
