@@ -52,6 +52,11 @@ class AsksGateway(Protocol):
     def complete(self, batch: Batch) -> Generated:
         """Raises GenerationFailed, NobodyServes, Fenced, LeaveNow, StoreError."""
 
+    def complete_aside(
+        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    ) -> Generated:
+        """Raises GenerationFailed, NobodyServes, Fenced, StoreError."""
+
 
 class Drought:
     """Has a batch completed by the gateway, and where nobody is there for it by the trainer itself.
@@ -97,12 +102,27 @@ class Drought:
             except NobodyServes as nobody:
                 self._take(nobody)
                 raise OwnTurn from nobody
-            self._patience_s, self._failed = self._after_s, 0  # somebody serves
+            self._somebody_serves()
             self._keep(got.completions)
             self._discarded += got.discarded
             self._wait_s += got.wait_s
         made, self._batch = self._made, None
         return Generated([made[one.index] for one in batch.requests], self._discarded, self._wait_s)
+
+    def complete_aside(
+        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    ) -> Generated:
+        """Have nodes complete it, in a thread. Raises NobodyServes once none has been there for its patience, and
+        GenerationFailed, Fenced, StoreError."""
+        got = self._gateway.complete_aside(replace(batch, patience_s=self._patience_s), arrived, say)
+        self._somebody_serves()
+        return got
+
+    def go_on(self, batch: Batch, nobody: NobodyServes) -> None:
+        """Take what there is of a batch that nobody was there for: the trainer makes the rest if nobody comes."""
+        self._turn_to(batch)
+        self._take(nobody)
+        self._patience_s = 0.0 if self._patience_s is not None else None
 
     def share(self, processes: int) -> Share:
         """What the trainer's processes are to make next."""
@@ -137,6 +157,9 @@ class Drought:
         again_s = max(self._after_s, RETRY_LEAST_S) * 2**self._failed
         self._patience_s = again_s if self._failed < TRIES else None
         log.warning("trainer_cannot_generate", why=why, tries=self._failed, again_after_s=self._patience_s)
+
+    def _somebody_serves(self) -> None:
+        self._patience_s, self._failed = self._after_s, 0
 
     def _left(self, batch: Batch) -> list[CompletionRequest]:
         return [one for one in batch.requests if one.index not in self._made]

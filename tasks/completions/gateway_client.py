@@ -110,13 +110,6 @@ class GatewayClient:
         self._heartbeat = heartbeat
         self._say: Callable[[str], None] = heartbeat.say
 
-    def aside(self, say: Callable[[str], None]) -> GatewayClient:
-        """The same client for a thread beside the trainer's: `say` is called instead of the heartbeat, and nothing
-        but a newer trainer interrupts it."""
-        found = copy.copy(self)
-        found._say, found._interrupt = say, lambda: None
-        return found
-
     def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; `arrived` is told of each when it is.
 
@@ -139,6 +132,19 @@ class GatewayClient:
             sum(part.discarded for part in made),
             sum(part.wait_s for part in made),
         )
+
+    def complete_aside(
+        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    ) -> Generated:
+        """The same in a thread beside the trainer's: `say` is called instead of the heartbeat, and nothing but a
+        newer trainer interrupts it."""
+        beside = copy.copy(self)
+        beside._say, beside._interrupt = say, lambda: None
+        return beside.complete(batch, arrived)
+
+    def go_on(self, _batch: Batch, nobody: NobodyServes) -> None:
+        """Raises `nobody`: without a batch's patience there is none."""
+        raise nobody
 
     def _complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         call = _Call(batch, arrived)

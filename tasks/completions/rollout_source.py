@@ -1,18 +1,21 @@
 """Where a step's completions come from: the rollout journal where it has them, the fleet where it has not.
 
 A call belongs to the step that trains on it (`at`) and is sampled from a policy, which may be an older one
-(`rollout.max_staleness`). Such calls are begun ahead: a thread of each has the gateway complete it and stores the
-result, while the trainer works at the steps before.
+(`rollout.max_staleness`). Calls may be begun before they are asked for: those of one policy are one batch, of
+which a thread stores each call when its completions are there, while the trainer works at what comes before it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -22,9 +25,9 @@ from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from policies.serving.seeds import request_seed
-from policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.drought import OwnTurn
-from tasks.completions.gateway_client import GatewayClient, Generated
+from tasks.completions.gateway_client import Generated, NobodyServes
 from tasks.completions.refused_prompts import RefusedPrompts
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
@@ -33,7 +36,7 @@ log = structlog.get_logger()
 
 # Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
 # restart after an evaluation must number the training calls as before.
-EVALUATION_CALLS = 1000
+EVALUATION_CALLS = 1_000_000
 LOOK_S = 0.25  # between two looks whether the trainer is to end, while it waits for a call
 
 
@@ -45,6 +48,21 @@ class Completes(Protocol):
 
         Raises GenerationFailed, OwnTurn, Fenced, LeaveNow.
         """
+
+
+class CompletesAside(Completes, Protocol):
+    """What makes completions while the trainer is at work, too."""
+
+    def complete_aside(
+        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    ) -> Generated:
+        """The same in a thread: `arrived` is told of each completion, and `say` what the trainer does if it waits.
+
+        Raises GenerationFailed, NobodyServes, Fenced.
+        """
+
+    def go_on(self, batch: Batch, nobody: NobodyServes) -> None:
+        """The batch, which is asked for next, was made in a thread until nobody was there for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +117,23 @@ class _Generated:
 
 
 @dataclass(slots=True)
-class _Begun:
-    """A call that a thread has the gateway complete. `activity` is what the trainer does while it waits for it."""
+class _Activity:
+    """What the trainer does while it waits for a call of a batch that was begun."""
 
+    now: str = "generating"
+
+    def report(self, activity: str) -> None:
+        self.now = activity
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A call that was begun."""
+
+    call: Call
     digest: str
     made: Future[_Generated] = field(default_factory=Future)
-    activity: str = "generating"
+    activity: _Activity = field(default_factory=_Activity)  # of all calls of its batch
     storing: threading.Lock = field(default_factory=threading.Lock)
     is_dropped: bool = False
 
@@ -113,8 +142,81 @@ class _Begun:
         with self.storing:
             self.is_dropped = True
 
-    def report(self, activity: str) -> None:
-        self.activity = activity
+
+class _Together:
+    """Calls of one policy that the gateway completes as one batch, in their order.
+
+    Args:
+        begun: the calls.
+        policy: where the policy is.
+        store: stores a call's result, and returns whether it has; called once for each.
+    """
+
+    def __init__(self, begun: list[_Begun], policy: PolicyRef, store: Callable[[_Begun, Rollout], bool]) -> None:
+        self._begun, self._policy, self._store = begun, policy, store
+        self._began_s = time.monotonic()
+        sizes = [len(one.call.prompts) * one.call.samples for one in begun]
+        self._starts = [0, *accumulate(sizes)]
+        self._missing = sizes
+        self._found: dict[int, Completion] = {}
+
+    def requests(self, run_seed: int) -> list[CompletionRequest]:
+        """Of all calls, numbered anew."""
+        every = [one for begun in self._begun for one in begun.call.requests(run_seed)]
+        return [replace(one, index=index) for index, one in enumerate(every)]
+
+    def take(self, completion: Completion) -> None:
+        """A completion is there. The last call ends with the batch, which tells what was lost."""
+        self._found[completion.index] = completion
+        at = bisect_right(self._starts, completion.index) - 1
+        self._missing[at] -= 1
+        if not self._missing[at] and any(self._missing):
+            self._finish(at, 0, 0.0)
+
+    def end(self, got: Generated) -> None:
+        """The batch is complete."""
+        self._found |= {one.index: one for one in got.completions}
+        left = [at for at, one in enumerate(self._begun) if not one.made.done()]
+        for at in left:
+            lost = (got.discarded, got.wait_s) if at == left[-1] else (0, 0.0)
+            self._finish(at, *lost)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more comes: what ended it is raised where a call is waited for."""
+        for one in self._begun:
+            if not one.made.done():
+                one.made.set_exception(error)
+
+    def give_up(self, nobody: NobodyServes) -> None:
+        """No node is there: each call that is not made keeps what there is of it, the first what was lost."""
+        lost = nobody.discarded, nobody.wait_s
+        for start, end, one in zip(self._starts, self._starts[1:], self._begun, strict=False):
+            if not one.made.done():
+                made, cut = (
+                    [
+                        replace(of_call, index=of_call.index - start)
+                        for of_call in every
+                        if start <= of_call.index < end
+                    ]
+                    for every in (nobody.made, nobody.cut)
+                )
+                one.made.set_exception(NobodyServes(made, cut, *lost))
+                lost = 0, 0.0
+
+    def _finish(self, at: int, discarded: int, wait_s: float) -> None:
+        begun, done_at_s = self._begun[at], time.monotonic()
+        made = [self._found.pop(index) for index in range(self._starts[at], self._starts[at + 1])]
+        completions = [replace(one, index=index) for index, one in enumerate(made)]
+        rollout = _rollout(begun.call, begun.digest, self._policy, Generated(completions, discarded, wait_s))
+        begun.made.set_result(
+            _Generated(
+                rollout,
+                self._store(begun, rollout),
+                took_s=done_at_s - self._began_s,
+                machines=_machines_of(completions),
+                done_at_s=done_at_s,
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -153,7 +255,7 @@ class RolloutSource:
 
     Args:
         store: the run's store, for the journal.
-        gateway: completes what the journal does not hold.
+        gateway: completes what the journal does not hold; for `begin` one that CompletesAside.
         heartbeat: told when generation is over.
         costs: charged for each call.
         refused: judges what no node took.
@@ -209,17 +311,20 @@ class RolloutSource:
         training: bool,
         policies: Policies,
         policy: PolicyVersion | None = None,
+        number: int | None = None,
     ) -> Rollout:
         """Return `samples` completions of each prompt, prompt by prompt.
 
         `policies` is called only if something has to be generated, and must return once that version can be
-        pulled. `policy` is the version to sample from, by default that of the step itself.
+        pulled. `policy` is the version to sample from, by default that of the step itself; `number` the call's
+        among those of its step, by default as they come.
 
         Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         self._heartbeat.say("training")  # the prompts are tokens now: rollout nodes are worth their money
-        call = Call(at, self._next_call(at, training), policy or at, prompts, samples, sampling)
+        counted = self._next_call(at, training)
+        call = Call(at, counted if number is None else number, policy or at, prompts, samples, sampling)
         ahead = None if training else self._ahead
         if ahead is not None and ahead.has(at, call.number, prompts, samples):
             if ahead.made is None:
@@ -234,24 +339,34 @@ class RolloutSource:
         self._heartbeat.say("training")
         return rollout
 
-    def begin(self, calls: Sequence[Call], policies: Policies) -> None:
+    def begin(self, calls: Iterable[Call], policies: Policies) -> None:
         """Have these calls made in the background, those of them that the journal does not hold; `complete` then
         takes them. What it asks for otherwise than it was begun is made as it comes.
 
         `policies` is as of `complete`. Raises StoreError and what `policies` does.
         """
+        new = defaultdict[PolicyVersion, list[_Begun]](list)
         for call in calls:
             if (call.at, call.number) in self._begun:
                 continue
-            requests = call.requests(self._run_seed)
-            begun = _Begun(rollouts.digest_of(requests, call.sampling))
+            begun = _Begun(call, rollouts.digest_of(call.requests(self._run_seed), call.sampling))
             if (stored := self._journalled(call, begun.digest)) is not None:
                 begun.made.set_result(_replayed(stored))
+                self._begun[call.at, call.number] = begun
             else:
                 self._note_new(call)
-                batch, name = self._batch(call, requests, policies), f"call-{call.at}-{call.number}"
-                threading.Thread(target=self._work, args=(begun, call, batch), name=name, daemon=True).start()
-            self._begun[call.at, call.number] = begun
+                new[call.policy].append(begun)
+        for version, together in new.items():
+            activity, ref = _Activity(), policies(version)
+            for one in together:
+                one.activity = activity
+                self._begun[one.call.at, one.call.number] = one
+            name = f"calls of {version} from {together[0].call.at}"
+            threading.Thread(target=self._work, args=(together, ref), name=name, daemon=True).start()
+
+    @property
+    def _aside(self) -> CompletesAside:
+        return cast(CompletesAside, self._gateway)
 
     def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
         """Say which prompts the next evaluation calls at a step will ask for, `samples` completions of each.
@@ -275,14 +390,13 @@ class RolloutSource:
         """The completions of one call, from the journal or made now and stored."""
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
-        if begun is not None and begun.digest != digest:
-            begun.drop()
-            begun = None
-        if begun is not None:
-            generated = self._awaited(begun)
+        if begun is not None and begun.digest == digest:
+            generated = self._awaited(begun, requests, policies)
         elif (stored := self._journalled(call, digest)) is not None:
             generated = _replayed(stored)
         else:
+            if begun is not None:
+                begun.drop()
             if training:
                 self._note_new(call)
             generated = self._generated(call, requests, digest, policies)
@@ -297,12 +411,19 @@ class RolloutSource:
         return rollout
 
     def _generated(
-        self, call: Call, requests: list[CompletionRequest], digest: str, policies: Policies
+        self,
+        call: Call,
+        requests: list[CompletionRequest],
+        digest: str,
+        policies: Policies,
+        nobody: NobodyServes | None = None,
     ) -> _Generated:
-        """Have the call made while the trainer waits."""
+        """Have the call made while the trainer waits; with `nobody`, go on with what there is of it."""
         began_s = time.monotonic()
         try:
-            batch = self._batch(call, requests, policies)
+            batch = self._batch(call, requests, policies(call.policy))
+            if nobody is not None:
+                self._aside.go_on(batch, nobody)
             published_s = time.monotonic()
             got = self._gateway.complete(batch)
         except OwnTurn:  # the same call comes again, and what it waits is told at its end
@@ -312,40 +433,42 @@ class RolloutSource:
             ended_s = time.monotonic()
             self._costs.generated_s += ended_s - began_s
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
-        rollout = _rollout(call, digest, batch, got)
-        machines = _machines_of(got)
+        rollout, machines = _rollout(call, digest, batch.policy, got), _machines_of(got.completions)
         return _Generated(rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s)
 
-    def _work(self, begun: _Begun, call: Call, batch: Batch) -> None:
-        """Have a call made that was begun, in its thread. Whatever ends it is raised where it is waited for."""
+    def _work(self, begun: list[_Begun], policy: PolicyRef) -> None:
+        """Have calls of one policy made, in their thread. Whatever ends it is raised where one is waited for."""
+        together = _Together(begun, policy, self._stored_early)
         try:
-            began_s = time.monotonic()
-            assert isinstance(self._gateway, GatewayClient)
-            got = self._gateway.aside(begun.report).complete(batch)
-            took_s = time.monotonic() - began_s
-            rollout = _rollout(call, begun.digest, batch, got)
-            is_stored = not any(one.refused for one in got.completions)  # else it is judged first
-            with begun.storing:
-                if is_stored and not begun.is_dropped:
-                    rollouts.write_rollout(self._store, rollout, self._by)
-            made = _Generated(
-                rollout, is_stored, took_s=took_s, machines=_machines_of(got), done_at_s=began_s + took_s
-            )
-            begun.made.set_result(made)
+            batch = self._batch(begun[0].call, together.requests(self._run_seed), policy)
+            together.end(self._aside.complete_aside(batch, together.take, begun[0].activity.report))
+        except NobodyServes as nobody:
+            together.give_up(nobody)
         except BaseException as error:  # noqa: BLE001  # a thread that dies in silence is waited for in vain
-            begun.made.set_exception(error)
+            together.fail(error)
 
-    def _awaited(self, begun: _Begun) -> _Generated:
-        """Wait for a call that was begun. Raises what ended it."""
+    def _stored_early(self, begun: _Begun, rollout: Rollout) -> bool:
+        """Store a call before it is taken, unless nobody will or it has to be judged first."""
+        if any(one.refused for one in rollout.completions):
+            return False
+        with begun.storing:
+            if not begun.is_dropped:
+                rollouts.write_rollout(self._store, rollout, self._by)
+        return True
+
+    def _awaited(self, begun: _Begun, requests: list[CompletionRequest], policies: Policies) -> _Generated:
+        """Wait for a call that was begun; make it here if no node is there for it. Raises what else ended it."""
         began_s = looked_s = time.monotonic()
         nobody_s = 0.0
         try:
             while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
-                self._heartbeat.say(begun.activity)
+                self._heartbeat.say(begun.activity.now)
                 before_s, looked_s = looked_s, time.monotonic()
-                nobody_s += looked_s - before_s if begun.activity == "waiting" else 0.0
+                nobody_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
+        except NobodyServes as nobody:
+            return self._generated(begun.call, requests, begun.digest, policies, nobody)
         finally:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
@@ -354,8 +477,8 @@ class RolloutSource:
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
         return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s), wait_s=nobody_s)
 
-    def _batch(self, call: Call, requests: list[CompletionRequest], policies: Policies) -> Batch:
-        return Batch(policies(call.policy), call.sampling, requests, self._deadline_s, self._recovery)
+    def _batch(self, call: Call, requests: list[CompletionRequest], policy: PolicyRef) -> Batch:
+        return Batch(policy, call.sampling, requests, self._deadline_s, self._recovery)
 
     def _note_new(self, call: Call) -> None:
         """A call is made anew, so its step leads to other weights than before, unless all nodes compute alike to
@@ -370,7 +493,8 @@ class RolloutSource:
         return self._calls[training]
 
     def _journalled(self, call: Call, digest: str) -> Rollout | None:
-        """The journal's record of the call, if it is whole, of the same requests and of the same policy."""
+        """The journal's record of the call, if it is whole and of the same requests. A newer policy may have stood
+        in for its own."""
         if self._new_at_step is not None and call.policy.step > self._new_at_step:
             return None
         if self._stored is None:
@@ -383,7 +507,8 @@ class RolloutSource:
                 continue
             if rollout is None:
                 continue
-            if (rollout.requests_digest, rollout.policy) == (digest, str(call.policy)):
+            policy = PolicyVersion.parse(rollout.policy)
+            if rollout.requests_digest == digest and call.policy <= policy <= call.at:
                 log.info("rollout_replayed", at=str(call.at), call=call.number)
                 return rollout
             log.warning("rollout_of_other_requests", at=str(call.at), call=call.number)
@@ -394,11 +519,11 @@ def _replayed(stored: Rollout) -> _Generated:
     return _Generated(stored, is_stored=True, is_replayed=True, wait_s=stored.wait_s)
 
 
-def _rollout(call: Call, digest: str, batch: Batch, got: Generated) -> Rollout:
+def _rollout(call: Call, digest: str, policy: PolicyRef, got: Generated) -> Rollout:
     return Rollout(
         rollouts.SCHEMA,
         str(call.at),
-        batch.policy.version,
+        policy.version,
         call.number,
         digest,
         got.completions,
@@ -407,7 +532,7 @@ def _rollout(call: Call, digest: str, batch: Batch, got: Generated) -> Rollout:
     )
 
 
-def _machines_of(got: Generated) -> int:
+def _machines_of(made: Sequence[Completion]) -> int:
     """How many rollout machines made them, and the trainer's where there are none."""
-    machines = {machine_of(one.node) for one in got.completions if one.node}
+    machines = {machine_of(one.node) for one in made if one.node}
     return len([one for one in machines if not one.startswith(Role.TRAINER)] or machines)

@@ -121,8 +121,12 @@ def assemble(
         client.own_share = OwnShare(source if first else None, own)
     publisher = (own if source is own else policy_publisher(start, trainer)) if first else None
     client.attach(trainer, publisher, env.timeline)
-    if staleness := start.spec.rollout.max_staleness:
-        client.windows = WindowsAhead(trainer, env.timeline, _first_step(forks, env.timeline), staleness)
+    wanted = start.spec.trainer
+    knows_prompts = wanted.environment_factory is None and wanted.rollout_func is None
+    if source is not own and knows_prompts:
+        staleness = start.spec.rollout.max_staleness
+        windows = WindowsAhead(trainer, env.timeline, _first_step(forks, env.timeline), staleness)
+        client.windows = windows if windows.helps else None
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))

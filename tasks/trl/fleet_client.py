@@ -66,6 +66,7 @@ class FleetClient:
             all as one batch.
         own_share: what this process makes where no rollout node can be had; None: such nodes are waited for.
         windows: what is asked for ahead; None: nothing, and each step is sampled from its own policy.
+        trained_on: the training calls since somebody emptied it.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -81,8 +82,8 @@ class FleetClient:
         self.foresees = False
         self.own_share: OwnShare | None = None
         self.windows: WindowsAhead | None = None
-        self._begun_in: int | None = None  # the window at whose beginning calls were begun last
-        self.trained_on: list[Rollout] = []  # the training calls since somebody emptied it
+        self._turn = (-1, 0)  # the window, and how many of its calls are made
+        self.trained_on: list[Rollout] = []
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
         """Name the trainer whose steps these are, before its first generate call. Its first process publishes."""
@@ -166,9 +167,7 @@ class FleetClient:
         training = bool(self._trainer.model.training)
         windows = self.windows if training else None
         try:
-            if windows is not None and windows.present != self._begun_in:
-                self._rollouts.begin(list(windows.calls(n, sampling)), self._policy)
-                self._begun_in = windows.present
+            told = {} if windows is None else self._of_window(windows, n, sampling)
             rollout = self._rollouts.complete(
                 self._version(),
                 [prompt for prompt in prompts if prompt != NO_PROMPT],
@@ -176,14 +175,25 @@ class FleetClient:
                 sampling,
                 training=training,
                 policies=self._policy,
-                policy=None if windows is None else windows.policy_of(windows.present),
+                **told,
             )
         except (LeaveNow, OwnTurn, _WeightsFirst) as told:
             said = _SAID[type(told)]  # in the place of completions, for which the others wait
             return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
         if training:
+            self._turn = self._turn[0], self._turn[1] + 1
             self.trained_on.append(rollout)
         return self._in_shape(prompts, n, rollout)
+
+    def _of_window(self, windows: WindowsAhead, samples: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        """The policy and the number of the present window's next call. With a round's first one, all calls whose
+        policies are there are begun."""
+        window = windows.present
+        if self._turn[0] != window:
+            if self._turn[0] < 0 or windows.begins_round(window):
+                self._rollouts.begin(windows.calls(samples, sampling), self._policy)
+            self._turn = window, 0
+        return {"policy": windows.policy_of(window), "number": windows.number_of(*self._turn)}
 
     def _in_shape(self, prompts: list[list[int]], n: int, rollout: Rollout) -> dict[str, Any]:
         """The completions as TRL reads a server's answer."""

@@ -5,6 +5,8 @@ They are replaced, not removed: epochs stay as long as they are, and a restart f
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,13 +105,13 @@ class ReplacedPrompts:
 def walk_of(config: Any, prompts: int) -> Walk:
     """How a trainer of this GRPOConfig goes through a dataset of so many prompts, as TRL's sampler lays it out."""
 
-    def order(epoch: int) -> list[int]:
+    @functools.lru_cache(2)  # the present epoch, and the next one for windows that are requested ahead
+    def order(epoch: int) -> Sequence[int]:
         if not config.shuffle_dataset:
-            return list(range(prompts))
+            return range(prompts)
         generator = torch.Generator()
         draw_epochs_before(epoch, prompts, generator, config.seed)
-        drawn: list[int] = torch.randperm(prompts, generator=generator).tolist()
-        return drawn
+        return array("q", torch.randperm(prompts, generator=generator).tolist())
 
     return Walk(
         prompts,

@@ -1,14 +1,14 @@
-"""Which generation windows are requested while the trainer works, and of which policies (`rollout.max_staleness`).
+"""Which windows are requested together, and of which policies: streaming, and `rollout.max_staleness`.
 
-A window is what TRL generates for at once. With a staleness of s, window w is sampled from the policy that the
-trainer has when it begins window w - s; the first windows of a timeline from the policy it starts with. So the
-content of a window follows from seed, data and policies, and never from timing: a restarted trainer requests the
-same, or reads it.
+A window is what TRL generates for at once (`steps_per_generation` batches). The windows that begin in one step are
+a round. They are requested together as soon as their policy is published, and each is trained on when it is there,
+in their order. With a staleness of s, round r is sampled from the policy that the trainer has when it begins round
+r - s; the first rounds of a timeline from the policy it starts with. So the content of a window follows from seed,
+data and policies, and never from timing: a restarted trainer requests the same, or reads it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,52 +24,70 @@ class WindowsAhead:
         trainer: TRL's.
         timeline: that it trains.
         since_step: of its first policy on this timeline.
-        staleness: how many windows a policy may be older than the one that is trained on it.
+        staleness: how many rounds a policy may be older than the one that is trained on it.
     """
 
     def __init__(self, trainer: Any, timeline: int, since_step: int, staleness: int) -> None:
         self._trainer, self._timeline = trainer, timeline
         self._since_step, self._staleness = since_step, staleness
         self._walk = walk_of(trainer.args, len(trainer.train_dataset))
-        self._rows_of = functools.lru_cache(4 * (staleness + 1))(self._walk.rows_of)
 
     @property
     def present(self) -> int:
         """The window that the trainer is in, counted from the start of the run."""
         return self._walk.window_of_batch(self._trainer._step)
 
+    @property
+    def helps(self) -> bool:
+        """Whether anything is requested before it is waited for."""
+        return self._staleness > 0 or self._walk.batches_per_window < self._walk.batches_per_step
+
     def policy_of(self, window: int) -> PolicyVersion:
         """The policy that a window is sampled from."""
-        before = window - self._staleness
-        step = self._walk.steps_before(before) if before > 0 else 0
-        return PolicyVersion(self._timeline, max(self._since_step, step))
+        first = self._round_of(window).start
+        for _ in range(self._staleness):
+            first = self._round_of(max(0, first - 1)).start
+        return PolicyVersion(self._timeline, max(self._since_step, self._walk.steps_before(first)))
+
+    def number_of(self, window: int, turn: int = 0) -> int:
+        """Of a window's generate call, counted from 0, among all those of its step: known before any is made."""
+        windows = self._round_of(window)
+        return len(windows) * turn + window - windows.start
+
+    def begins_round(self, window: int) -> bool:
+        """Whether it is the first window of its step."""
+        return self._round_of(window).start == window
 
     def calls(self, samples: int, sampling: dict[str, Any]) -> Iterator[Call]:
-        """The first generate call of the present window, and of those whose policies are there by now.
+        """The first generate calls of the windows of the present round, and of the rounds whose policies are there
+        by now, in the order in which they are trained on.
 
         Those that begin after the last step are left out.
         """
-        present, state = self.present, self._trainer.state
-        for window in range(present, present + self._staleness + 1):
-            step = max(state.global_step, self._walk.steps_before(window))
-            number = self._begun_in(step, window)
-            if step >= state.max_steps:
+        window, state = self._round_of(self.present).start, self._trainer.state
+        for _ in range(self._staleness + 1):
+            windows = self._round_of(window)
+            at = max(state.global_step, self._walk.steps_before(window))
+            if at >= state.max_steps:
                 return
-            if number and self._trainer.tools:
-                continue  # how many calls the window before it makes is not known yet
-            at = PolicyVersion(self._timeline, step)
-            yield Call(at, number, self.policy_of(window), self._prompts(window), samples, sampling)
+            for window in windows:
+                version, number = PolicyVersion(self._timeline, at), self.number_of(window)
+                yield Call(version, number, self.policy_of(window), self._prompts(window), samples, sampling)
+            window = windows.stop
 
-    def _begun_in(self, step: int, window: int) -> int:
-        """How many windows before this one begin in the same step."""
-        first = window
-        while first > 0 and self._walk.steps_before(first - 1) == step:
+    def _round_of(self, window: int) -> range:
+        """The windows that begin in the same step."""
+        steps_before = self._walk.steps_before
+        first = end = window
+        while first > 0 and steps_before(first - 1) == steps_before(window):
             first -= 1
-        return window - first
+        while steps_before(end) == steps_before(window):
+            end += 1
+        return range(first, end)
 
     def _prompts(self, window: int) -> list[list[int]]:
         """The prompts of a window as TRL will ask for them: token ids, one list a prompt."""
         trainer, other = self._trainer, self._trainer._replaced.at(self._walk.steps_before(window) + 1)
-        rows = [other.get(row, row) for row in self._rows_of(window)]
+        rows = [other.get(row, row) for row in self._walk.rows_of(window)]
         prompts = [trainer.train_dataset[row]["prompt"] for row in rows]
         return [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]

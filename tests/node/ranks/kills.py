@@ -42,9 +42,14 @@ A_STEP = GRPO["per_device_train_batch_size"]  # completions, of all processes
 RANDOM = ("rng_state_0.pth", "rng_state_1.pth")
 
 
-def of(processes: int, **grpo: Any) -> dict[str, Any]:
+def of(processes: int, windows: int = 1, **grpo: Any) -> dict[str, Any]:
     """A run of eight completions a step, in as many processes as its machine is to have GPUs."""
-    batch = {"max_steps": STEPS, "per_device_train_batch_size": GRPO["per_device_train_batch_size"] // processes}
+    batch = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GRPO["per_device_train_batch_size"] // processes // windows,
+        "gradient_accumulation_steps": windows,
+        "steps_per_generation": 1,
+    }
     return {"grpo": {**batch, **grpo}, "accelerators": f"H100:{processes}"}
 
 
@@ -63,12 +68,17 @@ class Killed:
     killed_s: float
 
 
-def kill_one(way: str, folder: Path, tiny: Path, seed: int, limit_s: float, max_staleness: int = 0) -> Killed:
-    """Train twice, once with a rank killed at a random completion of a random step, and compare."""
+def kill_one(
+    way: str, folder: Path, tiny: Path, seed: int, limit_s: float, max_staleness: int = 0, windows: int = 1
+) -> Killed:
+    """Train twice, once with a rank killed at a random completion of a random step, and compare.
+
+    A step has so many windows.
+    """
     dice = random.Random(f"{way} {seed}")
     # What divides nothing works on CPUs as it is.
     module, on_cpu = (TRAINER, True) if WAYS[way]["accelerate"] is None else (cpu_for_gpu.__name__, False)
-    run = {**of(2, use_cpu=on_cpu), **WAYS[way], "max_staleness": max_staleness}
+    run = {**of(2, windows, use_cpu=on_cpu), **WAYS[way], "max_staleness": max_staleness}
     begun_s = time.monotonic()
     with open_rig(folder / "calm", tiny, **run) as calm:
         assert calm.wait(calm.start_ranks(module=module), timeout_s=limit_s) == exit_codes.OK

@@ -19,9 +19,14 @@ from tests.node.ranks.kills import kill_one, of, ranks_of
 from tests.node.trainer.rig import open_rig
 
 
-@pytest.mark.parametrize(("way", "max_staleness"), [("ddp", 0), ("ddp", 1), ("zero3", 0), ("zero3", 1)])
-def test_a_rank_that_is_killed_changes_no_weight(way: str, max_staleness: int, tiny: Path, tmp_path: Path) -> None:
-    found = kill_one(way, tmp_path, tiny, random.SystemRandom().randrange(10**6), HANG_S, max_staleness)
+@pytest.mark.parametrize(
+    ("way", "max_staleness", "windows"), [("ddp", 0, 1), ("ddp", 1, 2), ("zero3", 0, 2), ("zero3", 1, 1)]
+)
+def test_a_rank_that_is_killed_changes_no_weight(
+    way: str, max_staleness: int, windows: int, tiny: Path, tmp_path: Path
+) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    found = kill_one(way, tmp_path, tiny, seed, HANG_S, max_staleness, windows)
     print(found)
     assert found.restored > 0, "nothing was restored"
     assert found.same_weights

@@ -26,12 +26,17 @@ def dry(rig: Rig, steps: range) -> None:
     rig.gateway.on_asked = look
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "windows"), [(1, 1), (2, 1), (2, 2)])
 def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
-    processes: int, tiny: Path, tmp_path: Path
+    processes: int, windows: int, tiny: Path, tmp_path: Path
 ) -> None:
     accelerators = "" if processes == 1 else f"CPU:{processes}"
-    grpo = {"per_device_train_batch_size": 8 // processes}
+    size = 8 // processes // windows
+    grpo = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": windows,
+        "steps_per_generation": 1,
+    }
     with open_rig(tmp_path, tiny, grpo=grpo, accelerators=accelerators, own_generation_after_s=AFTER_S) as rig:
         dry(rig, range(2, 5))
         trainer = rig.start_trainer() if processes == 1 else rig.start_ranks()
@@ -44,7 +49,7 @@ def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
         asked = {version: set[float | None]() for version, _ in rig.gateway.patience}
         for version, patience_s in rig.gateway.patience:
             asked[version].add(patience_s)
-        assert asked["0-2"] == {AFTER_S}
+        assert asked["0-2"] == ({AFTER_S} if windows == 1 else {AFTER_S, 0.0}), "the wait was for all windows"
         assert asked["0-3"] == asked["0-4"] == asked["0-5"] == {0.0}
         assert asked["0-6"] == {AFTER_S}
         # What it has drawn is what its own model computes: TRL's own measure of the two.

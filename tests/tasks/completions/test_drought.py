@@ -43,6 +43,9 @@ class Gateway:
             raise NobodyServes([finished(index, NODE) for index in made], cut, discarded=5, wait_s=2.0)
         return Generated([finished(one.index, NODE) for one in batch.requests], discarded=1, wait_s=0.5)
 
+    def complete_aside(self, batch: Batch, *_: Any) -> Generated:
+        return self.complete(batch)
+
 
 def finished(index: int, node: str) -> Completion:
     return Completion(index, [index], [-1.0], "stop", "0-3", node)
@@ -203,3 +206,20 @@ def test_evaluation_costs_no_step_anything(world: World) -> None:
     costs: dict[str, Any] = world.costs.take()
     assert "orch/own_generate_s" not in costs
     assert world.costs.generated_s == 4.0
+
+
+def test_what_was_asked_for_in_a_thread_is_made_here_once_nobody_was_there(world: World) -> None:
+    asked = batch(count=3)
+    world.gateway.made, world.gateway.cut = [0], [begun(1, 4)]
+    with pytest.raises(NobodyServes) as nobody:
+        world.drought.complete_aside(asked, lambda _: None, lambda _: None)
+    world.drought.go_on(asked, nobody.value)
+    share = world.share(asked)
+    assert (indices(share), share.begun) == ([1, 2], [begun(1, 4)])
+    world.take(share)
+    assert [one.node for one in world.drought.complete(asked).completions] == [NODE, TRAINER, TRAINER]
+    assert world.gateway.asked == [([0, 1, 2], AFTER_S), ([1, 2], 0.0)]
+    world.gateway.there = True
+    world.drought.complete_aside(batch(first_seed=200), lambda _: None, lambda _: None)
+    world.drought.complete_aside(batch(first_seed=300), lambda _: None, lambda _: None)
+    assert [patience_s for _, patience_s in world.gateway.asked[2:]] == [0.0, AFTER_S]
