@@ -83,6 +83,41 @@ def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_i
         assert "rollout_of_other_requests" not in rig.log(2).read_text()
 
 
+def test_with_tools_the_first_turns_of_all_windows_are_asked_for_ahead(chatty: Path, tmp_path: Path) -> None:
+    """And the later ones from the same policy: none is drawn from the seed of another, and a killed trainer asks
+    for the same."""
+    parts = {
+        "per_device_train_batch_size": GROUP // 2,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 1,
+    }
+    tools = {"tools": ("rig_tools.climb",)}
+    spec = of_turns(grpo={**GRPO, **parts, "save_steps": 1}, trainer=tools, max_staleness=1)
+    with open_rig(tmp_path / "calm", chatty, **spec) as calm:
+        assert calm.wait(calm.start_trainer()) == 0
+        asked = calm.gateway.asked
+        assert len({seed for _, seed in asked}) == len(asked)
+        assert calm.gateway.batches[0] == 2 * GROUP, "the windows of the two steps that have the first policy"
+        of_steps = Counter(policy.partition("@")[0] for policy, _ in asked)
+        assert of_steps["0-0"] > 2 * GROUP, "no completion has taken a second turn"
+        assert list(of_steps) == ["0-0", "0-1"]
+    with open_rig(tmp_path / "killed", chatty, **spec) as rig:
+        dead, last_words = threading.Event(), len(asked) * 2 // 3
+
+        def kill(made: int) -> None:
+            if made == last_words:
+                trainer.kill()
+                dead.set()
+
+        rig.gateway.on_completion = kill
+        trainer = rig.start_trainer()
+        assert dead.wait(HANG_S), rig.log().read_text()[-4000:]
+        trainer.wait()
+        assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
+        assert set(rig.gateway.asked) == set(asked)
+        assert rig.digests() == calm.digests()
+
+
 def test_what_an_environment_says_anew_is_answered_anew(chatty: Path, tmp_path: Path) -> None:
     slippery = of_turns(trainer={"environment_factory": "rig_tools.Slippery"}, replicas=0)
     with open_rig(tmp_path, chatty, **slippery) as rig:
