@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any, Protocol
 
 import structlog
@@ -22,14 +23,23 @@ from tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 
-# In the place of each completion, for all processes to read:
-LEAVING = [-1]  # the trainer is to leave, and there are none
-WEIGHTS_FIRST = [-2]  # they have to publish the weights together before there are any
-OWN_TURN = [-4]  # they have to make some of them together, for no rollout node is there
-# In the place of a prompt: there is none, and its completion has no token.
-NO_PROMPT = [-3]
+
+class Instead(Enum):
+    """What every process reads in the place of each completion, through TRL's broadcast of them."""
+
+    LEAVING = "the trainer is to leave"
+    WEIGHTS_FIRST = "they have to publish the weights together before there are any"
+    OWN_TURN = "they have to make some together, for no rollout node is there"
 
 
+class NoPrompt(Enum):
+    """In the place of a prompt: there is none, and its completion has no token."""
+
+    NO_PROMPT = "another process has one more"
+
+
+NO_PROMPT = NoPrompt.NO_PROMPT
+Prompt = list[int] | NoPrompt
 Weights = Iterator[tuple[str, torch.Tensor | Unread]]
 
 
@@ -37,7 +47,11 @@ class _WeightsFirst(Exception):
     """Completions have to be generated, and the weights are with all processes."""
 
 
-_SAID: dict[type[Exception], list[int]] = {LeaveNow: LEAVING, OwnTurn: OWN_TURN, _WeightsFirst: WEIGHTS_FIRST}
+_SAID: dict[type[Exception], Instead] = {
+    LeaveNow: Instead.LEAVING,
+    OwnTurn: Instead.OWN_TURN,
+    _WeightsFirst: Instead.WEIGHTS_FIRST,
+}
 
 
 class Publishes(Protocol):
@@ -131,7 +145,7 @@ class FleetClient:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         features: list[Any] | None = None,
         n: int = 1,
         repetition_penalty: float = 1.0,
@@ -167,15 +181,15 @@ class FleetClient:
         training = bool(self._trainer.model.training)
         windows = self.windows if training else None
         try:
-            told = {} if windows is None else self._of_window(windows, n, sampling)
+            of_window = {} if windows is None else self._of_window(windows, n, sampling)
             rollout = self._rollouts.complete(
                 self._version(),
-                [prompt for prompt in prompts if prompt != NO_PROMPT],
+                [prompt for prompt in prompts if prompt is not NO_PROMPT],
                 n,
                 sampling,
                 training=training,
                 policies=self._policy,
-                **told,
+                **of_window,
             )
         except (LeaveNow, OwnTurn, _WeightsFirst) as told:
             said = _SAID[type(told)]  # in the place of completions, for which the others wait
@@ -195,11 +209,11 @@ class FleetClient:
             self._turn = window, 0
         return {"policy": windows.policy_of(window), "number": windows.number_of(*self._turn)}
 
-    def _in_shape(self, prompts: list[list[int]], n: int, rollout: Rollout) -> dict[str, Any]:
+    def _in_shape(self, prompts: list[Prompt], n: int, rollout: Rollout) -> dict[str, Any]:
         """The completions as TRL reads a server's answer."""
         end = [self._trainer.eos_token_ids[0]]
         made = iter(rollout.completions)
-        found = [next(made) if prompt != NO_PROMPT else None for prompt in prompts for _ in range(n)]
+        found = [next(made) if prompt is not NO_PROMPT else None for prompt in prompts for _ in range(n)]
         completion_ids = [[] if one is None else end if one.refused else one.token_ids for one in found]
         of_tokens = [[] if one is None else [None] if one.refused else one.logprobs for one in found]
         return {
@@ -210,7 +224,7 @@ class FleetClient:
         }
 
     def take_own_turn(self, accelerator: Any) -> None:
-        """In all processes, where OWN_TURN was said: make some of the completions with the trainer's own model."""
+        """In all processes, at Instead.OWN_TURN: make some of the completions with the trainer's own model."""
         assert self.own_share is not None
         self.own_share.make(accelerator, training=bool(self._trainer.model.training))
 

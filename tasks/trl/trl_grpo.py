@@ -30,7 +30,7 @@ from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensors import Unread, at_hand
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
-from tasks.trl.fleet_client import LEAVING, OWN_TURN, WEIGHTS_FIRST, FleetClient
+from tasks.trl.fleet_client import FleetClient, Instead
 from tasks.trl.parts.foreseen import ForeseesEvaluation
 from tasks.trl.parts.leaving import LeavesInTime
 from tasks.trl.parts.refused import LeavesOutRefused
@@ -107,11 +107,11 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         """TRL's; raises LeaveNow in every process where the first one was told to leave."""
         while True:
             found = super().generate(*args, **kwargs)
-            if WEIGHTS_FIRST in found[1]:
+            if Instead.WEIGHTS_FIRST in found[1]:
                 self._publish_together()
-            elif OWN_TURN in found[1]:
+            elif Instead.OWN_TURN in found[1]:
                 self._fleet_client.take_own_turn(self.accelerator)
-            elif LEAVING in found[1]:
+            elif Instead.LEAVING in found[1]:
                 raise LeaveNow
             else:
                 return found

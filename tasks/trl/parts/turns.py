@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from tasks.trl.fleet_client import NO_PROMPT
+from tasks.trl.fleet_client import NO_PROMPT, Prompt
 
 
 class TakesTurnsTogether:
@@ -32,6 +32,6 @@ class TakesTurnsTogether:
     def _generate_single_turn(self, prompt_ids: list[list[int]], *rest: Any, **named: Any) -> Any:
         here = len(prompt_ids)
         most = max(gather_object([here])) if self._in_turns else here
-        filled = [*prompt_ids, *[NO_PROMPT] * (most - here)]
+        filled: list[Prompt] = [*prompt_ids, *[NO_PROMPT] * (most - here)]
         completion_ids, logprobs = super()._generate_single_turn(filled, *rest, **named)  # type: ignore[misc]  # the same
         return completion_ids[:here], logprobs[:here]
