@@ -230,6 +230,7 @@ class Progress:
     members: int  # that may serve it
     waiting: int  # requests that no member has taken
     moves: int = 0  # how often nodes that are of no use yet have got on, since the gateway's start
+    kept: int = 0  # of `tokens`, those that were there when the batch was asked for: made for an earlier asker
 
 
 @dataclass(frozen=True, slots=True)

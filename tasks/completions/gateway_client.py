@@ -226,6 +226,7 @@ class _Call:
         self._wait_s = 0.0
         self._heard_s = self._moved_s = self._said_s = time.monotonic()
         self._last = NOTHING  # of this connection
+        self._lost = (0, 0)  # with the last connection: what it had told as discarded, and what was on its way
         self._moves = 0  # of any connection: that one is made is no move
         self._finished_tokens = 0  # of this connection
 
@@ -266,14 +267,22 @@ class _Call:
                 self._say_what_there_is()
 
     def cut(self) -> None:
-        """The connection ended before the batch did: what was on its way in it is lost."""
+        """The connection ended before the batch did. What was on its way is lost, unless the gateway keeps it."""
         self._settle()
-        on_the_way = max(0, self._last.tokens - self._finished_tokens)
-        self._discarded += self._last.discarded + on_the_way
+        self._settle_lost()
+        self._lost = self._last.discarded, max(0, self._last.tokens - self._finished_tokens)
         self._last, self._finished_tokens, self.served = NOTHING, 0, False
         self._cut.clear()
 
+    def _settle_lost(self) -> None:
+        """Count what was lost with the connection before this one, now that its last word is heard. A gateway that
+        has kept something tells itself what it discarded."""
+        (discarded, on_the_way), kept = self._lost, self._last.kept
+        self._discarded += max(0, on_the_way - kept) + (0 if kept else discarded)
+        self._lost = 0, 0
+
     def result(self) -> Generated:
+        self._settle_lost()
         completions = [self.done[one.index] for one in self.batch.requests]
         return Generated(completions, self._discarded + self._last.discarded, self._wait_s)
 
@@ -293,6 +302,7 @@ class _Call:
         """The batch has ended with completions missing. Raises GatewayLost, NobodyServes."""
         if self.batch.patience_s is None:
             raise GatewayLost("it ended the batch with completions missing")
+        self._settle_lost()
         discarded = self._discarded + self._last.discarded
         raise NobodyServes(list(self.done.values()), self._cut, discarded, self._wait_s)
 

@@ -1,28 +1,165 @@
-"""A trainer's batch: each of its requests is a job, and the answer is written line by line as they finish."""
+"""A trainer's batch: each of its requests is a job, and the answer is written line by line as they finish.
+
+A trainer that dies loses nothing of it: its requests go on, and when it asks for the same again, which it does
+since what it asks for follows from seed, data and policies, they are its own again (`Kept`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import structlog
 
-from orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
+from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
 from policies.serving.member import Row
-from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
+from policies.serving.wire import (
+    CUT,
+    REFUSED,
+    Batch,
+    BatchLine,
+    Completion,
+    Progress,
+    Sample,
+    labelled_version,
+)
 
 log = structlog.get_logger()
 
 PROGRESS_S = 0.25
 PROMPT_TOKEN_SIZE = 4
 AT_ONCE = 100  # requests that begin, or end, in one round of the event loop
+# A trainer that is started again loads its model and replays what is stored before it asks.
+KEPT_S = 1800.0
+# One that asks for a newer policy may ask for an older one beside it, at the same moment.
+PASSED_S = 30.0
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request under way. `key` is what it asks for."""
+
+    key: Hashable
+    job: Job
+    task: asyncio.Task[Finished]
+    delivered: bool = False  # all of it, to some asker
+
+
+@dataclass(slots=True, eq=False)
+class _Left:
+    """What a trainer left behind with one batch."""
+
+    policy: str
+    requests: dict[Hashable, Asked]
+    ends: asyncio.TimerHandle | None = None
+
+
+class Kept:
+    """The requests of batches that are over, or whose trainer went away. Those under way go on, and all are there
+    for a trainer that asks for the same: what was delivered may have died with its asker before it was stored.
+
+    What nobody asks for ends after KEPT_S; PASSED_S after a newer policy was asked for; and at once when another
+    timeline is, or other weights of the same version.
+    """
+
+    def __init__(self, members: Members, ledger: Ledger) -> None:
+        self._members, self._ledger = members, ledger
+        self._left: list[_Left] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def keep(self, policy: str, requests: list[Asked]) -> None:
+        """Go on with these, which are counted as open requests of the policy where they are not done."""
+        left = _Left(policy, {one.key: one for one in requests})
+        for one in requests:
+            if not one.task.done():
+                one.task.add_done_callback(partial(self._done, left, one))
+        self._left.append(left)
+        self._end_after(left, KEPT_S)
+
+    def take(self, key: Hashable) -> Asked | None:
+        """Hand over a request; its new asker counts it."""
+        for left in self._left:
+            if (found := left.requests.pop(key, None)) is not None:
+                if not found.task.done():
+                    self._members.finish(left.policy, 1)
+                elif found.task.exception() is not None:
+                    return None  # whatever it was, the answer of today counts
+                return found
+        return None
+
+    def ask(self, policy: str) -> None:
+        """A policy is asked for: what is left of others may be over."""
+        asked = labelled_version(policy)
+        for left in list(self._left):
+            version = labelled_version(left.policy)
+            if not left.requests:
+                self._forget(left)
+            elif version.timeline != asked.timeline or (version == asked and left.policy != policy):
+                self._end_after(left, 0.0)
+            elif version < asked:
+                self._end_after(left, PASSED_S)
+
+    def _end_after(self, left: _Left, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + seconds
+        if left.ends is not None:
+            at_s = min(at_s, left.ends.when())
+            left.ends.cancel()
+        left.ends = loop.call_at(at_s, self._end, left)
+
+    def _forget(self, left: _Left) -> None:
+        if left.ends is not None:
+            left.ends.cancel()
+        self._left.remove(left)
+
+    def _end(self, left: _Left) -> None:
+        """Nobody came: what was made is told as lost by the next batch."""
+        requests = list(left.requests.values())
+        left.requests.clear()
+        self._forget(left)
+        tokens = sum(len(one.job.token_ids) for one in requests if not one.delivered)
+        self._ledger.discarded += tokens
+        self._ledger.owed += tokens
+        if tokens:
+            log.warning("batch_given_up", policy=left.policy, tokens=tokens)
+        if running := sum(not one.task.done() for one in requests):
+            self._members.finish(left.policy, running)
+        ending = asyncio.ensure_future(_end_all(requests))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _done(self, left: _Left, asked: Asked, task: asyncio.Task[Finished]) -> None:
+        if left.requests.get(asked.key) is asked:
+            self._members.finish(left.policy, 1)
+            if not task.cancelled():
+                task.exception()  # it is told to whoever asks for the same
+
+
+async def _cancel(requests: list[Asked]) -> None:
+    """End those that are under way, some at a time: first those that wait, or they would get what becomes free."""
+    left = [one.task for one in reversed(requests) if not one.task.done()]
+    for first in range(0, len(left), AT_ONCE):
+        for task in left[first : first + AT_ONCE]:
+            task.cancel()
+        await asyncio.sleep(0)
+    for task in left:  # all at once would be a long piece of work by itself
+        if not task.done():
+            await asyncio.wait([task])
+
+
+async def _end_all(requests: list[Asked]) -> None:
+    await _cancel(requests)
+    for one in requests:  # the frames of cancelled tasks hold each other, and garbage is looked for rarely
+        del one.job.body["prompt"][:]
 
 
 class BatchRun:
@@ -34,10 +171,17 @@ class BatchRun:
         members: who may do it.
         completer: has it done.
         ledger: the gateway's counts; this batch tells what was owed.
+        kept: what earlier batches left.
     """
 
     def __init__(
-        self, batch: Batch, prompts: list[Prompt], members: Members, completer: Completer, ledger: Ledger
+        self,
+        batch: Batch,
+        prompts: list[Prompt],
+        members: Members,
+        completer: Completer,
+        ledger: Ledger,
+        kept: Kept,
     ) -> None:
         self._batch = batch
         self._policy = batch.policy.label
@@ -46,8 +190,11 @@ class BatchRun:
         self._ledger = ledger
         self._prompts = prompts
         self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
-        self._jobs: list[Job] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._kept = kept
+        self._kept_tokens = 0
+        self._asked: list[Asked] = []
+        self._sampling = msgspec.json.encode(batch.sampling)
+        self._closed = False
         self._lines: list[BatchLine] = []
         self._news = asyncio.Event()
         self._owed, ledger.owed = ledger.owed, 0
@@ -58,13 +205,14 @@ class BatchRun:
         """Yield the answer in whole lines: completions as they are done, progress in between, at last `end` or
         `error`; before the end of one that nobody was there for, what there is of each.
 
-        Closing the iterator early gives up the batch and frees its places.
+        Closing the iterator early leaves the batch to the next trainer that asks for it.
         """
         self._members.want(self._batch.policy, self._count, self._batch.recovery)
+        self._kept.ask(self._policy)
         starting = asyncio.ensure_future(self._start())
         starting.add_done_callback(self._say_if_broken)
         loop = asyncio.get_running_loop()
-        left, ended = self._count, False
+        left, ended = self._count, False  # with an error
         most, moves, moved_at_s = 0, 0, loop.time()
         progress_at_s, there_at_s = moved_at_s + PROGRESS_S, moved_at_s
         try:
@@ -88,15 +236,17 @@ class BatchRun:
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
             if not ended:
-                self._complete = True
-                self._ledger.delivered += self._tokens()
+                self._deliver()
                 yield _encode(BatchLine(end=self._progress())) + b"\n"
         finally:
             starting.cancel()
-            self._finish(self._open)
-            await self._end()
-            if not self._complete:
-                self._give_up()
+            self._closed = True
+            if self._complete or ended:
+                self._finish(self._open)
+                self._kept.keep(self._policy, [one for one in self._asked if one.task.done()])
+                await _cancel(self._asked)
+            else:
+                self._leave()
 
     def _finish(self, requests: int) -> None:
         """So many more requests are done: fewer members need the policy."""
@@ -118,32 +268,24 @@ class BatchRun:
         return lines
 
     async def _start(self) -> None:
-        """Begin all requests, some at a time."""
+        """Begin all requests, some at a time; those that are under way already are taken over."""
         for prompt in self._prompts:
             group = hash(prompt.token_ids.tobytes())
             for number, sample in enumerate(prompt.samples):
-                if len(self._tasks) % AT_ONCE == 0:
+                if len(self._asked) % AT_ONCE == 0:
                     await asyncio.sleep(0)
                 size = 0 if number else PROMPT_TOKEN_SIZE * len(prompt.token_ids)
-                job = self._job(prompt.token_ids, sample, group, size)
-                self._jobs.append(job)
-                task = asyncio.ensure_future(self._see_through(sample.index, job))
-                task.add_done_callback(self._say_if_broken)
-                self._tasks.append(task)
+                asked = self._begin(prompt.token_ids, sample, group, size)
+                self._asked.append(asked)
+                asked.task.add_done_callback(partial(self._done, sample.index, asked.job))
 
-    async def _end(self) -> None:
-        """End those that are left, some at a time: first those that wait, or they would get what becomes free."""
-        left = [task for task in reversed(self._tasks) if not task.done()]
-        for first in range(0, len(left), AT_ONCE):
-            for task in left[first : first + AT_ONCE]:
-                task.cancel()
-            await asyncio.sleep(0)
-        for task in left:  # all at once would be a long piece of work by itself
-            if not task.done():
-                await asyncio.wait([task])
-
-    def _job(self, prompt: array[int], sample: Sample, group: int, size: int) -> Job:
-        return Job(
+    def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> Asked:
+        key = self._policy, self._sampling, self._batch.recovery, group, sample.seed
+        if (found := self._kept.take(key)) is not None:
+            self._kept_tokens += len(found.job.token_ids)
+            found.job.prompt_token_ids = found.job.body["prompt"] = prompt  # its own, since that one is emptied
+            return found
+        job = Job(
             body={**self._batch.sampling, "prompt": prompt, "seed": sample.seed},
             policy=self._policy,
             group=group,
@@ -153,43 +295,21 @@ class BatchRun:
             admitted=True,
             prompt_size=size,
         )
+        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
 
-    async def _see_through(self, index: int, job: Job) -> None:
-        """Have one request completed and put its line into the answer."""
-        try:
-            got = await self._completer.complete(job)
-        except WeightsRefused as error:
-            self._say(BatchLine(error=f"request {index}: {error}"))
-        except RequestRefused as error:
-            refused = Completion(
-                index=index,
-                token_ids=[],
-                logprobs=[],
-                finish_reason=REFUSED,
-                policy=job.policy,
-                node=", ".join(sorted(job.refused_by)),
-                refused=str(error),
-                limit_tokens=error.limit_tokens,
-            )
-            self._say(BatchLine(completion=refused))
-        else:
-            completion = Completion(
-                index=index,
-                token_ids=got.token_ids,
-                logprobs=got.logprobs,
-                finish_reason=got.finish_reason,
-                policy=got.policy,
-                node=got.node,
-                handed_over=job.handed_over,
-            )
-            self._say(BatchLine(completion=completion))
+    def _done(self, index: int, job: Job, task: asyncio.Task[Finished]) -> None:
+        """Put a request's line into the answer."""
+        if not (self._closed or task.cancelled()):
+            self._say(_line(index, job, task))
 
     def _cut(self) -> list[BatchLine]:
         """What there is of each that is not done. All of them wait, and may be gone on with."""
         samples = (sample for prompt in self._prompts for sample in prompt.samples)
-        begun = zip(samples, self._jobs, self._tasks, strict=False)  # not all may have been begun
+        begun = zip(samples, self._asked, strict=False)  # not all may have been begun
         return [
-            BatchLine(cut=_cut(one.index, job)) for one, job, task in begun if job.token_ids and not task.done()
+            BatchLine(cut=_cut(sample.index, one.job))
+            for sample, one in begun
+            if one.job.token_ids and not one.task.done()
         ]
 
     def _say(self, line: BatchLine) -> None:
@@ -201,40 +321,84 @@ class BatchRun:
         return len(self._members.serving(self._policy))
 
     def _tokens(self) -> int:
-        return sum(len(job.token_ids) for job in self._jobs)
+        return sum(len(one.job.token_ids) for one in self._asked)
 
     def _discarded(self) -> int:
-        return self._owed + sum(job.discarded for job in self._jobs)
+        return self._owed + sum(one.job.discarded for one in self._asked)
 
     def _progress(self) -> Progress:
-        waiting = sum(job.waiting for job in self._jobs) + self._count - len(self._jobs)
+        waiting = sum(one.job.waiting for one in self._asked) + self._count - len(self._asked)
         moves = self._members.comers.moves
-        return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves)
+        return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves, self._kept_tokens)
 
     def _too_late(self) -> str:
         policy, within = self._policy, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
-        last = next((job.last_failure for job in self._jobs if job.last_failure), "")
+        last = next((one.job.last_failure for one in self._asked if one.job.last_failure), "")
         failure = f"; a failure was {last}" if last else ""
         if not self._serving():
             held = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.rows)
             return f"no node could serve policy {policy} {within}; {held or 'there is no member'}{failure}"
         return f"policy {policy}: no token came {within}{failure}"
 
-    def _give_up(self) -> None:
-        """What was gathered, and what was owed before, nobody was told of: the next batch owes it."""
-        tokens = self._tokens()
-        self._ledger.discarded += tokens
-        self._ledger.owed += tokens + self._discarded()
-        log.warning("batch_given_up", policy=self._policy, tokens=tokens)
-        # The frames of cancelled tasks hold each other, and garbage is looked for rarely.
-        for prompt in self._prompts:
-            del prompt.token_ids[:]
+    def _deliver(self) -> None:
+        """All lines are on their way."""
+        self._complete = True
+        for one in self._asked:
+            self._ledger.delivered += 0 if one.delivered else len(one.job.token_ids)
+            one.delivered = True
+
+    def _leave(self) -> None:
+        """Its asker has gone, and was told of nothing that was lost: the next batch tells it."""
+        self._ledger.owed += self._discarded()
+        for one in self._asked:
+            one.job.discarded = 0
+        running = sum(not one.task.done() for one in self._asked)
+        self._finish(self._open - running)
+        self._kept.keep(self._policy, self._asked)
+        log.warning("batch_left", policy=self._policy, tokens=self._tokens(), running=running)
 
     def _say_if_broken(self, task: asyncio.Task[None]) -> None:
         """A fault of this program ends the batch by name, not in silence."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("request_broke", exc_info=error)
-            self._say(BatchLine(error=f"the gateway failed: {error!r}"))
+            self._say(_broken(error))
+
+
+def _line(index: int, job: Job, task: asyncio.Task[Finished]) -> BatchLine:
+    """What came of a request that is done."""
+    match task.exception():
+        case None:
+            got = task.result()
+            completion = Completion(
+                index=index,
+                token_ids=got.token_ids,
+                logprobs=got.logprobs,
+                finish_reason=got.finish_reason,
+                policy=got.policy,
+                node=got.node,
+                handed_over=job.handed_over,
+            )
+            return BatchLine(completion=completion)
+        case WeightsRefused() as error:
+            return BatchLine(error=f"request {index}: {error}")
+        case RequestRefused() as error:
+            refused = Completion(
+                index=index,
+                token_ids=[],
+                logprobs=[],
+                finish_reason=REFUSED,
+                policy=job.policy,
+                node=", ".join(sorted(job.refused_by)),
+                refused=str(error),
+                limit_tokens=error.limit_tokens,
+            )
+            return BatchLine(completion=refused)
+        case error:
+            return _broken(error)
+
+
+def _broken(error: BaseException) -> BatchLine:
+    log.error("request_broke", exc_info=error)
+    return BatchLine(error=f"the gateway failed: {error!r}")
 
 
 def _cut(index: int, job: Job) -> Completion:

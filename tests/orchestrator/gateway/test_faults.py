@@ -15,7 +15,8 @@ import pytest
 
 from orchestrator.gateway.routing import members
 from orchestrator.gateway.routing.members import Members
-from policies.serving.wire import CUT, SILENT_S, Announce, BatchLine, HandOver, Progress
+from orchestrator.gateway.surface import batch as batch_module
+from policies.serving.wire import CUT, SILENT_S, Announce, BatchLine, HandOver, PolicyRef, Progress
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 from tests.rigs.gateway_world import World
@@ -64,22 +65,82 @@ async def test_node_restarted_on_base_weights_gets_no_request(world: World) -> N
     assert again.asked == []
 
 
-async def test_trainer_that_leaves_frees_the_nodes_and_the_next_is_told(world: World) -> None:
+async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(world: World) -> None:
+    """What was under way has gone on, and nothing is made again."""
+    node = await world.node("a", stalls=3)
+    batch = make_batch("0-0")
+    lines = world.lines(batch)
+    await until_progress(lines, lambda _: node.stalled == 32)
+    await leave(lines)
+    await world.until(lambda: world.gateway._kept._left)
+    node.change(stalls=FOREVER)
+    await world.until(lambda: node.row.running == 0)
+    node.lose()
+    heard = await world.complete(batch)
+    check_complete(batch, heard)
+    assert heard.end is not None
+    assert (heard.end.kept, heard.end.discarded) == (16 * 32, 0)
+    again = await world.complete(batch)  # it was killed before it had stored what it was given
+    check_complete(batch, again)
+    assert len(node.asked) == 32
+    assert world.gateway.status().tokens_delivered == 16 * 32
+
+
+async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: World) -> None:
+    node = await world.node("a", stalls=3)
+    batch = make_batch("0-0")
+    lines = world.lines(batch)
+    await until_progress(lines, lambda _: node.stalled == 32)
+    await leave(lines)
+    await world.until(lambda: world.gateway._kept._left)
+    under_way = list(world.gateway._kept._left[0].requests.values())[8:]
+    kept = sum(len(one.job.token_ids) for one in under_way)
+    lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
+    read = await until_progress(lines)
+    node.change(stalls=FOREVER)
+    heard = hear(iter([*read, *[line async for line in lines]]))
+    assert heard.end is not None
+    assert (len(heard.completions), heard.end.kept) == (24, kept)
+    assert len(node.asked) == 32
+    await world.until(lambda: world.members._demand._open == {})
+
+
+@pytest.mark.parametrize("newer", [PolicyRef("1-0", "p"), PolicyRef("0-1", "p"), PolicyRef("0-0", "p", "f" * 32)])
+async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
+    newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "PASSED_S", 0.0)
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     abandoned = (await until_progress(lines))[-1].progress
     assert abandoned is not None
-    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
+    await leave(lines)
+    await world.until(lambda: world.gateway._kept._left)
+    node.loads = True
+    every = replace(make_batch(newer.version, requests=3), policy=newer)
+    first, second, third = (replace(every, requests=[one]) for one in every.requests)
+    asking = asyncio.ensure_future(world.complete(first))
     await world.until(lambda: world.gateway.status().tokens_discarded >= abandoned.tokens)
-    await world.until(lambda: node.row.running == 0)
     node.change(stalls=FOREVER)
-    batch = make_batch("0-0", requests=1)
-    heard, again = await world.complete(batch), await world.complete(batch)
-    check_complete(batch, heard)
-    assert heard.end is not None
-    assert again.end is not None
-    assert heard.end.discarded >= abandoned.tokens
-    assert again.end.discarded == 0  # told once
+    told = [(await heard).end for heard in (asking, world.complete(second), world.complete(third))]
+    discarded = [end.discarded for end in told if end is not None]
+    assert discarded[1] >= abandoned.tokens
+    assert (discarded[0], discarded[2]) == (0, 0)
+    await world.until(lambda: world.members._demand._open == {})
+
+
+async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "KEPT_S", 0.0)
+    node = await world.node("a", stalls=1)
+    lines = world.lines(make_batch("0-0"))
+    await until_progress(lines)
+    await leave(lines)
+    await world.until(lambda: node.row.running == 0 and world.members._demand._open == {})
+
+
+async def leave(lines: AsyncIterator[BatchLine]) -> None:
+    """The trainer is gone: closing the generator closes the connection."""
+    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
 async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None:
@@ -88,7 +149,7 @@ async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None
     waiting = (await until_progress(lines, lambda progress: progress.waiting == 32))[-1].progress
     assert waiting is not None
     assert (waiting.tokens, waiting.members) == (0, 0)
-    await lines.aclose()  # type: ignore[attr-defined]  # it is a generator; closing it closes the connection
+    await leave(lines)
     error = (await world.complete(make_batch("0-7", deadline_s=1.0))).error
     assert error is not None
     assert "no node could serve policy 0-7 within 1 s" in error
