@@ -4,7 +4,8 @@ Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret)
 address to listen on and to be reached at, 127.0.0.1 by default); beside a trainer also GRPO_ORCH_TIMELINE,
 GRPO_ORCH_NODE and GRPO_ORCH_ATTEMPT, which say whether it is the newest. It takes the port of its predecessor
 if that is free, so that nobody who knew the old one must look again, writes its address to the store once it
-listens, and from then on what it knows of its members. SIGTERM ends it.
+listens, and from then on what it knows of its members. SIGTERM ends it; in GRPO_ORCH_WORKDIR, beside a trainer, it
+leaves the requests under way to the next one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import socket
 import ssl
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
@@ -34,11 +36,12 @@ from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import BACKLOG, listening
 from orchestrator.gateway.surface.status_writer import StatusWriter
 from policies.model import exit_codes
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV, WORKDIR_ENV
 from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 
+LEFT = "gateway-requests"  # the file of the requests that one gateway leaves to the next
 GC_OBJECTS = 100_000  # made and not freed before garbage is looked for
 
 
@@ -84,9 +87,17 @@ async def serve(
     tls: ssl.SSLContext | None,
     gateway: Gateway,
     writer: StatusWriter,
+    left: Path | None,
+    timeline: int,
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        left: the file of the requests that a gateway leaves to the next one, on the same timeline.
+    """
     stop = asyncio.Event()
+    if left is not None:
+        gateway.kept.load(left, timeline)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with listening(gateway.app(), gateway.knows, sock, tls):
@@ -96,6 +107,8 @@ async def serve(
             if task.done():
                 task.result()  # only an error ends it
             task.cancel()
+    if left is not None:
+        gateway.kept.save(left)
     await gateway.members.close()
 
 
@@ -121,8 +134,10 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)
+    workdir = os.environ.get(WORKDIR_ENV)
+    left = Path(workdir) / LEFT if workdir and NODE_ENV in os.environ else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sock, tls, gateway, writer))
+        runner.run(serve(sock, tls, gateway, writer, left, by[0]))
     log.info("gateway_down")
     return exit_codes.OK
 

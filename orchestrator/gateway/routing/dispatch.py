@@ -168,7 +168,7 @@ class Completer:
             policy=job.policy,
             node=attempt.link.node,
             handovers=job.handovers,
-            first_token_s=(job.first_token_s or attempt.heard_s) - asked_s,
+            first_token_s=max(0.0, (job.first_token_s or attempt.heard_s) - asked_s),
             took_s=attempt.heard_s - asked_s,
         )
         if self._observe is not None:

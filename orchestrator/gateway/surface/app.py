@@ -19,8 +19,9 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.batch import BatchRun, Kept
+from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.describe import describe
+from orchestrator.gateway.surface.kept import Kept
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
 from policies.model.vocabulary import machine_of
@@ -48,7 +49,7 @@ class Gateway:
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
-        self._kept = Kept(self.members, self._ledger)
+        self.kept = Kept(self.members, self._completer, self._ledger)
         self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
@@ -145,7 +146,7 @@ class Gateway:
         batch, prompts = await admission.read_batch(request, self.members.turns)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self._kept)
+        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.kept)
         # When the trainer goes away, this handler is cancelled or its next write fails: either closes the
         # iterator.
         async with aclosing(run.chunks()) as chunks:

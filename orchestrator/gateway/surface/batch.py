@@ -1,7 +1,7 @@
 """A trainer's batch: each of its requests is a job, and the answer is written line by line as they finish.
 
 A trainer that dies loses nothing of it: its requests go on, and when it asks for the same again, which it does
-since what it asks for follows from seed, data and policies, they are its own again (`Kept`).
+since what it asks for follows from seed, data and policies, they are its own again (`kept.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Hashable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from functools import partial
 
 import msgspec
@@ -20,146 +19,15 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefus
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
+from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, cancel, group_of, job_of, key_of
 from policies.serving.member import Row
-from policies.serving.wire import (
-    CUT,
-    REFUSED,
-    Batch,
-    BatchLine,
-    Completion,
-    Progress,
-    Sample,
-    labelled_version,
-)
+from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
 
 PROGRESS_S = 0.25
 PROMPT_TOKEN_SIZE = 4
-AT_ONCE = 100  # requests that begin, or end, in one round of the event loop
-# A trainer that is started again loads its model and replays what is stored before it asks.
-KEPT_S = 1800.0
-# One that asks for a newer policy may ask for an older one beside it, at the same moment.
-PASSED_S = 30.0
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """One request under way. `key` is what it asks for."""
-
-    key: Hashable
-    job: Job
-    task: asyncio.Task[Finished]
-    delivered: bool = False  # all of it, to some asker
-
-
-@dataclass(slots=True, eq=False)
-class _Left:
-    """What a trainer left behind with one batch."""
-
-    policy: str
-    requests: dict[Hashable, Asked]
-    ends: asyncio.TimerHandle | None = None
-
-
-class Kept:
-    """The requests of batches that are over, or whose trainer went away. Those under way go on, and all are there
-    for a trainer that asks for the same: what was delivered may have died with its asker before it was stored.
-
-    What nobody asks for ends after KEPT_S; PASSED_S after a newer policy was asked for; and at once when another
-    timeline is, or other weights of the same version.
-    """
-
-    def __init__(self, members: Members, ledger: Ledger) -> None:
-        self._members, self._ledger = members, ledger
-        self._left: list[_Left] = []
-        self._ending: set[asyncio.Task[None]] = set()
-
-    def keep(self, policy: str, requests: list[Asked]) -> None:
-        """Go on with these, which are counted as open requests of the policy where they are not done."""
-        left = _Left(policy, {one.key: one for one in requests})
-        for one in requests:
-            if not one.task.done():
-                one.task.add_done_callback(partial(self._done, left, one))
-        self._left.append(left)
-        self._end_after(left, KEPT_S)
-
-    def take(self, key: Hashable) -> Asked | None:
-        """Hand over a request; its new asker counts it."""
-        for left in self._left:
-            if (found := left.requests.pop(key, None)) is not None:
-                if not found.task.done():
-                    self._members.finish(left.policy, 1)
-                elif found.task.exception() is not None:
-                    return None  # whatever it was, the answer of today counts
-                return found
-        return None
-
-    def ask(self, policy: str) -> None:
-        """A policy is asked for: what is left of others may be over."""
-        asked = labelled_version(policy)
-        for left in list(self._left):
-            version = labelled_version(left.policy)
-            if not left.requests:
-                self._forget(left)
-            elif version.timeline != asked.timeline or (version == asked and left.policy != policy):
-                self._end_after(left, 0.0)
-            elif version < asked:
-                self._end_after(left, PASSED_S)
-
-    def _end_after(self, left: _Left, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        at_s = loop.time() + seconds
-        if left.ends is not None:
-            at_s = min(at_s, left.ends.when())
-            left.ends.cancel()
-        left.ends = loop.call_at(at_s, self._end, left)
-
-    def _forget(self, left: _Left) -> None:
-        if left.ends is not None:
-            left.ends.cancel()
-        self._left.remove(left)
-
-    def _end(self, left: _Left) -> None:
-        """Nobody came: what was made is told as lost by the next batch."""
-        requests = list(left.requests.values())
-        left.requests.clear()
-        self._forget(left)
-        tokens = sum(len(one.job.token_ids) for one in requests if not one.delivered)
-        self._ledger.discarded += tokens
-        self._ledger.owed += tokens
-        if tokens:
-            log.warning("batch_given_up", policy=left.policy, tokens=tokens)
-        if running := sum(not one.task.done() for one in requests):
-            self._members.finish(left.policy, running)
-        ending = asyncio.ensure_future(_end_all(requests))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-
-    def _done(self, left: _Left, asked: Asked, task: asyncio.Task[Finished]) -> None:
-        if left.requests.get(asked.key) is asked:
-            self._members.finish(left.policy, 1)
-            if not task.cancelled():
-                task.exception()  # it is told to whoever asks for the same
-
-
-async def _cancel(requests: list[Asked]) -> None:
-    """End those that are under way, some at a time: first those that wait, or they would get what becomes free."""
-    left = [one.task for one in reversed(requests) if not one.task.done()]
-    for first in range(0, len(left), AT_ONCE):
-        for task in left[first : first + AT_ONCE]:
-            task.cancel()
-        await asyncio.sleep(0)
-    for task in left:  # all at once would be a long piece of work by itself
-        if not task.done():
-            await asyncio.wait([task])
-
-
-async def _end_all(requests: list[Asked]) -> None:
-    await _cancel(requests)
-    for one in requests:  # the frames of cancelled tasks hold each other, and garbage is looked for rarely
-        del one.job.body["prompt"][:]
 
 
 class BatchRun:
@@ -243,8 +111,8 @@ class BatchRun:
             self._closed = True
             if self._complete or ended:
                 self._finish(self._open)
-                self._kept.keep(self._policy, [one for one in self._asked if one.task.done()])
-                await _cancel(self._asked)
+                self._kept.keep(self._batch, [one for one in self._asked if one.task.done()])
+                await cancel(self._asked)
             else:
                 self._leave()
 
@@ -270,7 +138,7 @@ class BatchRun:
     async def _start(self) -> None:
         """Begin all requests, some at a time; those that are under way already are taken over."""
         for prompt in self._prompts:
-            group = hash(prompt.token_ids.tobytes())
+            group = group_of(prompt.token_ids)
             for number, sample in enumerate(prompt.samples):
                 if len(self._asked) % AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -280,24 +148,15 @@ class BatchRun:
                 asked.task.add_done_callback(partial(self._done, sample.index, asked.job))
 
     def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> Asked:
-        key = self._policy, self._sampling, self._batch.recovery, group, sample.seed
+        key = key_of(self._batch, self._sampling, group, sample.seed)
         if (found := self._kept.take(key)) is not None:
             self._kept_tokens += len(found.job.token_ids)
             found.job.prompt_token_ids = found.job.body["prompt"] = prompt  # its own, since that one is emptied
             return found
-        job = Job(
-            body={**self._batch.sampling, "prompt": prompt, "seed": sample.seed},
-            policy=self._policy,
-            group=group,
-            prompt_tokens=len(prompt),
-            recovery=self._batch.recovery,
-            prompt_token_ids=prompt,
-            admitted=True,
-            prompt_size=size,
-        )
+        job = job_of(self._batch, prompt, group, sample.seed, size)
         return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
 
-    def _done(self, index: int, job: Job, task: asyncio.Task[Finished]) -> None:
+    def _done(self, index: int, job: Job, task: asyncio.Future[Finished]) -> None:
         """Put a request's line into the answer."""
         if not (self._closed or task.cancelled()):
             self._say(_line(index, job, task))
@@ -354,7 +213,7 @@ class BatchRun:
             one.job.discarded = 0
         running = sum(not one.task.done() for one in self._asked)
         self._finish(self._open - running)
-        self._kept.keep(self._policy, self._asked)
+        self._kept.keep(self._batch, self._asked)
         log.warning("batch_left", policy=self._policy, tokens=self._tokens(), running=running)
 
     def _say_if_broken(self, task: asyncio.Task[None]) -> None:
@@ -363,7 +222,7 @@ class BatchRun:
             self._say(_broken(error))
 
 
-def _line(index: int, job: Job, task: asyncio.Task[Finished]) -> BatchLine:
+def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
     """What came of a request that is done."""
     match task.exception():
         case None:

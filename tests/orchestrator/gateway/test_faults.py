@@ -15,7 +15,8 @@ import pytest
 
 from orchestrator.gateway.routing import members
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import batch as batch_module
+from orchestrator.gateway.surface import kept as kept_module
+from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from policies.serving.wire import CUT, SILENT_S, Announce, BatchLine, HandOver, PolicyRef, Progress
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
@@ -72,7 +73,7 @@ async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(wo
     lines = world.lines(batch)
     await until_progress(lines, lambda _: node.stalled == 32)
     await leave(lines)
-    await world.until(lambda: world.gateway._kept._left)
+    await world.until(lambda: world.gateway.kept._left)
     node.change(stalls=FOREVER)
     await world.until(lambda: node.row.running == 0)
     node.lose()
@@ -92,8 +93,8 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     lines = world.lines(batch)
     await until_progress(lines, lambda _: node.stalled == 32)
     await leave(lines)
-    await world.until(lambda: world.gateway._kept._left)
-    under_way = list(world.gateway._kept._left[0].requests.values())[8:]
+    await world.until(lambda: world.gateway.kept._left)
+    under_way = list(world.gateway.kept._left[0].requests.values())[8:]
     kept = sum(len(one.job.token_ids) for one in under_way)
     lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
     read = await until_progress(lines)
@@ -109,13 +110,13 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
 async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
     newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_module, "PASSED_S", 0.0)
+    monkeypatch.setattr(kept_module, "PASSED_S", 0.0)
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     abandoned = (await until_progress(lines))[-1].progress
     assert abandoned is not None
     await leave(lines)
-    await world.until(lambda: world.gateway._kept._left)
+    await world.until(lambda: world.gateway.kept._left)
     node.loads = True
     every = replace(make_batch(newer.version, requests=3), policy=newer)
     first, second, third = (replace(every, requests=[one]) for one in every.requests)
@@ -130,7 +131,7 @@ async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once
 
 
 async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "KEPT_S", 0.0)
+    monkeypatch.setattr(kept_module, "KEPT_S", 0.0)
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
@@ -269,3 +270,29 @@ def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselve
     assert all(rig.seen(name) for name in ("rollout-0", "rollout-1"))
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(timeout=HANG_S) == 0
+
+
+@pytest.mark.parametrize("timeline", [0, 1])
+def test_next_gateway_of_the_machine_goes_on_with_what_the_last_one_had(
+    timeline: int, rig: Rig, tmp_path: Path
+) -> None:
+    """The trainer dies and its gateway ends with it; both come again. After a rollback nothing is gone on with."""
+    rig.env |= {NODE_ENV: "trainer-0-i1", ATTEMPT_ENV: "1", TIMELINE_ENV: "0", WORKDIR_ENV: str(tmp_path)}
+    gateway, _ = rig.gateway(), rig.node("a", event_s=0.1)
+    rig.until_members("a")
+    batch = make_batch("0-0", max_tokens=64)
+    lines, made = rig.ask(batch), 0
+    while made < 32 * 8:
+        line = next(lines)
+        made = max(made, 0 if line.progress is None else line.progress.tokens)
+    lines.close()  # type: ignore[attr-defined]  # it is a generator
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(HANG_S) == 0
+    rig.env |= {ATTEMPT_ENV: "2", TIMELINE_ENV: str(timeline)}
+    rig.gateway()
+    heard = rig.complete(batch)
+    check_complete(batch, heard)
+    assert heard.end is not None
+    assert heard.end.discarded == 0
+    assert (heard.end.kept >= made) if timeline == 0 else (heard.end.kept == 0)
+    assert not list(tmp_path.glob("gateway-*")), "it would be taken over again"

@@ -80,7 +80,7 @@ async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no
 
 def run_of(batch: Batch, world: World) -> BatchRun:
     prompts = [Prompt(array("I", one.prompt_token_ids), [Sample(one.index, one.seed)]) for one in batch.requests]
-    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway._kept)
+    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.kept)
 
 
 async def test_one_refused_prompt_of_a_batch_is_told_and_the_others_are_complete(world: World) -> None:

@@ -1,0 +1,273 @@
+"""What trainers asked for and nobody takes any more: kept for the next trainer, that asks for the same.
+
+A gateway ends with its trainer and leaves what it has in a file of its machine, from which the next one goes on,
+with requests under way too: their tokens are there, and a node computes no more than their prefill again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from orchestrator.gateway.job import Finished, Job
+from orchestrator.gateway.routing.dispatch import Completer, Ledger
+from orchestrator.gateway.routing.members import Members
+from policies.serving.wire import Batch, HandOver, labelled_version
+
+log = structlog.get_logger()
+
+AT_ONCE = 100  # requests that begin, or end, in one round of the event loop
+# A trainer that is started again loads its model and replays what is stored before it asks.
+KEPT_S = 1800.0
+# One that asks for a newer policy may ask for an older one beside it, at the same moment.
+PASSED_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request under way. `key` is what it asks for."""
+
+    key: Hashable
+    job: Job
+    task: asyncio.Future[Finished]
+    delivered: bool = False  # all of it, to some asker
+
+
+def key_of(batch: Batch, sampling: bytes, group: int, seed: int) -> Hashable:
+    """What a request asks for; `sampling` is the batch's, encoded, and `group` tells its prompt from others."""
+    return batch.policy.label, sampling, batch.recovery, group, seed
+
+
+def group_of(prompt: array[int]) -> int:
+    """What all requests of a prompt have in common, in this process."""
+    return hash(prompt.tobytes())
+
+
+def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size: int) -> Job:
+    """The job of a batch's request; as Job has it."""
+    return Job(
+        body={**batch.sampling, "prompt": prompt, "seed": seed},
+        policy=batch.policy.label,
+        group=group,
+        prompt_tokens=len(prompt),
+        recovery=batch.recovery,
+        prompt_token_ids=prompt,
+        admitted=True,
+        prompt_size=prompt_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A request as one gateway leaves it to the next. Without a finish reason it is under way."""
+
+    batch: Batch  # but for its requests
+    prompt_token_ids: list[int]
+    seed: int
+    token_ids: list[int]
+    logprobs: list[float]
+    handed_over: list[HandOver]
+    finish_reason: str = ""
+    node: str = ""
+    delivered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Left:
+    """What a trainer left of one batch."""
+
+    batch: Batch
+    requests: dict[Hashable, Asked]
+    ends: asyncio.TimerHandle | None = None
+
+
+class Kept:
+    """The requests of batches that are over, or whose trainer went away. Those under way go on, and all are there
+    for a trainer that asks for the same: what was delivered may have died with its asker before it was stored.
+
+    What nobody asks for ends after KEPT_S; PASSED_S after a newer policy was asked for; and at once when another
+    timeline is, or other weights of the same version.
+    """
+
+    def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:
+        self._members, self._completer, self._ledger = members, completer, ledger
+        self._left: list[_Left] = []
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def keep(self, batch: Batch, requests: list[Asked]) -> None:
+        """Go on with these, which are counted as open requests of the policy where they are not done."""
+        left = _Left(batch, {one.key: one for one in requests})
+        for one in requests:
+            if not one.task.done():
+                one.task.add_done_callback(partial(self._done, left, one))
+        self._left.append(left)
+        self._end_after(left, KEPT_S)
+
+    def take(self, key: Hashable) -> Asked | None:
+        """Hand over a request; its new asker counts it."""
+        for left in self._left:
+            if (found := left.requests.pop(key, None)) is not None:
+                if not found.task.done():
+                    self._members.finish(left.batch.policy.label, 1)
+                elif found.task.exception() is not None:
+                    return None  # whatever it was, the answer of today counts
+                return found
+        return None
+
+    def ask(self, policy: str) -> None:
+        """A policy is asked for: what is left of others may be over."""
+        asked = labelled_version(policy)
+        for left in list(self._left):
+            label = left.batch.policy.label
+            version = labelled_version(label)
+            if not left.requests:
+                self._forget(left)
+            elif version.timeline != asked.timeline or (version == asked and label != policy):
+                self._end_after(left, 0.0)
+            elif version < asked:
+                self._end_after(left, PASSED_S)
+
+    def save(self, path: Path) -> None:
+        """Write down all there is, for the gateway that comes next. Nothing but a warning where that fails."""
+        saved = [one for left in self._left for one in _saved(left)]
+        try:
+            path.write_bytes(msgspec.msgpack.encode(saved))
+        except OSError as error:
+            log.warning("requests_not_saved", why=str(error), requests=len(saved))
+            path.unlink(missing_ok=True)
+
+    def load(self, path: Path, timeline: int) -> None:
+        """Go on with what a gateway before this one has left, on a timeline; once."""
+        try:
+            age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
+            path.unlink()
+            saved = msgspec.msgpack.decode(data, type=list[_Saved]) if age_s < KEPT_S else []
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("requests_not_loaded", why=str(error))
+            return
+        batches: dict[str, list[_Saved]] = {}
+        for one in saved:
+            if labelled_version(one.batch.policy.label).timeline == timeline:
+                batches.setdefault(one.batch.policy.label, []).append(one)
+        for of_policy in batches.values():
+            asked = [self._begin(one) for one in of_policy]
+            running = sum(not one.task.done() for one in asked)
+            self._members.want(of_policy[0].batch.policy, running, of_policy[0].batch.recovery)
+            self.keep(of_policy[0].batch, asked)
+            tokens = sum(len(one.job.token_ids) for one in asked)
+            log.info("batch_taken_over", policy=of_policy[0].batch.policy.label, tokens=tokens, running=running)
+
+    def _begin(self, one: _Saved) -> Asked:
+        prompt = array("I", one.prompt_token_ids)
+        group = group_of(prompt)
+        job = job_of(one.batch, prompt, group, one.seed, prompt.itemsize * len(prompt))
+        job.token_ids, job.logprobs, job.handed_over = one.token_ids, one.logprobs, one.handed_over
+        key = key_of(one.batch, msgspec.json.encode(one.batch.sampling), group, one.seed)
+        loop = asyncio.get_running_loop()
+        if one.finish_reason:
+            task: asyncio.Future[Finished] = loop.create_future()
+            task.set_result(_finished(job, one))
+            return Asked(key, job, task, one.delivered)
+        if job.may_continue():
+            job.first_token_s = loop.time()
+        else:
+            job.discarded = job.start_over()
+            self._ledger.discarded += job.discarded
+        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
+
+    def _end_after(self, left: _Left, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + seconds
+        if left.ends is not None:
+            at_s = min(at_s, left.ends.when())
+            left.ends.cancel()
+        left.ends = loop.call_at(at_s, self._end, left)
+
+    def _forget(self, left: _Left) -> None:
+        if left.ends is not None:
+            left.ends.cancel()
+        self._left.remove(left)
+
+    def _end(self, left: _Left) -> None:
+        """Nobody came: what was made is told as lost by the next batch."""
+        requests = list(left.requests.values())
+        left.requests.clear()
+        self._forget(left)
+        tokens = sum(len(one.job.token_ids) for one in requests if not one.delivered)
+        self._ledger.discarded += tokens
+        self._ledger.owed += tokens
+        if tokens:
+            log.warning("batch_given_up", policy=left.batch.policy.label, tokens=tokens)
+        if running := sum(not one.task.done() for one in requests):
+            self._members.finish(left.batch.policy.label, running)
+        ending = asyncio.ensure_future(_end_all(requests))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _done(self, left: _Left, asked: Asked, task: asyncio.Future[Finished]) -> None:
+        if left.requests.get(asked.key) is asked:
+            self._members.finish(left.batch.policy.label, 1)
+            if not task.cancelled():
+                task.exception()  # whoever asks for the same is told of today's
+
+
+async def cancel(requests: list[Asked]) -> None:
+    """End those that are under way, some at a time: first those that wait, or they would get what becomes free."""
+    left = [one.task for one in reversed(requests) if not one.task.done()]
+    for first in range(0, len(left), AT_ONCE):
+        for task in left[first : first + AT_ONCE]:
+            task.cancel()
+        await asyncio.sleep(0)
+    for task in left:  # all at once would be a long piece of work by itself
+        if not task.done():
+            await asyncio.wait([task])
+
+
+async def _end_all(requests: list[Asked]) -> None:
+    await cancel(requests)
+    for one in requests:  # the frames of cancelled tasks hold each other, and garbage is looked for rarely
+        del one.job.body["prompt"][:]
+
+
+def _saved(left: _Left) -> Iterator[_Saved]:
+    batch = replace(left.batch, requests=[])
+    for one in left.requests.values():
+        job, failed = one.job, one.task.done() and (one.task.cancelled() or one.task.exception() is not None)
+        if not failed:
+            made = _Saved(
+                batch,
+                list(job.body["prompt"]),
+                job.body["seed"],
+                job.token_ids,
+                job.logprobs,
+                job.handed_over,
+                delivered=one.delivered,
+            )
+            got = one.task.result() if one.task.done() else None
+            yield made if got is None else replace(made, finish_reason=got.finish_reason, node=got.node)
+
+
+def _finished(job: Job, one: _Saved) -> Finished:
+    return Finished(
+        token_ids=job.token_ids,
+        logprobs=job.logprobs,
+        finish_reason=one.finish_reason,
+        stop_reason=None,
+        text=None,
+        prompt_token_ids=job.prompt_token_ids,
+        policy=job.policy,
+        node=one.node,
+        handovers=0,
+        first_token_s=0.0,
+        took_s=0.0,
+    )
