@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from checkpoint.records import rollouts
-from checkpoint.records.rollouts import Rollout
+from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
@@ -31,9 +31,6 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
-# restart after an evaluation must number the training calls as before.
-EVALUATION_CALLS = 1000
 LOOK_S = 0.25  # between two looks whether the trainer is to end, while it waits for a call
 
 
@@ -95,6 +92,7 @@ class _Generated:
     machines: int = 0
     ahead_s: float = 0.0  # of these, those before the trainer waited for it
     wait_s: float = 0.0  # while the trainer waited: those in which no node could serve it
+    unserved_s: float = 0.0  # the same, whether the trainer waited or not
     done_at_s: float = 0.0  # on the monotonic clock
 
 
@@ -289,7 +287,7 @@ class RolloutSource:
         rollout = generated.rollout
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
-            self._costs.generated(seconds, generated.machines, generated.ahead_s)
+            self._costs.generated(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
         self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
         if not generated.is_stored:
             rollouts.write_rollout(self._store, rollout, self._by)
@@ -314,7 +312,9 @@ class RolloutSource:
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
         rollout = _rollout(call, digest, batch, got)
         machines = _machines_of(got)
-        return _Generated(rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s)
+        return _Generated(
+            rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s, unserved_s=got.wait_s
+        )
 
     def _work(self, begun: _Begun, call: Call, batch: Batch) -> None:
         """Have a call made that was begun, in its thread. Whatever ends it is raised where it is waited for."""
@@ -329,7 +329,12 @@ class RolloutSource:
                 if is_stored and not begun.is_dropped:
                     rollouts.write_rollout(self._store, rollout, self._by)
             made = _Generated(
-                rollout, is_stored, took_s=took_s, machines=_machines_of(got), done_at_s=began_s + took_s
+                rollout,
+                is_stored,
+                took_s=took_s,
+                machines=_machines_of(got),
+                done_at_s=began_s + took_s,
+                unserved_s=got.wait_s,
             )
             begun.made.set_result(made)
         except BaseException as error:  # noqa: BLE001  # a thread that dies in silence is waited for in vain
