@@ -179,6 +179,14 @@ def _check(row: Row, key: str) -> None:
         raise ValueError(f"a row of step {row.step} with a time or a count of more than 64 bits")
 
 
+def unused_before(rows: Iterable[Row], timeline: int) -> tuple[int, int]:
+    """Return the windows that the timeline before this one had stored and not trained on, and their tokens."""
+    first = next((row for row in rows if row.timeline == timeline and UNUSED_WINDOWS in row.values), None)
+    if first is None:
+        return 0, 0
+    return round(first.values[UNUSED_WINDOWS]), round(first.values.get(UNUSED_TOKENS, 0.0))
+
+
 class MetricsWriter:
     """Adds rows to a timeline's objects. The timeline's only writer, so it need not read again what it wrote."""
 
