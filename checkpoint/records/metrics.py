@@ -39,7 +39,7 @@ UNSERVED_S = "orch/unserved_s"
 # Optimizer steps between the policy that sampled the completions and the one that trains on them; the most of the
 # row's windows.
 STALENESS = "orch/staleness"
-# In the first row of a timeline: windows that the timeline before it had stored and not trained on, and their tokens.
+# In a timeline's first row: windows that the timeline before had stored and not trained on, and their tokens.
 UNUSED_WINDOWS = "orch/unused_windows"
 UNUSED_TOKENS = "orch/unused_tokens"
 # Of GENERATE_S, seconds in which the trainer made them in place of nodes that were not there; absent where none.
