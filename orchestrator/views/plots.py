@@ -175,7 +175,7 @@ def _idle(panel: Axes, timings: Timings) -> None:
         return
     steps, values = zip(*stale, strict=True)
     beside = panel.twinx()
-    beside.spines[["top", "left"]].set_visible(False)
+    beside.spines[["top", "left", "bottom"]].set_visible(False)
     beside.set_ylabel("staleness, steps", color=INK, fontsize=10)
     beside.tick_params(colors=INK, labelsize=9, length=3)
     beside.set_ylim(0, max(*values, 2.0) + 0.5)
