@@ -180,12 +180,12 @@ def stage_words(rollback: Rollback) -> str:
 
 
 def thrown_away_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
-    """`6 steps and 3,060 tokens thrown away`, and how much of it were windows that no step was trained on."""
+    """`6 steps and 3,060 tokens thrown away`, and how much of it were windows that no logged step was trained on."""
     lost = f"{steps} steps and {tokens + window_tokens:,} tokens thrown away"
     if not windows:
         return lost
     many = "1 window" if windows == 1 else f"{windows} windows"
-    return f"{lost}, {window_tokens:,} of them in {many} that no step was trained on"
+    return f"{lost}, {window_tokens:,} of them in {many} that no logged step was trained on"
 
 
 def changes_of(fork: Fork, before: Fork | None, grpo: Mapping[str, object]) -> dict[str, Change]:
