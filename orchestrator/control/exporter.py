@@ -29,7 +29,7 @@ _HAD = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a tick saw and made of it. `row` is the newest logged step, `timing` that of the newest that has one."""
+    """What a tick saw and made of it. `row` is the newest logged step, `timing` of the newest that has one."""
 
     state: RunState
     snapshot: Snapshot

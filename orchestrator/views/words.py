@@ -180,7 +180,7 @@ def stage_words(rollback: Rollback) -> str:
 
 
 def thrown_away_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
-    """`6 steps and 3,060 tokens thrown away`, and how much of it were windows that no logged step was trained on."""
+    """`6 steps and 3,060 tokens thrown away`, and how much of it no logged step was trained on."""
     lost = f"{steps} steps and {tokens + window_tokens:,} tokens thrown away"
     if not windows:
         return lost

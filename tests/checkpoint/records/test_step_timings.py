@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from checkpoint.records.metrics import (
-    AHEAD_S,
     GENERATE_NODE_S,
     GENERATE_S,
     OWN_GENERATE_S,

@@ -51,7 +51,7 @@ def world_at(staleness: int, monkeypatch: pytest.MonkeyPatch, replicas: int = 2)
     logged: dict[str, Any] = {f"orch__{name}": value for name, value in values.items()}
     for step in range(1, STEPS + 1):
         tokens = {"orch__tokens": 100.0, "orch__publish_s": 1.0, "orch__generate_node_s": 12.0}
-        world.logs(20 + took_s * step, step, reward=0.5, **logged, **tokens)
+        world.logs(20 + took_s * step, step, 0, reward=0.5, **logged, **tokens)
     return world
 
 
