@@ -382,12 +382,15 @@ def _timing(window: _Window) -> StepTiming:
     wait_s, publish_s = min(took_s, window.sum(WAIT_S)), window.sum(PUBLISH_S)
     ahead_s = min(generate_s, window.sum(AHEAD_S))
     idle_s = min(took_s, wait_s + max(0.0, generate_s - own_s - ahead_s))
+    unserved_s = window.sum(UNSERVED_S)
+    # While the trainer works, GENERATE_S counts from the request, the time before a node serves it included.
+    hidden_s = max(0.0, unserved_s - wait_s)
     has_nodes = window.sum(GENERATE_NODE_S) > 0
     return StepTiming(
         step_s=took_s / steps,
-        generate_s=generate_s / steps,
+        generate_s=max(0.0, generate_s - hidden_s) / steps,
         train_s=max(0.0, took_s - idle_s - own_s - publish_s) / steps,
-        sync_s=(publish_s + window.sum(UNSERVED_S)) / steps,
+        sync_s=(publish_s + unserved_s) / steps,
         trainer_idle_s=idle_s / steps,
         fleet_idle_s=max(0.0, took_s - generate_s - wait_s) / steps if has_nodes else 0.0,
         staleness=window.first.values.get(STALENESS),

@@ -39,10 +39,10 @@ def test_steps_in_turns_leave_one_side_idle() -> None:
 
 
 def test_overlapped_step_is_idle_only_where_measured() -> None:
-    # Of 14 s: publish 1, train 11, wait for the last 2 of 12 s of generation.
+    # Of 14 s: publish 1, train 11, wait for the last 2 of 12 s in which nodes load and generate.
     values = {"ahead_s": 10.0, "unserved_s": 0.5, "staleness": 1.0}
     found = timings(row(1, 0.0), row(2, 14.0, 12.0, **values), row(3, 28.0))
-    assert found == [StepTiming(14.0, 12.0, 11.0, 1.5, trainer_idle_s=2.0, fleet_idle_s=2.0, staleness=1.0)]
+    assert found == [StepTiming(14.0, 11.5, 11.0, 1.5, trainer_idle_s=2.0, fleet_idle_s=2.0, staleness=1.0)]
 
 
 def test_steps_of_one_window_share_its_generation() -> None:

@@ -26,11 +26,11 @@ from tests.orchestrator.web.test_site import ask
 STEPS = 6
 # Of a step of 20 s: publish 1, load 2, generate 6, train 11. Then of 12 s: publish 1, train 11, all else hidden.
 IN_TURNS = {"generate_s": 6.0, "wait_s": 2.0, "unserved_s": 2.0, "staleness": 0.0}
-OVERLAPPED = {"generate_s": 6.0, "ahead_s": 6.0, "unserved_s": 2.0, "staleness": 1.0}
+OVERLAPPED = {"generate_s": 8.0, "ahead_s": 8.0, "unserved_s": 2.0, "staleness": 1.0}
 LOGGED: dict[int, tuple[float, dict[str, float]]] = {0: (20.0, IN_TURNS), 1: (12.0, OVERLAPPED)}
 TIMINGS = {
     0: StepTiming(20.0, 6.0, 11.0, 3.0, trainer_idle_s=8.0, fleet_idle_s=12.0, staleness=0.0),
-    1: StepTiming(12.0, 6.0, 11.0, 3.0, trainer_idle_s=0.0, fleet_idle_s=6.0, staleness=1.0),
+    1: StepTiming(12.0, 6.0, 11.0, 3.0, trainer_idle_s=0.0, fleet_idle_s=4.0, staleness=1.0),
 }
 SENTENCES = {
     0: "with rollout.max_staleness: 1 a step would take about 14 s instead of 20 s",
@@ -68,7 +68,7 @@ def test_status_shows_work_idle_seconds_and_staleness(staleness: int, monkeypatc
     assert to_json(view)["step_timing"]["fleet_idle_s"] == TIMINGS[staleness].fleet_idle_s
     words = {
         0: "generate 6 s · train 11 s · sync 3 s · idle: trainer 8 s, fleet 12 s · staleness 0",
-        1: "generate 6 s · train 11 s · sync 3 s · idle: trainer 0 s, fleet 6 s · staleness 1",
+        1: "generate 6 s · train 11 s · sync 3 s · idle: trainer 0 s, fleet 4 s · staleness 1",
     }[staleness]
     assert f"median {words}" in text_of(Screen(view, 40))
 
