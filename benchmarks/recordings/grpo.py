@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +138,17 @@ class RegimeTrainer(GRPOTrainer):
         return loss
 
 
-def run(regime: Regime, models: Path, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run, to its end."""
+def run(
+    regime: Regime, models: Path, folder: Path, make: Callable[..., RegimeTrainer] = RegimeTrainer
+) -> list[dict[str, Any]]:
+    """The rows of a run, to its end, by the trainer that `make` returns."""
     torch.manual_seed(regime.seed)
     config = common(regime, folder)
     rows = Rows()
     model = AutoModelForCausalLM.from_pretrained(models / regime.model, dtype=getattr(torch, regime.dtype))
     adapter = LoraConfig(r=regime.lora_rank, lora_alpha=2 * regime.lora_rank, target_modules="all-linear")
     reward = make_reward(regime.reward, config.max_completion_length, regime.seed)
-    trainer = RegimeTrainer(
+    trainer = make(
         regime,
         model=model,
         args=config,

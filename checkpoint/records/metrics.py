@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 from checkpoint.store import layout
 from checkpoint.store.codec import from_json, to_json
@@ -32,6 +33,15 @@ GENERATE_S = "orch/generate_s"  # seconds in which completions to train on were 
 GENERATE_NODE_S = "orch/generate_node_s"  # the same, times the machines that made them
 # Of GENERATE_S, seconds in which the trainer was at work on earlier steps; absent where none.
 AHEAD_S = "orch/ahead_s"
+# Seconds in which requests of a training window were open and no node could serve them: the nodes load the policy,
+# or the fleet is empty. Unlike WAIT_S it counts also while the trainer works on earlier steps.
+UNSERVED_S = "orch/unserved_s"
+# Optimizer steps between the policy that sampled the completions and the one that trains on them; the most of the
+# row's windows.
+STALENESS = "orch/staleness"
+# In a timeline's first row: windows that the timeline before had stored and not trained on, and their tokens.
+UNUSED_WINDOWS = "orch/unused_windows"
+UNUSED_TOKENS = "orch/unused_tokens"
 # Of GENERATE_S, seconds in which the trainer made them in place of nodes that were not there; absent where none.
 OWN_GENERATE_S = "orch/own_generate_s"
 REWARDS_S = "orch/rewards_s"  # seconds in which completions to train on were scored
@@ -169,6 +179,14 @@ def _check(row: Row, key: str) -> None:
         raise ValueError(f"a row of step {row.step} with a time or a count of more than 64 bits")
 
 
+def unused_before(rows: Iterable[Row], timeline: int) -> tuple[int, int]:
+    """Return the windows that the timeline before this one had stored and not trained on, and their tokens."""
+    first = next((row for row in rows if row.timeline == timeline and UNUSED_WINDOWS in row.values), None)
+    if first is None:
+        return 0, 0
+    return round(first.values[UNUSED_WINDOWS]), round(first.values.get(UNUSED_TOKENS, 0.0))
+
+
 class MetricsWriter:
     """Adds rows to a timeline's objects. The timeline's only writer, so it need not read again what it wrote."""
 
@@ -235,7 +253,65 @@ def split(rows: Sequence[Row]) -> list[StepSplit]:
     return found
 
 
-# How long the logged steps took, and how much of that completions were made in.
+# How long the logged steps took, and what trainer and rollout nodes did meanwhile.
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What trainer and rollout nodes did in a step: seconds, the mean of the steps that share a generation window.
+
+    Attributes:
+        step_s: from the end of the step before to its own end.
+        generate_s: nodes generated the completions that it trains on, whether the trainer waited or not.
+        train_s: the trainer worked: rewards, gradients, pauses for checkpoints, evaluations.
+        sync_s: the policy was published and then loaded, until the first node could serve it.
+        trainer_idle_s: the trainer waited for completions or for nodes.
+        fleet_idle_s: no request of a training window was open; 0 where the trainer generates itself.
+        staleness: optimizer steps between the policy that sampled and the one that was trained; None: not logged.
+    """
+
+    step_s: float
+    generate_s: float
+    train_s: float
+    sync_s: float
+    trainer_idle_s: float
+    fleet_idle_s: float
+    staleness: float | None = None
+
+    @property
+    def in_turns_s(self) -> float:
+        """A step in which the trainer and the nodes wait for each other."""
+        return self.generate_s + self.train_s + self.sync_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """A step in which nodes generate while the trainer works."""
+        return max(self.generate_s, self.train_s) + self.sync_s
+
+
+def step_timings(rows: Sequence[Row]) -> list[tuple[Row, StepTiming]]:
+    """Return the timing of the steps among `rows`, by the row in which their generation window was logged.
+
+    `rows` are in the order of time. The steps of the newest window are left out, as in `step_times`.
+    """
+    return [(window.first, _timing(window)) for window in _windows(rows)]
+
+
+def median_timing(timings: Iterable[StepTiming]) -> StepTiming | None:
+    """Return the medians of each of their numbers; None of none."""
+    timings = list(timings)
+    if not timings:
+        return None
+    known = [timing.staleness for timing in timings if timing.staleness is not None]
+    return StepTiming(
+        step_s=median(timing.step_s for timing in timings),
+        generate_s=median(timing.generate_s for timing in timings),
+        train_s=median(timing.train_s for timing in timings),
+        sync_s=median(timing.sync_s for timing in timings),
+        trainer_idle_s=median(timing.trainer_idle_s for timing in timings),
+        fleet_idle_s=median(timing.fleet_idle_s for timing in timings),
+        staleness=median(known) if known else None,
+    )
 
 
 def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
@@ -244,21 +320,41 @@ def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
     A generation may serve several steps: those until the next one make one entry, and share it evenly. The newest
     are left out until the next generation is logged.
     """
-    found: list[MeasuredStep] = []
-    took_s = steps = 0.0
-    begun: Row | None = None  # the row whose generation the present steps share
+    return [_step(window) for window in _windows(rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The rows whose steps share a generation, which `first` has; how many steps, and how long they took."""
+
+    first: Row
+    rows: tuple[Row, ...]
+    steps: int
+    took_s: float
+
+    def sum(self, name: str) -> float:
+        return sum(max(0.0, row.values.get(name, 0.0)) for row in self.rows)
+
+
+def _windows(rows: Sequence[Row]) -> list[_Window]:
+    """Return the windows that one life of a trainer has made, without the newest."""
+    found: list[_Window] = []
+    window: _Window | None = None
     for before, row in pairwise(rows):
         same_life = (row.timeline, row.attempt) == (before.timeline, before.attempt)
         goes_on = same_life and row.step > before.step and not row.values.get(REPLAYED)
-        if begun is not None and steps and (not goes_on or _generates(row)):
-            found.append(_step(begun, took_s, steps))
+        if window is not None and (not goes_on or _generates(row)):
+            found.append(window)
+            window = None
         if not goes_on:
-            begun, steps = None, 0.0
             continue
         if _generates(row):
-            begun, took_s, steps = row, 0.0, 0.0
-        took_s += max(0.0, row.time_s - before.time_s)
-        steps += row.step - before.step
+            window = _Window(row, (), 0, 0.0)
+        if window is not None:
+            took_s = max(0.0, row.time_s - before.time_s)
+            window = _Window(
+                window.first, (*window.rows, row), window.steps + row.step - before.step, window.took_s + took_s
+            )
     return found
 
 
@@ -267,13 +363,36 @@ def _generates(row: Row) -> bool:
     return row.values.get(GENERATE_S, 0.0) > 0 and made_by > 0
 
 
-def _step(begun: Row, took_s: float, steps: float) -> MeasuredStep:
-    generated_s = begun.values[GENERATE_S]
-    nodes = begun.values.get(GENERATE_NODE_S, 0.0) / generated_s
-    own_s = begun.values.get(OWN_GENERATE_S, 0.0)
+def _step(window: _Window) -> MeasuredStep:
+    values, steps, took_s = window.first.values, window.steps, window.took_s
+    generated_s = values[GENERATE_S]
+    nodes = values.get(GENERATE_NODE_S, 0.0) / generated_s
+    own_s = values.get(OWN_GENERATE_S, 0.0)
     if own_s:  # a drought's first step waits for nodes before it begins, and no other does
-        took_s = max(generated_s, took_s - begun.values.get(WAIT_S, 0.0))
-    ahead_s = min(generated_s, begun.values.get(AHEAD_S, 0.0))
+        took_s = max(generated_s, took_s - values.get(WAIT_S, 0.0))
+    # Within a step, training hides a part of the generation and never all of it: it waits for its first window.
+    ahead_s = min(generated_s, values.get(AHEAD_S, 0.0)) if values.get(STALENESS) else 0.0
     return MeasuredStep(
-        took_s / steps, generated_s / steps, nodes, begun.tokens / steps, own_s / steps, ahead_s / steps
+        took_s / steps, generated_s / steps, nodes, window.first.tokens / steps, own_s / steps, ahead_s / steps
+    )
+
+
+def _timing(window: _Window) -> StepTiming:
+    took_s, steps = window.took_s, window.steps
+    generate_s, own_s = window.sum(GENERATE_S), window.sum(OWN_GENERATE_S)
+    wait_s, publish_s = min(took_s, window.sum(WAIT_S)), window.sum(PUBLISH_S)
+    ahead_s = min(generate_s, window.sum(AHEAD_S))
+    idle_s = min(took_s, wait_s + max(0.0, generate_s - own_s - ahead_s))
+    unserved_s = window.sum(UNSERVED_S)
+    # While the trainer works, GENERATE_S counts from the request, the time before a node serves it included.
+    hidden_s = max(0.0, unserved_s - wait_s)
+    has_nodes = window.sum(GENERATE_NODE_S) > 0
+    return StepTiming(
+        step_s=took_s / steps,
+        generate_s=max(0.0, generate_s - hidden_s) / steps,
+        train_s=max(0.0, took_s - idle_s - own_s - publish_s) / steps,
+        sync_s=(publish_s + unserved_s) / steps,
+        trainer_idle_s=idle_s / steps,
+        fleet_idle_s=max(0.0, took_s - generate_s - wait_s) / steps if has_nodes else 0.0,
+        staleness=window.first.values.get(STALENESS),
     )

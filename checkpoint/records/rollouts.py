@@ -13,14 +13,19 @@ from typing import Any
 
 from blake3 import blake3
 
+from checkpoint.records import metrics
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.document import Document
+from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.wire import Completion, CompletionRequest
 
 SCHEMA = 1
+# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
+# restart after an evaluation must number the training calls as before.
+EVALUATION_CALLS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,15 @@ class Rollout:
     completions: list[Completion]
     discarded: int = 0
     wait_s: float = 0.0
+
+    @property
+    def staleness(self) -> int:
+        """Optimizer steps between the policy that sampled it and the one that trains on it."""
+        return PolicyVersion.parse(self.at).step - PolicyVersion.parse(self.policy).step
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
 
 
 def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> str:
@@ -67,6 +81,25 @@ def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersi
         with contextlib.suppress(ValueError):  # a foreign file in the prefix
             found.setdefault(layout.call_of(entry.key), []).append(entry.key)
     return {call: sorted(keys, key=layout.author_of, reverse=True) for call, keys in found.items()}
+
+
+def unused_windows(store: Store, timeline: int) -> tuple[int, int]:
+    """Return how many stored training calls of a timeline no logged step has trained on, and their tokens.
+
+    A call that two trainers have stored counts once. Unreadable records are left out. Raises StoreError.
+    """
+    chunks = store.entries(layout.metrics(timeline))
+    rows = metrics.read_chunk(store, chunks[-1].key) if chunks else []
+    trained = PolicyVersion(timeline, max((row.step for row in rows), default=0))
+    windows = tokens = 0
+    for (_, call), keys in stored_since(store, trained).items():
+        if call >= EVALUATION_CALLS:
+            continue
+        with contextlib.suppress(Corrupt):
+            rollout = read_rollout(store, keys[0])
+            if rollout is not None:
+                windows, tokens = windows + 1, tokens + rollout.tokens
+    return windows, tokens
 
 
 def collect(store: Store, unneeded: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:

@@ -131,7 +131,8 @@ def steer(
         if controller.state is not before:
             notifier.wake()
         if controller.seen is not None:
-            seen = Seen(controller.state, controller.seen, observer.newest_row(), took_s)
+            newest = observer.newest_row(), observer.newest_timing()
+            seen = Seen(controller.state, controller.seen, *newest, took_s)
             exporter.ticked(before, decision.events, seen)
 
     drain_s = 0.0

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import Row, StepTiming
 from policies.control.snapshot import Snapshot
 from policies.fleet.budget import spent_usd
 from policies.model.events import Event, NodeMoved
@@ -29,11 +29,12 @@ _HAD = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a tick saw and made of it. `row` is the newest logged step."""
+    """What a tick saw and made of it. `row` is the newest logged step, `timing` of the newest that has one."""
 
     state: RunState
     snapshot: Snapshot
     row: Row | None
+    timing: StepTiming | None
     took_s: float
 
 
@@ -91,12 +92,28 @@ class _Numbers(Collector):
         for name in ("kl", "reward"):
             if seen.row is not None and name in seen.row.values:
                 yield self._gauge(f"run_{name}", f"`{name}` of the newest logged step", seen.row.values[name])
+        if seen.timing is not None:
+            yield from self._timing(seen.timing)
         yield self._gauge("run_timeline", "What the run is on", state.timeline)
         yield self._counter("run_rollbacks", "Rollbacks of the run", len(state.rollbacks))
         yield from self._money(seen)
         yield from self._nodes(seen)
         yield self._gauge("daemon_tick_seconds", "What the last tick took", seen.took_s)
         yield self._counter("daemon_ticks", "Ticks of this daemon", self.ticks)
+
+    def _timing(self, timing: StepTiming) -> Iterable[Metric]:
+        yield self._gauge("run_step_seconds", "What the newest timed step took", timing.step_s)
+        parts = {"generate": timing.generate_s, "train": timing.train_s, "sync": timing.sync_s}
+        work = self._gauges("run_work_seconds", "Of a step: generation, training, new weights", "part")
+        for part, seconds in parts.items():
+            work.add_metric([self._run, part], seconds)
+        yield work
+        idle = self._gauges("run_idle_seconds", "Of a step: trainer and rollout nodes without work", "side")
+        for side, seconds in {"trainer": timing.trainer_idle_s, "fleet": timing.fleet_idle_s}.items():
+            idle.add_metric([self._run, side], seconds)
+        yield idle
+        if timing.staleness is not None:
+            yield self._gauge("run_staleness", "Steps between sampling and training", timing.staleness)
 
     def _money(self, seen: Seen) -> Iterable[Metric]:
         spent = spent_usd(seen.state, seen.snapshot.now_s) + seen.snapshot.controller_usd

@@ -19,7 +19,7 @@ from typing import TypeVar
 import structlog
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import Row, step_times
+from checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
 from checkpoint.store import layout
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 OBJECTS_A_LOOK = 4  # of a hundred rows each, which take 20 ms
 RECENT_ROWS = 500  # the newest, from which it is told what a step consists of
+TIMED_ROWS = 40  # among the newest, a step with a timing is looked for
 KEPT_MAX = 64  # then every second one is let go: the older ones lie further and further apart
 
 Stretches = tuple[PolicyVersion | int, ...]
@@ -114,6 +115,11 @@ class MetricsWatch:
     def newest_row(self) -> Row | None:
         """The last row that was read; None before there is one."""
         return self._recent[-1] if self._recent else None
+
+    def newest_timing(self) -> StepTiming | None:
+        """The timing of the newest step that was read and has one; None before there is one."""
+        timings = step_timings(list(self._recent)[-TIMED_ROWS:])
+        return timings[-1][1] if timings else None
 
     def step_shape(self) -> StepShape | None:
         """What the newest steps with nodes that were read consist of; None before there are enough."""

@@ -13,7 +13,7 @@ import structlog
 
 from checkpoint.records import documents
 from checkpoint.records.documents import ControllerMachine
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import Row, StepTiming
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
@@ -300,6 +300,10 @@ class Observer:
     def newest_row(self) -> Row | None:
         """The newest logged step that was looked at."""
         return self._metrics.newest_row()
+
+    def newest_timing(self) -> StepTiming | None:
+        """The timing of the newest logged step that has one."""
+        return self._metrics.newest_timing()
 
     def _checkpoints(self) -> tuple[Revision | None, str]:
         """What is listed, or why that cannot be read: then there is no going back, but a run can be stopped."""

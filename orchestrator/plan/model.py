@@ -73,7 +73,11 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One optimizer step. Seconds; generation with one rollout node, or by the trainer itself."""
+    """One optimizer step. Seconds; generation with `nodes` rollout nodes, or by the trainer itself.
+
+    `in_turns_s`: where the nodes generate, then the trainer trains. `overlapped_s`: where they work at the same
+    time (`rollout.max_staleness`). None: not known, or the run cannot overlap.
+    """
 
     completions: float  # generated for it
     prompt_tokens: float
@@ -83,6 +87,9 @@ class StepPlan:
     sync_s: float | None
     step_s: float  # with `nodes` rollout nodes
     nodes: int
+    max_staleness: int
+    in_turns_s: float | None
+    overlapped_s: float | None
     source: Source
 
 

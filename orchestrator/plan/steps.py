@@ -7,7 +7,14 @@ from itertools import pairwise
 from statistics import mean, median
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import logged, read_metrics, step_times
+from checkpoint.records.metrics import (
+    StepTiming,
+    logged,
+    median_timing,
+    read_metrics,
+    step_times,
+    step_timings,
+)
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
@@ -16,7 +23,7 @@ from policies.fleet.how_many import HourlyPrices, StepShape, best_count, optimum
 from policies.fleet.measuring import shape_of
 from policies.ledger.accounting import surviving_rows
 from policies.model.gpus import engine_gpus
-from policies.model.spec import RunSpec, generates_itself, processes_of
+from policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
 from policies.sizing import speed
 from policies.sizing.engine import engine_of
 from policies.sizing.shapes import Shape
@@ -36,7 +43,7 @@ class Measured:
     Attributes:
         steps: over how many.
         step_s: the median, from one logged step to the next.
-        generated_s: the median of what completions take of it.
+        timing: the medians of what trainer and nodes do in it.
         shape: what of a step nodes share, by the rule that the controller buys by.
         completion_tokens: of a completion, on average.
         sent_share: bytes that went to the store, of those that the published weights have.
@@ -44,7 +51,7 @@ class Measured:
 
     steps: int
     step_s: float
-    generated_s: float | None = None
+    timing: StepTiming | None = None
     shape: StepShape | None = None
     completion_tokens: float | None = None
     sent_share: float | None = None
@@ -67,7 +74,7 @@ def measure(store: Store) -> Measured | None:
     return Measured(
         steps=len(gaps),
         step_s=median(gaps),
-        generated_s=median(one.generated_s for one in timed) if timed else None,
+        timing=median_timing(timing for _, timing in step_timings(rows)),
         shape=shape_of(timed),
         completion_tokens=mean(lengths) if lengths else None,
         sent_share=sent / whole if whole else None,
@@ -78,6 +85,7 @@ def measure(store: Store) -> Measured | None:
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
 SHOWN_NODES = 8
+Parts = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,35 +252,43 @@ def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measur
         return _measured_step(spec, timing, nodes, measured)
     if timing is None:
         return None
-    work = work_of(spec)
-    return StepPlan(
-        completions=work.generated,
-        prompt_tokens=work.prompt_tokens,
-        completion_tokens=work.completion_tokens,
-        generate_s=timing.alone_s + timing.shared_node_s / max(1, nodes),
-        train_s=timing.train_s,
-        sync_s=timing.sync_s,
-        step_s=timing.shape.seconds(max(1, nodes)),
-        nodes=nodes,
-        source="estimated",
-    )
+    generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
+    step_s = timing.shape.seconds(max(1, nodes))
+    return _step_plan(spec, (generate_s, timing.train_s, timing.sync_s), step_s, nodes, None)
 
 
 def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured) -> StepPlan:
-    """What is not generation is training, rewards and the weights' way together: a log tells no more. Where it
-    does not tell generation, an estimate divides the step."""
-    work, generate_s = work_of(spec, measured.completion_tokens), measured.generated_s
-    if generate_s is None and timing is not None:
-        generates_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-        generate_s = measured.step_s * generates_s / timing.shape.seconds(max(1, nodes))
+    """Where the log does not tell generation, an estimate divides the step between it and all else."""
+    if measured.timing is not None:
+        found = measured.timing
+        parts: Parts = (found.generate_s, found.train_s, found.sync_s)
+    elif timing is not None:
+        generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
+        generate_s *= measured.step_s / timing.shape.seconds(max(1, nodes))
+        parts = (generate_s, max(0.0, measured.step_s - generate_s), None)
+    else:
+        parts = (None, None, None)
+    return _step_plan(spec, parts, measured.step_s, nodes, measured)
+
+
+def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured: Measured | None) -> StepPlan:
+    """A step of so many seconds with so many nodes; `parts` are generation, training and the weights' way."""
+    work = work_of(spec, None if measured is None else measured.completion_tokens)
+    generate_s, train_s, sync_s = parts
+    in_turns_s = overlapped_s = None
+    if may_overlap(spec) and generate_s is not None and train_s is not None and sync_s is not None:
+        in_turns_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
     return StepPlan(
         completions=work.generated,
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.completion_tokens,
         generate_s=generate_s,
-        train_s=None if generate_s is None else max(0.0, measured.step_s - generate_s),
-        sync_s=None,
-        step_s=measured.step_s,
+        train_s=train_s,
+        sync_s=sync_s,
+        step_s=step_s,
         nodes=nodes,
-        source="measured",
+        max_staleness=spec.rollout.max_staleness,
+        in_turns_s=in_turns_s,
+        overlapped_s=overlapped_s,
+        source="estimated" if measured is None else "measured",
     )

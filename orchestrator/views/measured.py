@@ -8,8 +8,8 @@ from enum import StrEnum
 from statistics import median
 
 from checkpoint.records import metrics
-from checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, split
-from orchestrator.views.words import data_size
+from checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, StepTiming, split
+from orchestrator.views.words import data_size, short
 from policies.model.vocabulary import NodePhase, Role
 from policies.serving.gateway_status import MemberStatus, VersionSpread
 from policies.serving.joining import Stage
@@ -83,6 +83,20 @@ def step_split(rows: Sequence[Row]) -> StepSplit | None:
     return (
         StepSplit(wait_s, publish_s, generate_s, sum(mean_s.values())) if wait_s + publish_s + generate_s else None
     )
+
+
+# What generation and training take of a step, what each side is idle, and what overlap gains.
+
+
+def timing_words(timing: StepTiming) -> list[str]:
+    """`["generate 6.1 s", "train 5.8 s", "sync 0.4 s", "idle: trainer 0.3 s, fleet 0.9 s", "staleness 1"]`."""
+    words = [
+        f"generate {short(timing.generate_s)} s",
+        f"train {short(timing.train_s)} s",
+        f"sync {short(timing.sync_s)} s",
+        f"idle: trainer {short(timing.trainer_idle_s)} s, fleet {short(timing.fleet_idle_s)} s",
+    ]
+    return words if timing.staleness is None else [*words, f"staleness {timing.staleness:g}"]
 
 
 # What it takes to bring a policy from the trainer to the nodes, by stage, and what joining nodes fetch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import Row, StepTiming
 from orchestrator.views.events import EventLine, event_json
 from orchestrator.views.measured import NodeState, StepSplit, WeightsView
 from orchestrator.views.words import duration, moment
@@ -176,6 +176,7 @@ class RunView:
     weights: WeightsView | None = None  # the newest policy on its way; None before the first
     parked_s: float | None = None  # for how long it has been parked; None: it is not
     step_split: StepSplit | None = None  # where the time of the last steps went; None before there is one
+    step_timing: StepTiming | None = None  # the medians of the last steps; None before there is one
 
     @property
     def over(self) -> bool:

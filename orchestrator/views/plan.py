@@ -18,7 +18,7 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.views.words import NOT_KNOWN, duration, moment, short, usd
+from orchestrator.views.words import NOT_KNOWN, duration, moment, overlap_words, seconds_words, short, usd
 from policies.model.vocabulary import Market
 from policies.sizing.memory import GIB
 
@@ -142,11 +142,15 @@ def _deadline_words(deadline: DeadlinePlan) -> Text:
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.step is not None:
         yield "step", f"{duration(plan.step.step_s)}, {plan.step.source}: {_step_words(plan.step)}"
+        in_turns_s, overlapped_s = plan.step.in_turns_s, plan.step.overlapped_s
+        if in_turns_s is not None and overlapped_s is not None:
+            words = overlap_words(plan.step.step_s, in_turns_s, overlapped_s, plan.step.max_staleness)
+            yield "overlap", words
 
 
 def _step_words(step: StepPlan) -> str:
     parts = {"generate": step.generate_s, "train": step.train_s, "weights' way": step.sync_s}
-    told = [f"{name} {_seconds(value)}" for name, value in parts.items() if value]
+    told = [f"{name} {seconds_words(value)}" for name, value in parts.items() if value]
     many = f"{short(step.completions)} completions of {short(step.completion_tokens)} tokens"
     return ", ".join([*told, many])
 
@@ -169,7 +173,7 @@ def _syncs(plan: Plan) -> Table:
     for one in plan.syncs:
         share = "" if one.form == "all weights" else f" ({_percent(one.share)})"
         said = Text(f"this run's{', measured' * (one.source == 'measured')}", style="green") if one.used else ""
-        seconds = [_seconds(one.seconds[link]).removesuffix(" s") for link in links]
+        seconds = [seconds_words(one.seconds[link]).removesuffix(" s") for link in links]
         table.add_row(f"{one.form}{share}", short(one.size_bytes / GB), *seconds, said)
     return table
 
@@ -281,11 +285,6 @@ def _gib(size_bytes: int | None) -> str:
         return ""
     size = size_bytes / GIB
     return f"{size:.1f}" if size >= 1 else f"{size:.2f}"
-
-
-def _seconds(value: float) -> str:
-    """Two figures below ten seconds."""
-    return duration(value) if value >= 60 else f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
 
 
 def _grid() -> Table:

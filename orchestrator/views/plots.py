@@ -1,4 +1,4 @@
-"""A run as a picture: the four panels people know, and KL against its limit, as PNG.
+"""A run as a picture, as PNG: the four panels people know, KL against its limit, and what a step's time is for.
 
 A run's lines are those of its present timeline. What rollbacks abandoned is drawn in grey, below them.
 """
@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row
+from checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row, StepTiming, step_timings
 from checkpoint.store.run_store import Store
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import HELD_OUT, REWARD, run_faults
@@ -27,6 +27,7 @@ ROOM_FOR_GREY = 0.5  # of the present line's own height, above and below it
 SMOOTHED_OVER = 0.08  # of the steps: the thick line is a running mean over so many of the thin one's
 
 Series = tuple[list[int], list[float]]
+Timings = Sequence[tuple[Row, StepTiming]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,12 @@ def plot(
     lost: AbandonedRows = AbandonedRows(),
 ) -> None:
     """Draw the rows to a PNG at `path`. A panel whose metric was never logged says so."""
-    figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
+    figure = Figure(figsize=(12, 14.5), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.915, bottom=0.06)
+    grid = figure.add_gridspec(4, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.935, bottom=0.045)
     panels = [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])]
     panels += [figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]), figure.add_subplot(grid[2, :])]
+    timed = [figure.add_subplot(grid[3, 0]), figure.add_subplot(grid[3, 1])]
     _reward(panels[0], rows)
     _train_and_held_out(panels[1], rows)
     _loss(panels[2], rows)
@@ -92,10 +94,15 @@ def plot(
     for panel, metric in zip(panels, (REWARD, REWARD, "loss", REWARD, "kl"), strict=True):
         _abandoned(panel, lost, metric)
         _finish(panel, [*rows, *lost.rows], faults)
-    figure.align_ylabels([panels[0], panels[2], panels[4]])
-    figure.align_ylabels([panels[1], panels[3]])
-    figure.text(0.08, 0.962, title, fontsize=17, fontweight="bold", color=INK)
-    figure.text(0.97, 0.962, _subtitle(rows, faults, lost.marks), fontsize=11, color="#7a8290", ha="right")
+    timings = step_timings(sorted(rows, key=lambda row: row.time_s))
+    _seconds(timed[0], timings)
+    _idle(timed[1], timings)
+    for panel in timed:
+        _finish(panel, [*rows, *lost.rows], faults)
+    figure.align_ylabels([panels[0], panels[2], panels[4], timed[0]])
+    figure.align_ylabels([panels[1], panels[3], timed[1]])
+    figure.text(0.08, 0.97, title, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.97, 0.97, _subtitle(rows, faults, lost.marks), fontsize=11, color="#7a8290", ha="right")
     figure.savefig(path, format="png")
 
 
@@ -146,6 +153,44 @@ def _kl(panel: Axes, rows: Sequence[Row], limit: float | None) -> None:
         if above:
             steps, values = zip(*above, strict=True)
             panel.scatter(steps, values, color=RED, s=16, zorder=4, label="above the limit")
+
+
+def _seconds(panel: Axes, timings: Timings) -> None:
+    _title(panel, "Seconds of a step", "s")
+    for name, colour, label in (
+        ("generate_s", BLUE, "generate"),
+        ("train_s", GREEN, "train"),
+        ("sync_s", PURPLE, "sync"),
+    ):
+        _timed(panel, timings, name, colour, label)
+
+
+def _idle(panel: Axes, timings: Timings) -> None:
+    """Idle seconds of both sides, and on an axis of its own the staleness."""
+    _title(panel, "Idle seconds of a step, and staleness", "s")
+    _timed(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
+    _timed(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
+    stale = [(row.step, timing.staleness) for row, timing in timings if timing.staleness is not None]
+    if not stale:
+        return
+    steps, values = zip(*stale, strict=True)
+    beside = panel.twinx()
+    beside.spines[["top", "left", "bottom"]].set_visible(False)
+    beside.set_ylabel("staleness, steps", color=INK, fontsize=10)
+    beside.tick_params(colors=INK, labelsize=9, length=3)
+    beside.set_ylim(0, max(*values, 2.0) + 0.5)
+    beside.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    beside.plot(steps, values, color=ORANGE, linewidth=1.5, drawstyle="steps-mid")
+    panel.plot([], [], color=ORANGE, linewidth=1.5, label="staleness")
+
+
+def _timed(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
+    if not timings:
+        return
+    steps, values = [row.step for row, _ in timings], [getattr(timing, name) for _, timing in timings]
+    alone = "o" if len(steps) == 1 else None
+    panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+    panel.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker=alone, label=label)
 
 
 def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from checkpoint.records import documents, metrics
 from checkpoint.records.documents import RehearsedFault, read_faults
-from checkpoint.records.metrics import Row, logged
+from checkpoint.records.metrics import Row, StepTiming, logged, median_timing, step_timings
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
 from checkpoint.stream.transfer import export_of
 from orchestrator.plan.prices import store_place
-from orchestrator.views.measured import WeightsView, policy_stage_words, weights_view, weights_words
+from orchestrator.views.measured import WeightsView, policy_stage_words, timing_words, weights_view, weights_words
 from orchestrator.views.model import HealthView, health_of
 from orchestrator.views.reader import Reader
 from orchestrator.views.words import (
@@ -27,11 +27,13 @@ from orchestrator.views.words import (
     change_words,
     changes_of,
     duration,
+    overlap_words,
     short,
     skipped_of,
     skipped_words,
     stage_words,
     start_words,
+    thrown_away_words,
     usd,
 )
 from policies.detect.divergence import Health
@@ -48,7 +50,7 @@ from policies.ledger.accounting import (
 )
 from policies.ledger.rentals import Rental, bill, rentals
 from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import RunSpec, alternatives_of
+from policies.model.spec import RunSpec, alternatives_of, may_overlap
 from policies.model.state import RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
@@ -73,6 +75,8 @@ class RollbackReport:
     skipped: tuple[Skipped, ...]  # steps whose prompts are left out
     steps_abandoned: int
     tokens_abandoned: int
+    windows_unused: int  # stored for steps that were never logged: generated ahead, or just before it
+    tokens_unused: int  # of these windows
     outcome: str  # how far it is, in words
 
 
@@ -111,10 +115,14 @@ class Report:
     rollbacks: tuple[RollbackReport, ...]
     steps_abandoned: int  # by all rollbacks
     tokens_abandoned: int
+    windows_unused: int
+    tokens_unused: int
     health: HealthView  # of the present timeline
     healthy: str | None  # the last healthy checkpoint of a run that gave up
     exported_to: str | None  # URL of its weights, once they are exported
     weights: WeightsView | None  # the policies' way to the nodes; of that what the last gateway remembers
+    step_timing: StepTiming | None  # the medians of all steps of the present line; None before there is one
+    overlap: str | None  # what generation ahead of training gains, or would gain; None: it cannot be had
 
 
 def build_report(reader: Reader, now_s: float) -> Report:
@@ -130,6 +138,7 @@ def build_report(reader: Reader, now_s: float) -> Report:
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
     trained = sum(row.tokens for row in rows)
+    timing = median_timing(timing for _, timing in step_timings(rows))
     return Report(
         name=reader.spec.name,
         store=store.url,
@@ -162,10 +171,14 @@ def build_report(reader: Reader, now_s: float) -> Report:
         rollbacks=rollbacks,
         steps_abandoned=sum(one.steps_abandoned for one in rollbacks),
         tokens_abandoned=sum(one.tokens_abandoned for one in rollbacks),
+        windows_unused=sum(one.windows_unused for one in rollbacks),
+        tokens_unused=sum(one.tokens_unused for one in rollbacks),
         health=health_of(state),
         healthy=state.healthy,
         exported_to=_exported_to(store, state.healthy),
         weights=weights_view(reader.rows, _versions(store)),
+        step_timing=timing,
+        overlap=_overlap(timing, reader.spec),
     )
 
 
@@ -195,6 +208,12 @@ def _end_s(reader: Reader, now_s: float) -> float:
     if reader.state.phase in TERMINAL_RUN and reader.last is not None:
         return reader.last.time_s
     return now_s
+
+
+def _overlap(timing: StepTiming | None, spec: RunSpec) -> str | None:
+    if timing is None or not may_overlap(spec):
+        return None
+    return overlap_words(timing.step_s, timing.in_turns_s, timing.overlapped_s, spec.rollout.max_staleness)
 
 
 def _tariff(reader: Reader) -> Tariff:
@@ -252,6 +271,7 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[Rol
         fork = rollback.fork
         left = PolicyVersion(0 if before is None else before.timeline, lost.last_step)
         lasted = rollback.passed or rollback is state.rollbacks[-1]
+        unused = metrics.unused_before(rows, fork.timeline)
         found.append(
             RollbackReport(
                 timeline=fork.timeline,
@@ -263,6 +283,8 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[Rol
                 skipped=skipped_of(fork, before),
                 steps_abandoned=lost.steps,
                 tokens_abandoned=lost.tokens,
+                windows_unused=unused[0],
+                tokens_unused=unused[1],
                 outcome=stage_words(rollback) if lasted else "was left by the next",
             )
         )
@@ -298,7 +320,9 @@ def _figures(report: Report) -> RenderableType:
     again = report.tokens_regenerated
     table.add_row("tokens", f"{report.tokens_generated:,} generated, {again:,} made again after a loss")
     if report.rollbacks:
-        lost = f"{report.steps_abandoned} steps and {report.tokens_abandoned:,} tokens thrown away"
+        lost = thrown_away_words(
+            report.steps_abandoned, report.tokens_abandoned, report.windows_unused, report.tokens_unused
+        )
         table.add_row("rollbacks", f"{len(report.rollbacks)}; {lost}")
     table.add_row("cost", f"{usd(report.cost_usd)}; all on demand {usd(report.cost_all_on_demand_usd)}")
     if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
@@ -312,6 +336,10 @@ def _figures(report: Report) -> RenderableType:
     if report.weights is not None:
         table.add_row("weights", f"{report.weights.policies} policies of {weights_words(report.weights)}")
         table.add_row("", policy_stage_words(report.weights))
+    if report.step_timing is not None:
+        table.add_row("a step", ", ".join(timing_words(report.step_timing)))
+    if report.overlap is not None:
+        table.add_row("overlap", report.overlap)
     if report.health.health is not Health.HEALTHY:
         word = "diverged" if report.health.health is Health.TRIPPED else "watched"
         evidence = "; ".join(report.health.evidence)
@@ -326,7 +354,9 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    lost = f"{rollback.steps_abandoned} steps and {rollback.tokens_abandoned:,} tokens thrown away"
+    lost = thrown_away_words(
+        rollback.steps_abandoned, rollback.tokens_abandoned, rollback.windows_unused, rollback.tokens_unused
+    )
     table.add_row(
         f"timeline {rollback.timeline}", f"from {rollback.left} to {start_words(rollback.start)}; {lost}"
     )

@@ -13,7 +13,7 @@ from statistics import median
 from types import MappingProxyType
 
 from checkpoint.records.documents import Lease
-from checkpoint.records.metrics import Row, logged, step_times
+from checkpoint.records.metrics import Row, logged, median_timing, step_times, step_timings
 from checkpoint.store.run_store import Store
 from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
 from orchestrator.control.metrics_watch import RECENT_ROWS
@@ -117,6 +117,7 @@ def described(
         recent=tuple(rows[-RECENT_STEPS:]),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
         step_split=step_split(pace),
+        step_timing=median_timing(timing for _, timing in step_timings(rows[-RECENT_ROWS:])[-PACE_STEPS:]),
         weights=newest_weights(rows, gateway.versions if gateway else ()),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )

@@ -16,8 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from checkpoint.records.metrics import logged
-from orchestrator.views.measured import AT_WORK, NodeState, StepSplit, stages_words, weights_words
+from checkpoint.records.metrics import StepTiming, logged
+from orchestrator.views.measured import AT_WORK, NodeState, StepSplit, stages_words, timing_words, weights_words
 from orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
 from orchestrator.views.words import (
     LABEL,
@@ -245,6 +245,13 @@ def step(split: StepSplit | None, width: int) -> list[Text]:
     for key, (_, style, _, _) in zip(keys, parts, strict=True):
         line.append(key[:2], style).append(key[2:])
     return [cut(line, width)]
+
+
+def timing(view: StepTiming | None, width: int) -> list[Text]:
+    """What generation and training take of a step, and what each side is idle."""
+    return (
+        [] if view is None else labelled("median", joined(timing_words(view), width - LABEL), width, style="dim")
+    )
 
 
 def fleet(view: FleetView | None, width: int) -> list[Text]:
@@ -481,6 +488,7 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     dollars = room.take(money(view.money, width), keep)
     dollars += room.take(deadline(view, width), keep)
     parts = room.take(step(view.step_split, width), keep)
+    parts += room.take(timing(view.step_timing, width), keep)
     joining = room.take(coming(view, width), keep)
     beside = room.take(weights(view, width), keep) + room.take(fleet(view.fleet, width), keep)
     blanks = room.take([BLANK] * 3, keep)

@@ -60,6 +60,28 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} d"
 
 
+def seconds_words(value: float) -> str:
+    """`0.4 s`, `13 s`, `2:03 min`: two figures below ten seconds."""
+    return duration(value) if value >= 60 else f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def overlap_words(step_s: float, in_turns_s: float, overlapped_s: float, max_staleness: int) -> str:
+    """Return in a sentence what generation ahead of training gains, or would gain at a staleness of 0.
+
+    Args:
+        step_s: a step as it is.
+        in_turns_s: generation, then training.
+        overlapped_s: the longer of both.
+        max_staleness: `rollout.max_staleness`.
+    """
+    now = seconds_words(step_s)
+    if max_staleness:
+        other = seconds_words(max(step_s, in_turns_s))
+        return f"with rollout.max_staleness: {max_staleness} a step takes {now} instead of about {other}"
+    other = seconds_words(min(step_s, overlapped_s))
+    return f"with rollout.max_staleness: 1 a step would take about {other} instead of {now}"
+
+
 def short(value: float | None) -> str:
     """Three significant figures as people write them, `1,240` and `0.00003`; a dash for what is not known."""
     if value is None:
@@ -155,6 +177,15 @@ def stage_words(rollback: Rollback) -> str:
             return f"is on probation until step {rollback.probation_until_step}"
         case _:
             assert_never(rollback.stage)
+
+
+def thrown_away_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
+    """`6 steps and 3,060 tokens thrown away`, and how much of it no logged step was trained on."""
+    lost = f"{steps} steps and {tokens + window_tokens:,} tokens thrown away"
+    if not windows:
+        return lost
+    many = "1 window" if windows == 1 else f"{windows} windows"
+    return f"{lost}, {window_tokens:,} of them in {many} that no logged step was trained on"
 
 
 def changes_of(fork: Fork, before: Fork | None, grpo: Mapping[str, object]) -> dict[str, Change]:

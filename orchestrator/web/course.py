@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.records.metrics import PARTS, PUBLISHED, Row, StepSplit, split
+from checkpoint.records.metrics import PARTS, PUBLISHED, Row, StepSplit, StepTiming, split, step_timings
 from orchestrator.views.report import HELD_OUT, REWARD
 from orchestrator.web.page import Asked, Page, Window, extent, window_of
 from orchestrator.web.pages import states_of
@@ -29,6 +29,7 @@ from policies.model.vocabulary import Role
 POINTS, POINTS_MOST = 600, 4000
 MARKS_MOST = 300
 METRICS = {"reward": REWARD, "held_out": HELD_OUT, "kl": "kl", "loss": "loss"}
+TIMED = ("generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s", "staleness")  # of StepTiming
 
 Values = list[float | None]
 
@@ -39,38 +40,54 @@ def _series(look: Look, asked: Asked) -> dict[str, Any]:
     points = asked.whole("points", POINTS, 10, POINTS_MOST)
     present = [row for row in look.path if window.holds(row)]
     lost = [row for row in look.abandoned if window.holds(row)]
+    timings = look.once("timings", lambda: timings_of([*look.path, *look.abandoned]))
     faults = look.once("faults", lambda: _faults(look))
     return {
         "axis": axis,
         "from_s": window.from_s,
         "until_s": window.until_s,
-        "present": table(present, axis, points),
-        "abandoned": table(lost, axis, points),
+        "present": table(present, axis, points, timings),
+        "abandoned": table(lost, axis, points, timings),
         "kl_limit": look.once("kl limit", lambda: look.view.kl_limit),
         "faults": marks([one for one in faults if low <= one[axis] <= high], axis),
         "timelines": look.once("timelines", lambda: _timelines(look)),
     }
 
 
-def table(rows: Sequence[Row], axis: str, points: int) -> dict[str, Values]:
+Timings = Mapping[tuple[int, int], StepTiming]  # by timeline and step
+
+
+def timings_of(rows: Sequence[Row]) -> Timings:
+    """The timing of each step that has one."""
+    found = step_timings(sorted(rows, key=lambda row: row.time_s))
+    return {(row.timeline, row.step): timing for row, timing in found}
+
+
+NO_TIMINGS: Timings = {}
+
+
+def table(rows: Sequence[Row], axis: str, points: int, timings: Timings = NO_TIMINGS) -> dict[str, Values]:
     """Columns of equal length: `x`, and of each metric its mean, `NAME_low` and `NAME_high`; None where nothing
     was logged. At most `points` of them."""
     rows = sorted(rows, key=lambda row: _at(row, axis))
     if not rows:
-        return {"x": [], **{name + end: [] for name in METRICS for end in ("", "_low", "_high")}}
+        return {"x": [], **{name + end: [] for name in (*METRICS, *TIMED) for end in ("", "_low", "_high")}}
     xs = np.array([_at(row, axis) for row in rows])
     starts = bins(xs, points)
     sizes = np.diff(np.r_[starts, len(rows)])
     found: dict[str, Values] = {"x": (np.add.reduceat(xs, starts) / sizes).tolist()}
-    for name, metric in METRICS.items():
-        values = np.array([row.values.get(metric, math.nan) for row in rows])
+    columns = {name: [row.values.get(metric) for row in rows] for name, metric in METRICS.items()}
+    timed = [timings.get((row.timeline, row.step)) for row in rows]
+    columns |= {name: [None if one is None else getattr(one, name) for one in timed] for name in TIMED}
+    for name, column in columns.items():
+        values = np.array([math.nan if value is None else value for value in column])
         known = ~np.isnan(values)
         counts = np.add.reduceat(known.astype(float), starts)
         sums = np.add.reduceat(np.where(known, values, 0.0), starts)
         lows = np.minimum.reduceat(np.where(known, values, np.inf), starts)
         highs = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
-        for end, column in (("", sums / np.maximum(counts, 1.0)), ("_low", lows), ("_high", highs)):
-            found[name + end] = [float(v) if n else None for v, n in zip(column, counts, strict=True)]
+        for end, reduced in (("", sums / np.maximum(counts, 1.0)), ("_low", lows), ("_high", highs)):
+            found[name + end] = [float(v) if n else None for v, n in zip(reduced, counts, strict=True)]
     return found
 
 

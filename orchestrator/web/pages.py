@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint.records.metrics import unused_before
 from orchestrator.samples import (
     Found,
     Link,
@@ -35,6 +36,7 @@ from orchestrator.views.words import (
     skipped_words,
     stage_words,
     start_words,
+    thrown_away_words,
 )
 from orchestrator.web.page import Asked, Page, Refused
 from orchestrator.web.watch import Look
@@ -89,6 +91,7 @@ def _all_rollbacks(look: Look) -> list[dict[str, Any]]:
     found = []
     for one, before, lost in zip(state.rollbacks, befores, abandoned(look.rows, state.rollbacks), strict=False):
         trips = [event for event in seen if event.timeline == (0 if before is None else before.timeline)]
+        windows, tokens = unused_before(look.rows, one.fork.timeline)
         changed = [
             change_words(changes_of(one.fork, before, look.record.spec.grpo)),
             skipped_words(skipped_of(one.fork, before)),
@@ -105,6 +108,9 @@ def _all_rollbacks(look: Look) -> list[dict[str, Any]]:
                 "onset_step": trips[-1].onset_step if trips else None,
                 "steps_abandoned": lost.steps,
                 "tokens_abandoned": lost.tokens,
+                "windows_unused": windows,
+                "tokens_unused": tokens,
+                "thrown_away": thrown_away_words(lost.steps, lost.tokens, windows, tokens),
                 "outcome": stage_words(one)
                 if one.passed or one is state.rollbacks[-1]
                 else "was left by the next",

@@ -292,6 +292,12 @@ def generates_itself(spec: RunSpec) -> bool:
     return spec.rollout.replicas.max == 0
 
 
+def may_overlap(spec: RunSpec) -> bool:
+    """Whether nodes can generate while the trainer works: the run may have a `rollout.max_staleness` above 0."""
+    trainer = spec.trainer
+    return not generates_itself(spec) and trainer.environment_factory is None and trainer.rollout_func is None
+
+
 def stores_checkpoints(spec: RunSpec) -> bool:
     """Whether a trainer that ends can be continued from where it was. An evaluation stores none."""
     return spec.grpo.get("save_strategy") != "no"

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 from checkpoint.records import rollouts
-from checkpoint.records.rollouts import Rollout
+from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
@@ -34,9 +34,6 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
-# restart after an evaluation must number the training calls as before.
-EVALUATION_CALLS = 1_000_000
 LOOK_S = 0.25  # between two looks whether the trainer is to end, while it waits for a call
 
 
@@ -113,6 +110,7 @@ class _Generated:
     machines: int = 0
     ahead_s: float = 0.0  # of these, those before the trainer waited for it
     wait_s: float = 0.0  # while the trainer waited: those in which no node could serve it
+    unserved_s: float = 0.0  # the same, whether the trainer waited or not
     done_at_s: float = 0.0  # on the monotonic clock
 
 
@@ -215,6 +213,7 @@ class _Together:
                 took_s=done_at_s - self._began_s,
                 machines=_machines_of(completions),
                 done_at_s=done_at_s,
+                unserved_s=wait_s,
             )
         )
 
@@ -403,7 +402,7 @@ class RolloutSource:
         rollout = generated.rollout
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
-            self._costs.generated(seconds, generated.machines, generated.ahead_s)
+            self._costs.generated(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
         self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
         if not generated.is_stored:
             rollouts.write_rollout(self._store, rollout, self._by)
@@ -434,7 +433,9 @@ class RolloutSource:
             self._costs.generated_s += ended_s - began_s
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
         rollout, machines = _rollout(call, digest, batch.policy, got), _machines_of(got.completions)
-        return _Generated(rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s)
+        return _Generated(
+            rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s, unserved_s=got.wait_s
+        )
 
     def _work(self, begun: list[_Begun], policy: PolicyRef) -> None:
         """Have calls of one policy made, in their thread. Whatever ends it is raised where one is waited for."""

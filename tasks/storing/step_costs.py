@@ -19,6 +19,8 @@ class StepCosts:
     generate_s: float = 0.0  # seconds in which completions to train on were made
     generate_node_s: float = 0.0  # the same, times the machines that made them
     ahead_s: float = 0.0  # of these and of `wait_s`, in which the trainer was at work on earlier steps
+    unserved_s: float = 0.0  # seconds in which training requests were open and no node could serve them
+    staleness: int | None = None  # steps between sampling and training, the most of any window; None: no window
     own_generate_s: float = 0.0  # of these, in which the trainer made them in place of nodes that were not there
     rewards_s: float = 0.0  # seconds in which completions to train on were scored
     store_s: float = 0.0  # seconds in which the trainer stood still for a checkpoint
@@ -33,13 +35,15 @@ class StepCosts:
         self.discarded += rollout.discarded
         self.wait_s += wait_s
         if training:
-            self.tokens += sum(len(one.token_ids) for one in rollout.completions)
+            self.tokens += rollout.tokens
             self.replayed.append(replayed)
+            self.staleness = max(self.staleness or 0, rollout.staleness)
 
-    def generated(self, seconds: float, machines: int, ahead_s: float = 0.0) -> None:
+    def generated(self, seconds: float, machines: int, ahead_s: float = 0.0, unserved_s: float = 0.0) -> None:
         """So many machines made completions to train on for so many seconds; for `ahead_s` of these, and of those
-        in which no node served, the trainer was at work on earlier steps."""
+        in which no node served, the trainer was at work on earlier steps. For `unserved_s` no node could serve."""
         self.ahead_s += ahead_s
+        self.unserved_s += unserved_s
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
 
@@ -76,6 +80,7 @@ class StepCosts:
             metrics.WAIT_S: round(self.wait_s, 3),
             metrics.GENERATE_S: round(self.generate_s, 3),
             metrics.GENERATE_NODE_S: round(self.generate_node_s, 3),
+            metrics.UNSERVED_S: round(self.unserved_s, 3),
             metrics.REWARDS_S: round(self.rewards_s, 6),  # a small function takes microseconds
             metrics.STORE_S: round(self.store_s, 3),
         }
@@ -87,11 +92,13 @@ class StepCosts:
             values[metrics.OWN_GENERATE_S] = round(self.own_generate_s, 3)
         if self.ahead_s:
             values[metrics.AHEAD_S] = round(self.ahead_s, 3)
+        if self.staleness is not None:
+            values[metrics.STALENESS] = float(self.staleness)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
-        self.generate_s = self.generate_node_s = self.ahead_s = self.own_generate_s = self.rewards_s = (
-            self.store_s
-        ) = 0.0
+        self.generate_s = self.generate_node_s = self.ahead_s = self.own_generate_s = 0.0
+        self.unserved_s = self.rewards_s = self.store_s = 0.0
+        self.staleness = None
         self.replayed.clear()
         self.rewards.clear()
         return values

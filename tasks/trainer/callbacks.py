@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from transformers import TrainerCallback
 
-from checkpoint.records import metrics
+from checkpoint.records import metrics, rollouts
 from checkpoint.records.metrics import Row
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
@@ -35,6 +35,7 @@ ADD_UP = (  # over a row's logs
     metrics.GENERATE_NODE_S,
     metrics.AHEAD_S,
     metrics.OWN_GENERATE_S,
+    metrics.UNSERVED_S,
     metrics.REWARDS_S,
     metrics.STORE_S,
     metrics.PROMPTS_REFUSED,
@@ -84,16 +85,28 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._attempt = attempt
         self._step = -1
         self._values: dict[str, float] = {}
+        self._unused: dict[str, float] = {}  # for the timeline's first row
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._step = state.global_step
         key = layout.metrics_chunk(self._timeline, self._step)  # of all rows of a long run there is too much
         rows = metrics.read_chunk(self._store, key)
         self._values = next((dict(row.values) for row in rows if row.step == self._step), {})
+        if self._timeline and self._begins_timeline():
+            windows, tokens = rollouts.unused_windows(self._store, self._timeline - 1)
+            self._unused = {metrics.UNUSED_WINDOWS: windows, metrics.UNUSED_TOKENS: tokens}
+
+    def _begins_timeline(self) -> bool:
+        """True if the timeline has no row that this trainer goes on from."""
+        chunks = self._store.entries(layout.metrics(self._timeline))
+        rows = metrics.read_chunk(self._store, chunks[0].key) if chunks else []
+        return all(row.step > self._step for row in rows)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         if state.global_step != self._step:
             self._step, self._values = state.global_step, {}
+        self._values.update(self._unused)
+        self._unused = {}
         for name, value in self._costs.take().items():
             adds_up = name in ADD_UP
             self._values[name] = round(value + self._values.get(name, 0.0), 6) if adds_up else value

@@ -6,9 +6,14 @@
     { name: "reward", lines: [["reward", "--blue", "a step"], [SPARSE, "--orange", "held out"]] },
     { name: "KL", lines: [["kl", "--violet", "a step"]], limit: true },
     { name: "loss", lines: [["loss", "--green", "a step"]] },
+    { name: "seconds of a step", optional: true, lines: [["generate_s", "--blue", "generate"], ["train_s", "--green", "train"], ["sync_s", "--ochre", "sync"]] },
+    { name: "idle seconds", optional: true, lines: [["trainer_idle_s", "--green", "trainer"], ["fleet_idle_s", "--blue", "fleet"]] },
+    { name: "staleness", optional: true, lines: [["staleness", "--orange", "steps"]] },
   ];
   const box = document.getElementById("charts"), toggle = document.getElementById("axis"), where = document.getElementById("where");
-  let axis = "step", drawn = null, range = null, plots = [], data = null, asked = 0;
+  let axis = "step", drawn = null, range = null, panels = [], plots = [], data = null, asked = 0;
+  // An optional panel is drawn where it has a value.
+  const filled = () => PANELS.filter((one) => !one.optional || one.lines.some(([name]) => data.present[name].some((v) => v != null)));
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? v.toFixed(0) : String(+v.toPrecision(3));
 
   // How far apart two neighbours of a curve may be: beyond that the line has a hole.
@@ -148,17 +153,18 @@
       drawn = null;
       return told();
     }
-    plots = PANELS.map((panel, i) => {
+    panels = filled();
+    plots = panels.map((panel, i) => {
       const { head, values } = heading(panel);
       box.append(head);
-      return new uPlot(options(panel, values, i === PANELS.length - 1), merged(panel), box);
+      return new uPlot(options(panel, values, i === panels.length - 1), merged(panel), box);
     });
     drawn = axis;
     told();
   };
   const refresh = () => {
-    if (drawn !== axis || !data.present.x.length) return draw();
-    plots.forEach((one, i) => one.setData(merged(PANELS[i])));
+    if (drawn !== axis || !data.present.x.length || filled().length !== panels.length) return draw();
+    plots.forEach((one, i) => one.setData(merged(panels[i])));
     told();
   };
   const load = async () => {

@@ -8,6 +8,7 @@ from checkpoint.records.metrics import (
     GENERATE_S,
     OWN_GENERATE_S,
     REPLAYED,
+    STALENESS,
     TOKENS,
     WAIT_S,
     Row,
@@ -37,9 +38,14 @@ def test_what_is_generated_ahead_is_told_from_what_the_trainer_waits_for() -> No
     rows = [row(number, 10.0 * number) for number in range(1, 4)]
     rows[1].values[AHEAD_S] = 3.0
     rows[2].values[AHEAD_S] = 99.0  # more than there was is none
-    assert step_times([*rows, row(4, 40.0)])[:2] == [
+    for one in rows:
+        one.values[STALENESS] = 1.0
+    within = row(4, 40.0)
+    within.values |= {AHEAD_S: 3.0, STALENESS: 0.0}  # its own generation, beside a part of its training
+    assert step_times([*rows, within, row(5, 50.0)])[:3] == [
         MeasuredStep(10, 4, 2, 100, ahead_s=3),
         MeasuredStep(10, 4, 2, 100, ahead_s=4),
+        MeasuredStep(10, 4, 2, 100),
     ]
 
 

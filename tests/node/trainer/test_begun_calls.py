@@ -125,3 +125,22 @@ def test_refused_prompt_is_judged_before_it_is_stored(world: World) -> None:
     world.gateway.close()
     assert [bool(one.refused) for one in got.completions] == [False, False, True, True]
     assert rollouts.read_rollout(Store(world.store.url), layout.rollout(NEXT, 0, BY)) == got
+
+
+def test_time_without_a_serving_node_counts_while_the_trainer_works(world: World) -> None:
+    world.gateway.members = 0
+    world.gateway.open()
+    source = world.source()
+    source.begin([ahead()], ref)
+    time.sleep(0.5)  # the trainer is at work on an earlier step
+    world.gateway.members = 1
+    key = layout.rollout(NEXT, 0, BY)
+    until_s = time.monotonic() + HANG_S
+    while rollouts.read_rollout(world.store, key) is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    take(source)
+    world.gateway.close()
+    found = world.costs.take()
+    assert found["orch/unserved_s"] >= 0.3
+    assert (found["orch/wait_s"], found["orch/staleness"]) == (0, 1)

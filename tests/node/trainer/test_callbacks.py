@@ -7,8 +7,11 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from checkpoint.records import rollouts
 from checkpoint.records.metrics import MetricsWriter, Row, read_metrics
+from checkpoint.records.rollouts import Rollout
 from checkpoint.store.run_store import Store
+from policies.serving.wire import Completion
 from tasks.storing.step_costs import StepCosts
 from tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, MetricsCallback
 
@@ -52,3 +55,37 @@ def test_what_transformers_keeps_of_its_logs_does_not_grow_with_the_run(tmp_path
         state.log_history.append({"step": step, "reward": 0.5})
         callback.on_log(arguments, state, control)
     assert [row["step"] for row in state.log_history] == list(range(STEPS + 10 - LOGS_KEPT, STEPS + 10))
+
+
+def at(step: int) -> Any:
+    return SimpleNamespace(global_step=step)
+
+
+def test_first_row_of_timeline_counts_unused_windows() -> None:
+    store = Store("memory://unused-in-first-row")
+    MetricsWriter(store).append(Row(0, 6, 6.0, 1, {}))
+    completion = Completion(0, [1, 2, 3], [0.0] * 3, "stop", "0-5", "n")
+    for step in (5, 6, 7):
+        rollouts.write_rollout(store, Rollout(1, f"0-{step}", "0-5", 0, "", [completion]), (0, 1, 1))
+    for attempt in (1, 2):  # the second starts over, and replaces the rows of the first
+        callback = MetricsCallback(store, StepCosts(), 1, attempt)
+        callback.on_train_begin(None, at(4), None)
+        for step in (5, 6):
+            callback.on_log(None, at(step), None, logs={"reward": 0.5})
+    callback = MetricsCallback(store, StepCosts(), 1, 3)
+    callback.on_train_begin(None, at(6), None)
+    callback.on_log(None, at(7), None, logs={"reward": 0.5})
+    rows = [row.values for row in read_metrics(store, 1)]
+    assert [row.get("orch/unused_windows") for row in rows] == [2.0, None, None]
+    assert rows[0]["orch/unused_tokens"] == 6.0
+
+
+def test_staleness_of_a_row_is_the_most_of_its_windows() -> None:
+    costs = StepCosts()
+    for policy in ("0-4", "0-3"):
+        costs.add(Rollout(1, "0-4", policy, 0, "", []), 0.0, training=True, replayed=False)
+    costs.add(Rollout(1, "0-9", "0-0", 1000, "", []), 0.0, training=False, replayed=False)
+    costs.generated(3.0, 1, unserved_s=0.5)
+    told = costs.take()
+    assert (told["orch/staleness"], told["orch/unserved_s"]) == (1.0, 0.5)
+    assert "orch/staleness" not in costs.take()

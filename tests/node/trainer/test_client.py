@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkpoint.records import metrics, rollouts
-from checkpoint.records.rollouts import Rollout
+from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer
@@ -24,7 +24,7 @@ from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef
 from tasks.completions import gateway_client
 from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
-from tasks.completions.rollout_source import EVALUATION_CALLS, RolloutSource
+from tasks.completions.rollout_source import RolloutSource
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
 from tests.budget import HANG_S

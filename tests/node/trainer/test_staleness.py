@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from checkpoint.records.metrics import STALENESS, read_metrics
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.seeds import request_seed
 from tests.budget import HANG_S
@@ -70,6 +71,10 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
         assert calm.wait(calm.start_trainer()) == 0
     expected = {step: {policy} for step, policy in case.policies.items()}
     assert sampled_from(calm, case.windows) == expected
+    stale = {row.step - 1: row.values.get(STALENESS) for row in read_metrics(calm.store)}
+    assert {step: found for step, found in stale.items() if found is not None} == {
+        step: step - policy for step, policy in case.policies.items()
+    }
     with open_rig(tmp_path / "killed", tiny, **spec) as killed:
         kill_after_completion(killed, 1, dice.randrange(1, 3 * COMPLETIONS))
         kill_at_step(killed, 2, dice.randrange(STEPS // 2, STEPS), delay_s=dice.random() * 0.3)

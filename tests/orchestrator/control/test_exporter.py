@@ -14,12 +14,13 @@ from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from checkpoint.records.metrics import Row
+from checkpoint.records.metrics import Row, StepTiming
 from orchestrator.control import exporter as exporting
 from orchestrator.control.exporter import Exporter, Seen
 from policies.model.vocabulary import Role
 from tests.stand_ins.world import World, capped, priced
 
+TIMING = StepTiming(20.0, 12.0, 11.0, 1.5, trainer_idle_s=2.0, fleet_idle_s=8.0, staleness=1.0)
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -32,7 +33,7 @@ def lived(exporter: Exporter) -> World:
         events = [event for _, _, events in world.history[known:] for event in events]
         snapshot = world.snapshot()
         row = Row(0, 7, 1.0, 1, {"kl": 0.25, "reward": 0.5})
-        exporter.ticked(before, events, Seen(world.state, snapshot, row, 0.125))
+        exporter.ticked(before, events, Seen(world.state, snapshot, row, TIMING, 0.125))
         if loses and world.steps >= 4.0:
             loses = False
             world.lose(world.up(Role.ROLLOUT)[0])
@@ -69,6 +70,11 @@ def test_the_run_is_told_over_http_on_loopback(monkeypatch: pytest.MonkeyPatch) 
     assert told["grpo_run_phase{failed,demo}"] == 0
     assert told["grpo_run_step{demo}"] == 7
     assert (told["grpo_run_kl{demo}"], told["grpo_run_reward{demo}"]) == (0.25, 0.5)
+    assert told["grpo_run_step_seconds{demo}"] == 20.0
+    work = [told[f"grpo_run_work_seconds{{{part},demo}}"] for part in ("generate", "train", "sync")]
+    assert work == [12.0, 11.0, 1.5]
+    idle = (told["grpo_run_idle_seconds{demo,trainer}"], told["grpo_run_idle_seconds{demo,fleet}"])
+    assert (*idle, told["grpo_run_staleness{demo}"]) == (2.0, 8.0, 1.0)
     assert (told["grpo_run_losses_total{rollout,demo}"], told["grpo_run_losses_total{trainer,demo}"]) == (1, 0)
     assert told["grpo_run_nodes{on_demand,serving,trainer,demo}"] == 1
     assert 0.0 < told["grpo_run_spent_usd{demo}"] <= world.spent

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from checkpoint.records.metrics import MetricsWriter, Row, point_of
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, STALENESS, MetricsWriter, Row, point_of
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
@@ -275,3 +275,16 @@ def _timeline_at(forks: list[Fork], step: int) -> int:
         if fork.start_at is None or step > fork.start_at.step:
             return fork.timeline
     return 0
+
+
+def test_newest_timing_is_of_the_newest_step_that_is_over() -> None:
+    run = Run()
+    assert run.watch.newest_timing() is None
+    for step in range(1, 5):
+        values = {GENERATE_S: 2.0 + step, GENERATE_NODE_S: 2.0, STALENESS: 1.0}
+        run.writer.append(Row(0, step, 10.0 * step, 1, values))
+    run.beat = replace(run.beat, step=4)
+    run.watch.look(run.beat, run.forks)
+    found = run.watch.newest_timing()
+    assert found is not None
+    assert (found.step_s, found.generate_s, found.staleness) == (10.0, 5.0, 1.0)

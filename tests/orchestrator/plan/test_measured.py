@@ -25,7 +25,9 @@ def test_the_newest_steps_of_a_run() -> None:
         world.logs(10 * step, step, 0, **values)
     found = measure(world.store)
     assert found is not None
-    assert (found.steps, found.step_s, found.generated_s) == (4, 10.0, 6.0)
+    assert (found.steps, found.step_s) == (4, 10.0)
+    assert found.timing is not None
+    assert (found.timing.generate_s, found.timing.train_s) == (6.0, 4.0)
     assert found.completion_tokens == pytest.approx(103.5)  # of the steps that were timed: 2 to 5
     assert found.sent_share == pytest.approx(0.02)
     assert found.shape is not None
@@ -39,7 +41,7 @@ def test_a_step_that_stands_for_several() -> None:
     found = measure(world.store)
     assert found is not None
     assert (found.steps, found.step_s) == (2, 10.0)
-    assert (found.generated_s, found.completion_tokens, found.sent_share) == (None, None, None)
+    assert (found.timing, found.completion_tokens, found.sent_share) == (None, None, None)
 
 
 def test_a_store_without_a_run() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from checkpoint.records.metrics import StepTiming
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.model import MachinePlan, to_json
+from orchestrator.plan.model import MachinePlan, Plan, to_json
 from orchestrator.plan.prices import PriceBook
 from orchestrator.plan.steps import Measured
+from orchestrator.views.plan import render
 from policies.fleet.how_many import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Role
@@ -179,7 +184,8 @@ def test_many_nodes_pay_where_generation_is_what_takes_time() -> None:
 
 def test_a_runs_own_log_takes_the_place_of_estimates() -> None:
     shape = StepShape(fixed_s=20.0, generation_node_s=100.0)
-    log = Measured(steps=40, step_s=70.0, generated_s=50.0, shape=shape, completion_tokens=300.0, sent_share=0.02)
+    timing = StepTiming(70.0, 50.0, 20.0, 0.0, trainer_idle_s=50.0, fleet_idle_s=20.0)
+    log = Measured(steps=40, step_s=70.0, timing=timing, shape=shape, completion_tokens=300.0, sent_share=0.02)
     plan = plan_of(spec_of("qwen-32b"), log)
     assert plan.step is not None
     assert (plan.step.source, plan.step.step_s) == ("measured", 70.0)
@@ -192,12 +198,40 @@ def test_a_runs_own_log_takes_the_place_of_estimates() -> None:
     assert plan.nodes.exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
     # The adapter travels: what was measured of deltas is no word on it.
     assert all(one.source == "estimated" for one in plan.syncs)
-    plain = plan_of(spec_of("math-two-gpus"), replace(log, generated_s=None, shape=None))
+    plain = plan_of(spec_of("math-two-gpus"), replace(log, timing=None, shape=None))
     delta = next(one for one in plain.syncs if one.used)
     assert (delta.share, delta.source) == (0.02, "measured")
     assert plain.step is not None
     assert plain.step.generate_s is not None
     assert 0 < plain.step.generate_s < 70
+
+
+def overlap_of(plan: Plan) -> str | None:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(render(plan))
+    found = re.search(r"^overlap +(.*?) *$", console.export_text(), re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def test_plan_says_what_overlap_would_give_or_gives() -> None:
+    spec = spec_of("qwen-32b")
+    in_turns = Measured(steps=40, step_s=31.0, timing=StepTiming(31.0, 18.0, 12.0, 1.0, 19.0, 12.0, 0.0))
+    words = "with rollout.max_staleness: 1 a step would take about 19 s instead of 31 s"
+    assert overlap_of(plan_of(spec, in_turns)) == words
+    stale = replace(spec, rollout=replace(spec.rollout, max_staleness=2))
+    overlapped = Measured(steps=40, step_s=20.0, timing=StepTiming(20.0, 18.0, 12.0, 1.0, 7.0, 1.0, 2.0))
+    plan = plan_of(stale, overlapped)
+    assert plan.step is not None
+    assert (plan.step.train_s, plan.step.in_turns_s, plan.step.overlapped_s) == (12.0, 31.0, 19.0)
+    assert overlap_of(plan) == "with rollout.max_staleness: 2 a step takes 20 s instead of about 31 s"
+    estimated = plan_of(spec).step
+    assert estimated is not None
+    assert estimated.generate_s is not None
+    assert estimated.train_s is not None
+    assert estimated.in_turns_s == pytest.approx(estimated.step_s)
+    assert estimated.overlapped_s == pytest.approx(estimated.step_s - min(estimated.generate_s, estimated.train_s))
+    alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
+    assert overlap_of(plan_of(alone)) is None
 
 
 def test_what_cannot_be_had_is_said_in_a_line_and_the_rest_is_planned() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +15,11 @@ from checkpoint.records.metrics import (
     REFUSED_LIMIT,
     REFUSED_ROW,
     REFUSED_TOKENS,
+    STALENESS,
     WAIT_S,
 )
 from policies.detect import pitfalls
-from policies.detect.divergence import Point
+from policies.detect.divergence import Detector, Health, Point, follow
 from policies.detect.pitfalls import NO_REWARD, UNREWARDED_MAX, Pitfall, Pitfalls, find_pitfalls
 
 Values = dict[str, float | None]
@@ -69,6 +73,59 @@ def test_what_stands_lower_or_is_high_now_and_then_is_not_told(name: str) -> Non
     assert seen(300, lambda _: {name: usual}) == []
     assert seen(300, lambda step: {name: usual if step % 4 == 0 else 1.0}) == []
     assert seen(300, lambda _: {name: None}) == []
+
+
+# Measured between policies of one run that lie so many updates apart (`benchmarks/recordings/sampling_by_age.py`).
+RECORDED = json.loads((Path(__file__).parents[2] / "recordings" / "sampling_by_age.json").read_text())
+LEARNS, BREAKS = RECORDED[:4], RECORDED[4:]
+ENGINES = 0.05  # two engines on one policy, in bfloat16
+
+
+def sampled(run: dict[str, Any], age: int, staleness: int) -> Callable[[int], Values]:
+    """What a run logs that is sampled from policies of that age, while it reports a staleness."""
+    found = run["difference"][str(age)]
+    return lambda step: {DIFFERENCE: (found[step - 1] or 0.0) + ENGINES, STALENESS: float(staleness)}
+
+
+@pytest.mark.parametrize("age", [1, 2, 4, 8])
+@pytest.mark.parametrize("run", LEARNS, ids=lambda run: f"{run['regime']}-{run['learning_rate']:g}")
+def test_overlapped_run_that_learns_is_not_stale(run: dict[str, Any], age: int) -> None:
+    assert seen(len(run["rows"]), sampled(run, age, staleness=age)) == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_nodes_with_much_older_policies_are_noticed(staleness: int) -> None:
+    fast = BREAKS[-1]  # an update moves it by 0.14
+    found = seen(len(fast["rows"]), sampled(fast, 8, staleness))
+    assert [kind for kind, _ in found] == ["stale_sampling"]
+
+
+def test_threshold_grows_by_what_the_recorded_staleness_explains() -> None:
+    def at(difference: float, staleness: float) -> list[tuple[str, int]]:
+        return seen(60, lambda _: {DIFFERENCE: difference, STALENESS: staleness})
+
+    assert at(0.31, 0.0) == at(0.36, 1.0) == at(0.41, 2.0) == [("stale_sampling", 14)]
+    assert at(0.34, 1.0) == at(0.39, 2.0) == at(0.49, 4.0) == []
+    (found,) = told(logged(60, lambda _: {DIFFERENCE: 0.9, STALENESS: 2.0}))
+    assert (
+        "differ by 0.8 in the log-probability of a token, beyond what the run's staleness explains" in found.text
+    )
+
+
+@pytest.mark.parametrize("age", [1, 2])
+def test_guard_judges_an_overlapped_run_as_one_in_turns(age: int) -> None:
+    """The recorded differences change neither a verdict nor its step."""
+    for run in RECORDED:
+        verdicts = []
+        for known in (False, True):
+            detector = Detector()
+            for row in run["rows"]:
+                values = {name: value for name, value in row.items() if name != "step"}
+                values |= sampled(run, age, age)(row["step"]) if known else {}
+                detector = follow(detector, Point(row["step"], values))
+            verdicts.append((detector.verdict.health, detector.verdict.tripped_step))
+        assert verdicts[0] == verdicts[1], run["regime"]
+        assert (verdicts[0][0] is Health.HEALTHY) == (run in LEARNS)
 
 
 def test_it_is_told_again_after_200_steps_or_after_it_was_gone() -> None:
@@ -130,7 +187,7 @@ def test_step_without_any_reward_is_noticed_at_once() -> None:
 
 
 def test_its_names_are_the_stores() -> None:
-    assert pitfalls.WAIT_S == WAIT_S
+    assert (pitfalls.WAIT_S, pitfalls.STALENESS) == (WAIT_S, STALENESS)
     ours = (pitfalls.PROMPTS_REFUSED, pitfalls.REFUSED_ROW, pitfalls.REFUSED_TOKENS, pitfalls.REFUSED_LIMIT)
     assert ours == (PROMPTS_REFUSED, REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT)
     assert f"{NONFINITE}reward" == NO_REWARD

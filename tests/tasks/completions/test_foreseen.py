@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, WAIT_S
+from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, STALENESS, UNSERVED_S, WAIT_S
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, Completion, PolicyRef
@@ -133,5 +133,6 @@ def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatc
         asked(rollouts, [[1]], training=True)
     asked(rollouts, [[1]], training=True)
     told = costs.take()
-    assert told[WAIT_S] == 0.3
+    assert told[WAIT_S] == told[UNSERVED_S] == 0.3
+    assert told[STALENESS] == 0
     assert told[GENERATE_NODE_S] == told[GENERATE_S] == pytest.approx(0.4 + 0.1 - 0.3)
