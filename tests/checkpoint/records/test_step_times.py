@@ -41,7 +41,7 @@ def test_what_is_generated_ahead_is_told_from_what_the_trainer_waits_for() -> No
     for one in rows:
         one.values[STALENESS] = 1.0
     within = row(4, 40.0)
-    within.values |= {AHEAD_S: 3.0, STALENESS: 0.0}  # its own generation, beside a part of its training
+    within.values.update({AHEAD_S: 3.0, STALENESS: 0.0})  # its own generation, beside a part of its training
     assert step_times([*rows, within, row(5, 50.0)])[:3] == [
         MeasuredStep(10, 4, 2, 100, ahead_s=3),
         MeasuredStep(10, 4, 2, 100, ahead_s=4),
