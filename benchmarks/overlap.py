@@ -1,11 +1,13 @@
-"""What generation ahead of training gains (`rollout.max_staleness`): `make bench-overlap`.
+"""What it gains that generation and training overlap: `make bench-overlap`.
 
-One rollout node with a real vLLM and TRL's trainer, the tiny model, completions of equal length. What a GPU would
-train is stood in for by a wait of T seconds in the trainer, for on a CPU both sides would share the same cores; G,
-the seconds of generation, are real and measured first. For each G/T, runs with staleness 0 and 1 in turns. The
-command prints one line of JSON:
+One rollout node with a real vLLM and TRL's trainer, the tiny model, completions that end where the model ends
+them, so that some are many times longer than others. What a GPU would train is stood in for by a wait of T seconds
+a step in the trainer, for on a CPU both sides would share the same cores; G, the seconds of generation, are real
+and measured first. The command prints one line of JSON:
 
-- `speedup: {g_over_t: ratio}`: median seconds a step without staleness to those with it;
+- `speedup: {g_over_t: ratio}`: median seconds a step without `rollout.max_staleness` to those with 1, in turns;
+- `streaming_speedup: {requests a place: ratio}`: the same for a step of one window to one of four
+  (`steps_per_generation`), without staleness, at G = T; where all requests run at once, and where they queue;
 - `idle_share: {g_over_t: {"trainer": [0, 1], "fleet": [0, 1]}}`: of a step, without and with staleness.
 """
 
@@ -13,17 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
+from typing import Any
 
 from benchmarks.rig.local_run import make_tiny, run, tiny_spec
-from checkpoint.records.metrics import AHEAD_S, GENERATE_S, Row
+from checkpoint.records.metrics import StepTiming, median_timing, step_timings
 
-STEPS, WARM_UP, ROUNDS = 24, 4, 1
-TOKENS = 224  # of a completion, so that generating is most of a step without the wait
+STEPS, WARM_UP, ROUNDS = 20, 4, 1
+TOKENS = 224  # at most
+COMPLETIONS, WINDOWS = 32, 4  # of a step
 G_OVER_T = (0.5, 1.0, 2.0)
+PLACES = (32, 8)  # requests that the node runs at a time
 WAITS = """
 
 import time
@@ -35,25 +40,53 @@ def waits(completions, **_):
 """
 
 
-def steps(folder: Path, tiny: Path, *, staleness: int, train_s: float) -> list[tuple[float, Row]]:
-    """The seconds of each step behind the first ones, with its row."""
-    generation = {"max_completion_length": TOKENS, "generation_kwargs": {"ignore_eos": True}}
-    spec = tiny_spec(tiny, max_steps=STEPS, save_steps=STEPS, **generation)
+def steps(
+    folder: Path,
+    tiny: Path,
+    *,
+    staleness: int = 0,
+    train_s: float = 0.0,
+    windows: int = 1,
+    places: int = PLACES[0],
+) -> list[StepTiming]:
+    """The timings of a run's steps behind the first ones."""
+    grpo: dict[str, Any] = {
+        "per_device_train_batch_size": COMPLETIONS // WINDOWS,
+        "gradient_accumulation_steps": WINDOWS,
+        "steps_per_generation": WINDOWS // windows,
+        "max_completion_length": TOKENS,
+        "learning_rate": 1e-6,  # lengths stay as they are
+    }
+    spec = tiny_spec(tiny, max_steps=STEPS, save_steps=STEPS, **grpo)
     spec["rollout"] |= {"replicas": 1, "max_staleness": staleness}
+    spec["rollout"]["vllm"] = {**spec["rollout"].get("vllm", {}), "max-num-seqs": places}
     spec["trainer"]["reward_funcs"] = ["rewards.digit_share", "rewards.waits"]
-    rows, _ = run(folder, spec, WAITS.format(seconds=train_s))
-    return [(row.time_s - before.time_s, row) for before, row in pairwise(rows)][WARM_UP:]
+    rows, _ = run(folder, spec, WAITS.format(seconds=train_s / windows))
+    return [timing for _, timing in step_timings(rows)][WARM_UP:]
 
 
-def seconds(made: list[tuple[float, Row]]) -> float:
-    return median(took_s for took_s, _ in made)
+def compared(base: Path, rounds: int, sides: list[dict[str, Any]], **shared: Any) -> list[list[StepTiming]]:
+    """The timings of two ways, in turns."""
+    found: list[list[StepTiming]] = [[], []]
+    for number in range(rounds):
+        for at, (side, into) in enumerate(zip(sides, found, strict=True)):
+            into += steps(base / f"{number}-{at}", base.parent / "tiny", **side, **shared)
+    return found
 
 
-def idle(made: list[tuple[float, Row]]) -> tuple[float, float]:
-    """The shares of a step in which the trainer waits for completions, and the node has none to make."""
-    waited = mean((row.values[GENERATE_S] - row.values.get(AHEAD_S, 0.0)) / took_s for took_s, row in made)
-    made_for = mean(min(1.0, row.values[GENERATE_S] / took_s) for took_s, row in made)
-    return round(waited, 3), round(1 - made_for, 3)
+def seconds(made: list[StepTiming]) -> float:
+    found = median_timing(made)
+    assert found is not None
+    return found.step_s
+
+
+def shares(made: list[StepTiming]) -> tuple[float, float]:
+    """Of a step, in which the trainer waits, and in which the node has nothing to do."""
+    trainer, fleet = (
+        mean(idle_s / one.step_s for one, idle_s in ((one, getattr(one, name)) for one in made))
+        for name in ("trainer_idle_s", "fleet_idle_s")
+    )
+    return round(trainer, 3), round(fleet, 3)
 
 
 def main() -> None:
@@ -63,23 +96,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
         make_tiny(base / "tiny")
-        alone = steps(base / "alone", base / "tiny", staleness=0, train_s=0.0)
-        generate_s = median(row.values[GENERATE_S] for _, row in alone)
-        print(f"a step without training: {seconds(alone):.2f} s, of it {generate_s:.2f} s generation", flush=True)
-        speedup, shares = {}, {}
+        load = os.getloadavg()[0]
+        speedup, idle_share, streaming, generate_s = {}, {}, {}, {}
+        for places in PLACES:
+            alone = median_timing(steps(base / f"alone-{places}", base / "tiny", places=places))
+            assert alone is not None
+            generate_s[places] = alone.generate_s
+            told = f"{alone.step_s:.2f} s a step, of it {alone.generate_s:.2f} s generation"
+            print(f"without training, {COMPLETIONS // places} requests a place: {told}", flush=True)
+            sides = [{"windows": 1}, {"windows": WINDOWS}]
+            folder = base / f"streaming-{places}"
+            made = compared(folder, rounds, sides, train_s=generate_s[places], places=places)
+            took_s = [seconds(side) for side in made]
+            streaming[str(COMPLETIONS // places)] = round(took_s[0] / took_s[1], 2)
+            print(f"  one window {took_s[0]:.2f} s a step, {WINDOWS} windows {took_s[1]:.2f} s", flush=True)
         for ratio in G_OVER_T:
-            sides: dict[int, list[tuple[float, Row]]] = {0: [], 1: []}
-            for number in range(rounds):
-                for staleness, side in sides.items():
-                    folder = base / f"{ratio}-{number}-{staleness}"
-                    side += steps(folder, base / "tiny", staleness=staleness, train_s=generate_s / ratio)
-            took_s = [seconds(side) for side in sides.values()]
-            (trainer_0, fleet_0), (trainer_1, fleet_1) = (idle(side) for side in sides.values())
+            sides = [{"staleness": 0}, {"staleness": 1}]
+            made = compared(base / f"ahead-{ratio}", rounds, sides, train_s=generate_s[PLACES[0]] / ratio)
+            took_s = [seconds(side) for side in made]
+            (trainer_0, fleet_0), (trainer_1, fleet_1) = (shares(side) for side in made)
             speedup[str(ratio)] = round(took_s[0] / took_s[1], 2)
-            shares[str(ratio)] = {"trainer": [trainer_0, trainer_1], "fleet": [fleet_0, fleet_1]}
+            idle_share[str(ratio)] = {"trainer": [trainer_0, trainer_1], "fleet": [fleet_0, fleet_1]}
             told = f"{took_s[0]:.2f} s a step without staleness, {took_s[1]:.2f} s with staleness 1"
             print(f"G/T {ratio}: {told}", flush=True)
-    print(json.dumps({"speedup": speedup, "idle_share": shares, "steps": STEPS - WARM_UP - 1, "rounds": rounds}))
+    found = {"speedup": speedup, "streaming_speedup": streaming, "idle_share": idle_share}
+    print(json.dumps({**found, "steps": STEPS - WARM_UP - 1, "rounds": rounds, "load": round(load, 2)}))
 
 
 if __name__ == "__main__":
