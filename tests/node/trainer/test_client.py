@@ -20,7 +20,7 @@ from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.pieces import in_pieces
 from policies.serving.seeds import request_seed
-from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef, Progress
+from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from tasks.completions import gateway_client
 from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
@@ -159,6 +159,19 @@ def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing
     call._moved_s = -1.0
     call.hear(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
     assert call._moved_s == -1.0
+
+
+@pytest.mark.parametrize(("kept", "lost"), [(0, 30 + 4), (10, 20), (30, 0)])
+def test_what_a_gateway_has_kept_of_a_broken_connection_is_not_lost(kept: int, lost: int) -> None:
+    """A gateway that has kept something tells itself what it had discarded."""
+    call = _Call(batch(count=1))
+    call.hear(BatchLine(progress=Progress(30, 4, 1, 0)))
+    call.cut()
+    call.hear(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))
+    done = Completion(0, [1] * 40, [-1.0] * 40, "stop", "0-3", "a")
+    call.hear(BatchLine(completion=done))
+    call.hear(BatchLine(end=Progress(40, 4 if kept else 0, 1, 0, kept=kept)))
+    assert call.result().discarded == lost + (4 if kept else 0)
 
 
 def test_a_refused_token_is_an_error_at_once(world: World) -> None:
