@@ -146,7 +146,7 @@ compiler:
 		{ echo 'g++ or the headers of Python are missing: installing them with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends g++ python3.11-dev; }
 
-# Any process, at any moment; KILLS=n how many, SEED=n to repeat one.
+# Any process, at any moment; KILLS=n how many, SEED=n to repeat one, SEEDS=n to try that many.
 soak: env node-env test-packages buildah
 	$(BIN)/python -m pytest -s tests -m soak
 

@@ -132,9 +132,9 @@ class Run:
                 raise AssertionError(f"{what}: not within {timeout_s} s\n{self.last_words()}")
             time.sleep(0.05)
 
-    def last_words(self) -> str:
+    def last_words(self, lines: int = 15) -> str:
         logs = sorted(Path(self.env["GRPO_ORCH_HOME"]).glob("*/**/*log"))
-        return "\n".join(f"--- {log}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs)
+        return "\n".join(f"--- {log}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
 
     def end(self) -> None:
         """Take everything down, however far the test came."""

@@ -6,19 +6,34 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoint.records.metrics import AHEAD_S, read_metrics
 from tests.e2e.harness import kill
-from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, step, tiny_run
+from tests.e2e.tiny import (
+    IN_PARTS,
+    RUN_TIMEOUT_S,
+    check_healthy,
+    final_weights,
+    finish,
+    kill_trainer,
+    make_tiny,
+    reach,
+    step,
+    tiny_run,
+)
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
+# Two windows a step, of the policy before.
+OVERLAPPED: dict[str, Any] = {"max_staleness": 1, **IN_PARTS}
 
 
 def test_every_fault_is_survived_and_changes_no_weight(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny")
-    undisturbed = tiny_run(tmp_path / "one", tiny, replicas=1, max_staleness=1)
+    undisturbed = tiny_run(tmp_path / "one", tiny, replicas=1, **OVERLAPPED)
     try:
         undisturbed.cli("up", str(undisturbed.yaml), "-y", "-d")
         finish(undisturbed)
@@ -27,7 +42,7 @@ def test_every_fault_is_survived_and_changes_no_weight(tmp_path: Path) -> None:
     finally:
         undisturbed.end()
 
-    run = tiny_run(tmp_path / "two", tiny, replicas=2, max_staleness=1)
+    run = tiny_run(tmp_path / "two", tiny, replicas=2, **OVERLAPPED)
     try:
         run.cli("up", str(run.yaml), "-y", "-d")
         reach(run, 3)
@@ -36,6 +51,7 @@ def test_every_fault_is_survived_and_changes_no_weight(tmp_path: Path) -> None:
         os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
         reach(run, step(run) + 2)
         kill_trainer(run)
+        run.until("the requests under way", lambda: "batch_taken_over" in run.last_words(1000), RUN_TIMEOUT_S)
         reach(run, step(run) + 2)
         for node in list(run.state.nodes):
             if node.startswith("rollout"):

@@ -22,6 +22,12 @@ NODE_PYTHON = ROOT / ".venv-node" / "bin" / "python"
 TINY = tiny_model.TINY
 STEPS = 30
 RUN_TIMEOUT_S = 900.0
+DRIFT = 1e-4  # between the log-probabilities of trainer and node, at most
+IN_PARTS: dict[str, Any] = {
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 1,
+}
 
 
 def make_tiny(folder: Path) -> Path:
@@ -86,7 +92,7 @@ def finish(run: Run) -> None:
     run.until("the end", lambda: run.state.phase is RunPhase.FINISHED and not run.state.nodes, RUN_TIMEOUT_S)
 
 
-def check_healthy(run: Run, steps: int = STEPS, gain: float = 0.2, drift: float = 1e-4) -> dict[str, Any]:
+def check_healthy(run: Run, steps: int = STEPS, gain: float = 0.2, drift: float = DRIFT) -> dict[str, Any]:
     """What must hold at the end of every run, however it went; `gain` is what it learned at least, in reward, and
     `drift` the most by which the log-probability of a token may differ from the present policy's."""
     rows = read_metrics(run.store)
