@@ -15,9 +15,9 @@ from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.document import Document, OptionalDocument, Unreadable
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
+from policies.fleet.budget import BUDGET
 from policies.ledger.rentals import ControllerRental
 from policies.model.spec import RunSpec
 from policies.model.timelines import Fork

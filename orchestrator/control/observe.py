@@ -23,8 +23,8 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.fleet.markets import may_stand_in
 from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
+from policies.fleet.market import may_fall_back
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
@@ -253,7 +253,7 @@ class Observer:
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
         budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
-        priced = budgeted or may_stand_in(self._spec)
+        priced = budgeted or may_fall_back(self._spec)
         controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(

@@ -35,14 +35,11 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.words import stage_words
-from policies.control.fleet.deadline import course_of
-from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
-from policies.control.fleet.spending import caps_of
 from policies.control.snapshot import Trainer
-from policies.fleet.budget import not_counted, on_demand_usd, spent_usd
-from policies.fleet.deadline import nodes_for, time_of
-from policies.fleet.how_many import optimum
-from policies.fleet.measuring import shape_of
+from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
+from policies.fleet.deadline import course_of, nodes_for, time_of
+from policies.fleet.plan import hourly_prices, rollouts_wanted, size_words
+from policies.fleet.steps import optimum, shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, generates_itself
@@ -140,7 +137,7 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What `policies.control.fleet.size` decides by, from the same rows."""
+    """What `policies.fleet.plan` decides by, from the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
@@ -155,7 +152,7 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | N
 
 
 def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
-    """What `policies.control.fleet.deadline` decides by."""
+    """What `policies.fleet.deadline` decides by."""
     named = reader.spec.policies.fleet.deadline
     if named is None:
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from policies.control.fleet.parking import drain_parked
-from policies.control.fleet.spending import BUDGET
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback.begin import begin_by_hand
 from policies.control.snapshot import BEFORE_TRAINING
-from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
+from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_at_once
 from policies.control.tick import Tick
+from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.buying import REFUSALS, MachineKind
 from policies.model.events import (
@@ -51,6 +50,7 @@ def run_lifecycle(tick: Tick) -> None:
         _trainer(tick, node)
     for node in tick.state.live(Role.ROLLOUT):
         _rollout(tick, node)
+    _unpark(tick)
 
 
 def _commands(tick: Tick) -> None:
@@ -219,6 +219,19 @@ def _rollout(tick: Tick, node: Node) -> None:
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is started again")
+
+
+def _unpark(tick: Tick) -> None:
+    """Continue a parked run once a rollout node has a machine and the old trainer's is gone. The machine counts: a
+    node's work is seen by the gateway, which runs next to the trainer."""
+    if tick.state.phase is not RunPhase.PARKED or any(n.role is Role.TRAINER for n in tick.state.nodes.values()):
+        return
+    there = (NodePhase.BOOTING, NodePhase.SERVING)
+    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in there]
+    if nodes:
+        parked_s = tick.waited_s(tick.state.parked_at_s or tick.snapshot.now_s)
+        why = f"{nodes[0].id} has a machine, after {parked_s / 60:.0f} min of being parked"
+        tick.move_run(RunPhase.STARTING, f"{why}: the trainer's is requested again")
 
 
 def _failure_of(tick: Tick, node: Node) -> Refusal | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
-from policies.fleet.how_many import StepShape
+from policies.fleet.steps import StepShape
 from policies.model.events import Event
 from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
@@ -26,7 +26,9 @@ from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating by itself"  # of one that stands in for rollout nodes
+OWN_GENERATION = "generating by itself"  # of one that replaces rollout nodes
+GENERATING = "generating"  # nodes make what it requests
+GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
 
 
 @dataclass(frozen=True, slots=True)

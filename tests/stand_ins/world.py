@@ -32,8 +32,8 @@ from policies.control.snapshot import (
 )
 from policies.detect.divergence import Health, Verdict
 from policies.fleet.budget import spent_usd
-from policies.fleet.how_many import StepShape
-from policies.fleet.parking import IDLE_MIN_S
+from policies.fleet.plan import IDLE_MIN_S
+from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.events import (
     Event,

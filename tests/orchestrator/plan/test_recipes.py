@@ -10,7 +10,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.model import MachinePlan, to_json
 from orchestrator.plan.prices import PriceBook
 from orchestrator.plan.steps import Measured
-from policies.fleet.how_many import StepShape
+from policies.fleet.steps import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Role
 from policies.sizing.memory import GIB

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
-from policies.control.fleet.markets import market_of
 from policies.control.observed import HEARTBEAT_FRESH_S
 from policies.control.snapshot import Confirm, Decision, Launch, LaunchRefused, Machine, Terminate
+from policies.fleet.market import market_of
 from policies.model.buying import back_off_s
 from policies.model.events import (
     Event,

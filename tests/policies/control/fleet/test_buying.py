@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.fleet.fill import HOLD_MIN_S
 from policies.control.snapshot import Trainer
+from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.buying import (
     BACK_OFF_MAX_EXTRA_S,
@@ -217,7 +217,7 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> 
     world.lose("trainer-0-i1")
     world.refusing = True
     bought = world.let_pass(11.0)
-    assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
+    assert bought.hours < 8 * (IDLE_MIN_S + 60) / HOUR_S
     assert world.machines == {}
     world.refusing = False
     world.let_pass(0.1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from policies.control.fleet.deadline import course_of
-from policies.control.fleet.size import rollouts_wanted
-from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Snapshot
-from policies.fleet.how_many import StepShape
+from policies.fleet.deadline import course_of
+from policies.fleet.plan import fallback_nodes, rollouts_wanted
+from policies.fleet.steps import StepShape
 from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
 from policies.model.fold import fold
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
@@ -83,10 +82,10 @@ def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
     world.let_pass(0.5)
     world.no_spot = False
     world.let_pass(1.5)
-    assert len(stand_ins_of(world.state)) == 3
+    assert len(fallback_nodes(world.state)) == 3
     world.at_step = 200
     world.let_pass(1.0)
-    assert stand_ins_of(world.state) == []
+    assert fallback_nodes(world.state) == []
 
 
 def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
@@ -94,7 +93,7 @@ def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
     world.let_pass(2.0)
     (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
     assert "the deadline takes it" in told.reason
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
     assert world.of(BudgetReached) == []
     assert world.state.phase is RunPhase.TRAINING
 

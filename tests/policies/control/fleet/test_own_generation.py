@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies.control.snapshot import OWN_GENERATION, Machine, Snapshot
-from policies.fleet.how_many import HourlyPrices, StepShape, usd_a_step
-from policies.fleet.parking import IDLE_MIN_S, own_step_limit_s
+from policies.fleet.plan import IDLE_MIN_S
+from policies.fleet.steps import StepShape
 from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.spec import FleetPolicy, RunSpec
 from policies.model.vocabulary import RunPhase
@@ -136,20 +134,3 @@ def test_a_run_behind_its_deadline_takes_what_it_can_get() -> None:
 
 def test_a_trainer_that_does_not_generate_parks_as_ever() -> None:
     assert until_parked(alone(own_after_s=math.inf)) <= PARKS_AFTER_S
-
-
-def test_a_trainer_that_costs_nothing_is_never_too_dear() -> None:
-    assert own_step_limit_s(SHAPE, HourlyPrices(0.0, 4.0), 1, 2) == math.inf
-    assert own_step_limit_s(SHAPE, HourlyPrices(4.0, 5.0), 1, 2) == pytest.approx(LIMIT_S)
-
-
-@given(
-    st.floats(1, 1000), st.floats(0, 5000), st.floats(0.5, 100), st.floats(0.1, 50), st.integers(1, 16), st.data()
-)
-def test_no_number_of_nodes_on_demand_makes_a_step_cheaper_than_one_at_the_limit(
-    fixed_s: float, generation_s: float, beside: float, node: float, high: int, data: st.DataObject
-) -> None:
-    shape, prices = StepShape(fixed_s, generation_s), HourlyPrices(beside, node)
-    limit_s = own_step_limit_s(shape, prices, 1, high)
-    nodes = data.draw(st.integers(1, high))
-    assert beside * limit_s / 3600 <= usd_a_step(shape, prices, nodes) * (1 + 1e-9)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.fleet.size import RETURN_WITHIN_S, SETTLES_S, rollouts_wanted
 from policies.control.snapshot import Snapshot, Terminate
-from policies.fleet.how_many import StepShape
+from policies.fleet.plan import SETTLES_S, rollouts_wanted
+from policies.fleet.reconcile import RETURN_WITHIN_S
+from policies.fleet.steps import StepShape
 from policies.model.events import FleetSized, MachineBought, NodeMoved
 from policies.model.vocabulary import Market, NodePhase, Role
 from tests.stand_ins.world import World, spec, until_training

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Command, LaunchRefused, Snapshot
-from policies.fleet.budget import on_demand_usd
+from policies.fleet.budget import BUDGET, on_demand_usd
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
