@@ -38,10 +38,10 @@ def spot_hedge(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     many = wanted + EXTRA + len(stand_ins)
     resources = {**spec.rollout.resources, "use_spot": True}
     told = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=many, max=many), resources=resources))
-    found = decide(replace(state, pools={}, fleet_size=many), snapshot, told)
+    found = decide(replace(state, pools={}, size=replace(state.size, nodes=many)), snapshot, told)
     events, actions = _placed(found, state, snapshot, [one.pool for one in spot if one.pool is not None])
     serving = sum(one.phase is NodePhase.SERVING for one in spot)
-    if may_fall_back(spec) and state.phase in LIVE_RUN and state.proved and state.trainer_machines:
+    if may_fall_back(spec) and state.phase in LIVE_RUN and state.is_proved and state.trainer_machines:
         fallback = min(wanted, wanted + EXTRA - serving)
         events += _fallback(state, snapshot, stand_ins, fallback, events)
     return replace(found, events=(*sized, *events), actions=actions)

@@ -323,7 +323,7 @@ def resume(
             f"{more_steps(store, record.spec)}",
             exit_codes.OK,
         )
-    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
+    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.money.is_reached
     if ended_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "

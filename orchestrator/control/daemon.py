@@ -184,7 +184,7 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
     if not controller.state.name:  # nobody has come so far, though a daemon may have taken the run and died
         return (RunCreated(record.spec.name, record.run_id),)
     ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
-    ended |= controller.state.phase is RunPhase.PAUSED and controller.state.budget_reached
+    ended |= controller.state.phase is RunPhase.PAUSED and controller.state.money.is_reached
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
 
 

@@ -182,7 +182,7 @@ class CommandWatch:
         """Return those that are not taken yet. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
-            left_out = {event.key for event in state.set_aside}
+            left_out = set(state.set_aside)
             self._found = documents.read_commands(self._store, self._unreadable, left_out)
             self._listed_at_s = now_s
         return tuple(one for one in self._found if one.command_id not in state.commands_taken)
@@ -252,7 +252,7 @@ class Observer:
         commands = self._commands.look(state)
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
-        budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
+        budgeted = self._budgeted or state.money.cap_usd is not None  # which a user may set later
         priced = budgeted or may_fall_back(self._spec)
         controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
         catalog, damaged = self._checkpoints() if target_wanted else (None, "")

@@ -108,7 +108,7 @@ def described(
         money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
-        store_slow=state.store_slow and running,
+        store_slow=state.is_store_slow and running,
         set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
@@ -265,7 +265,7 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
 
 def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
     """What the controller has told, and what is met here."""
-    told = {event.key: event.why for event in reader.state.set_aside}
+    told = reader.state.set_aside
     return tuple(SetAsideView(key, why) for key, why in (told | reader.unreadable.found).items())
 
 

@@ -40,9 +40,9 @@ def release_machines(tick: Tick, *, affordable: bool) -> None:
         tick.move(node, NodePhase.TERMINATING, f"the run is {tick.state.phase}")
     machines = tick.snapshot.machines
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
-        paused = tick.state.budget_reached and tick.spec.budget.at == "pause"
-        why = tick.state.reason if tick.state.budget_reached else "every machine is gone"
-        if (unspent_usd := tick.state.unspent_usd) >= LEAST_USD:
+        paused = tick.state.money.is_reached and tick.spec.budget.at == "pause"
+        why = tick.state.reason if tick.state.money.is_reached else "every machine is gone"
+        if (unspent_usd := tick.state.money.unspent_usd) >= LEAST_USD:
             bought_nothing = f"{unspent_usd:.2f} USD of that were counted for requests that bought nothing"
             why = f"{why}; {bought_nothing}: `grpo-orch resume` goes on with them"
         tick.move_run(RunPhase.PAUSED if paused else RunPhase.STOPPED, why)

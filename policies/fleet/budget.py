@@ -51,18 +51,18 @@ class Caps:
 
 def caps_of(state: RunState, spec: RunSpec) -> Caps:
     """Return the caps in force: run.yaml's, or what a user has raised the first one to since."""
-    usd = spec.budget.usd if state.budget_usd is None else state.budget_usd
+    usd = spec.budget.usd if state.money.cap_usd is None else state.money.cap_usd
     return Caps(usd, spec.budget.usd_per_h)
 
 
 def spent_usd(state: RunState, now_s: float) -> float:
     """Return what the run's machines have cost until now."""
-    return state.spent_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
+    return state.money.spent_usd + sum(node.cost_usd(now_s) for node in state.nodes.values())
 
 
 def on_demand_usd(state: RunState, now_s: float) -> float:
     """Return what the same machines would have cost on demand."""
-    return state.spent_on_demand_usd + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
+    return state.money.spent_on_demand_usd + sum(node.on_demand_cost_usd(now_s) for node in state.nodes.values())
 
 
 def not_counted(spec: RunSpec) -> str:

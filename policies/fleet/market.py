@@ -440,7 +440,7 @@ class Offers:
         where no pool has a price: should it cost more, it is requested before any other. In all at the most that
         it may cost: without that money it would be refused."""
         terms = self.terms(Role.TRAINER, market_of(Role.TRAINER, self._spec), lambda _: True)
-        most_usd, paid_usd = terms.usd_per_h or 0.0, self._state.trainer_usd_per_h
+        most_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
         is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
         likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
         purse.reserve(Role.TRAINER, likely_usd, most_usd)

@@ -161,7 +161,7 @@ class Allocation:
 def rollouts_wanted(state: RunState, spec: RunSpec) -> int:
     """Return how many rollout nodes there are to be on their own market."""
     replicas = spec.rollout.replicas
-    return replicas.max if state.fleet_size is None else min(max(state.fleet_size, replicas.min), replicas.max)
+    return replicas.max if state.size.nodes is None else min(max(state.size.nodes, replicas.min), replicas.max)
 
 
 def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
@@ -315,7 +315,7 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
         for count in dict.fromkeys(counts)
     ]
     lasts_s = 3600 / LOSSES_AN_HOUR[_own_market(facts)]
-    sized_s = math.inf if facts.state.fleet_size is None else facts.waited_s(facts.state.fleet_sized_at_s)
+    sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
     if sized_s < SETTLES_S:  # the last change has not shown yet
         return now, compare("size", candidates[:1], 0.0)
     found = compare("size", candidates, min(sized_s, lasts_s))
@@ -382,7 +382,7 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     """Compare waiting for spot with on-demand nodes, and with the trainer's own generation where that is measured.
     Until the shortage has lasted a minute, none are bought."""
     trainer = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
-    short_s = facts.state.spot_short_since_s
+    short_s = facts.state.shortages.spot_since_s
     if not trainer or not facts.may_buy_fallback or (short_s is None and not facts.is_spot_too_expensive):
         return None
     if not facts.is_spot_too_expensive and facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
@@ -477,7 +477,7 @@ WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
 
 def _idle_trainer(facts: _Facts) -> Comparison | None:
     """Compare waiting, own generation and parking, where no market has a node for a trainer that only waits."""
-    node, since_s = _waiting_trainer(facts), facts.state.rolloutless_since_s
+    node, since_s = _waiting_trainer(facts), facts.state.shortages.rollout_since_s
     if node is None or since_s is None or not _nothing_available(facts):
         return None
     usd, restart_usd = facts.prices.beside_usd_per_h, _restart_usd(facts, node)
@@ -504,7 +504,7 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 
 
 def _idle_s(facts: _Facts, node: Node) -> float:
-    since_s, shape = facts.state.rolloutless_since_s, facts.snapshot.step_shape
+    since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.step_shape
     assert since_s is not None
     trained_s = 0.0 if shape is None else shape.fixed_s  # as it lost its last node it may have had a step to train
     return facts.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
@@ -600,7 +600,7 @@ def _trainerless_since_s(facts: _Facts) -> float | None:
     """Since when nodes wait: for the trainer's machine or, where they came while the run parks, for its old one
     to go."""
     if facts.state.phase is not RunPhase.PARKED:
-        return facts.state.trainerless_since_s
+        return facts.state.shortages.trainer_since_s
     there = (NodePhase.BOOTING, NodePhase.SERVING)
     return min((node.since_s for node in facts.state.live(Role.ROLLOUT) if node.phase in there), default=None)
 

@@ -31,6 +31,7 @@ from policies.model.events import (
     RunMoved,
 )
 from policies.model.phases import FILLING_NODE
+from policies.model.reports import is_news
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
@@ -154,7 +155,7 @@ class _Reconciler:
         """Whether a node can go without handing on requests; or has waited for that for long enough."""
         beat = self.snapshot.trainer
         calm = beat is not None and beat.activity not in GENERATES
-        sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.fleet_sized_at_s
+        sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.size.at_s
         return calm or sized_s > RETURN_WITHIN_S
 
     def _nodes(self, *, fallback: bool) -> list[Node]:
@@ -269,8 +270,8 @@ class _Reconciler:
     def _trainer_is_near(self) -> bool:
         """Whether the trainer has a machine on which it works, or will: what it cannot work with is known. A
         parked run requests the trainer's once it has another."""
-        if not self.state.proved or self.is_parked:
-            return self.state.proved
+        if not self.state.is_proved or self.is_parked:
+            return self.state.is_proved
         kinds = self.state.kinds.items()
         fails = any(kind.never_serves for name, kind in kinds if name.startswith(Role.TRAINER))
         return any(node.served or not fails for node in self.state.trainer_machines)
@@ -329,8 +330,8 @@ class _Reconciler:
                 self._give_back(node, f"the trainer's machine comes first: {why}")
         elif usd_per_h is not None and not fallback and (role is Role.TRAINER or not self._has_rollouts):
             self._stop(why)
-        elif what not in self.state.budget_refused:
-            self.found.add(BudgetRefused(what, why), f"no more {what} machines: {why}")
+        elif is_news(self.state.reports, refused := BudgetRefused(what, why)):
+            self.found.add(refused, f"no more {what} machines: {why}")
 
     @property
     def _has_rollouts(self) -> bool:

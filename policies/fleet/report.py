@@ -18,6 +18,7 @@ from policies.model.events import (
     TrainerGenerates,
 )
 from policies.model.phases import LIVE_RUN
+from policies.model.reports import NOTICED
 from policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once it is spent the user is notified, while there is time to raise it
@@ -38,24 +39,24 @@ def report(tick: Tick) -> None:
 
 def _budget(tick: Tick) -> None:
     usd = caps_of(tick.state, tick.spec).usd
-    if usd is None or tick.state.budget_neared:
+    if usd is None:
         return
     spent = Purse(tick.state, tick.snapshot, tick.spec).spent_usd
     if spent >= NEAR_SHARE * usd:
-        tick.emit(BudgetNeared(spent, usd), f"{spent:.2f} of {usd:.2f} USD are spent")
+        tick.report(BudgetNeared(spent, usd), f"{spent:.2f} of {usd:.2f} USD are spent")
 
 
 def _prices(tick: Tick) -> None:
     """The cloud does not list its offers: machines are bought all the same, wherever it finds them, unless there
     is a budget."""
     why = tick.snapshot.prices_trouble
-    if not why or PRICES in tick.state.noticed:
+    if not why or f"{NOTICED} {PRICES}" in tick.state.reports:
         return
     step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
     capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec).are_set
     then = "nothing is bought, for there is a budget" if capped else "machines are bought wherever it finds them"
     text = f"the cloud does not list its offers: {why}; {then}"
-    tick.emit(Noticed(PRICES, step, text), text)
+    tick.report(Noticed(PRICES, step, text), text)
 
 
 def _generation(tick: Tick) -> None:
@@ -63,13 +64,13 @@ def _generation(tick: Tick) -> None:
     beat, since_s = tick.snapshot.trainer, tick.state.own_generation_since_s
     if beat is None or tick.state.phase is not RunPhase.TRAINING or beat.timeline != tick.state.timeline:
         return
-    if since_s is None and beat.activity == OWN_GENERATION:
-        without_s = tick.state.rolloutless_since_s
+    if beat.activity == OWN_GENERATION:
+        without_s = tick.state.shortages.rollout_since_s
         waited_s = None if without_s is None else tick.waited_s(without_s)
-        tick.emit(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates")
+        tick.report(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates")
     elif since_s is not None and _nodes_generate(tick, beat.activity):
         lasted_s = tick.waited_s(since_s)
-        tick.emit(NodesGenerate(beat.step, lasted_s), f"nodes make the completions again, at step {beat.step}")
+        tick.report(NodesGenerate(beat.step, lasted_s), f"nodes make the completions again, at step {beat.step}")
 
 
 def _nodes_generate(tick: Tick, activity: str) -> bool:
@@ -87,28 +88,26 @@ def _capacity(tick: Tick) -> None:
     if state.phase is RunPhase.PARKED:
         return
     if not state.trainer_machines:
-        _missing(tick, Role.TRAINER, state.trainerless_since_s)
+        _missing(tick, Role.TRAINER, state.shortages.trainer_since_s)
         return
-    since_s = state.rolloutless_since_s
+    since_s = state.shortages.rollout_since_s
     serving = [node.since_s for node in state.trainer_machines if node.phase is NodePhase.SERVING]
     if tick.spec.rollout.replicas.max and since_s is not None and serving:
         _missing(tick, Role.ROLLOUT, max(since_s, min(serving)))
 
 
 def _missing(tick: Tick, role: Role, since_s: float | None) -> None:
-    if since_s is None or role in tick.state.capacity_told or tick.silent_s(since_s) < MISSING_S:
+    if since_s is None or tick.silent_s(since_s) < MISSING_S:
         return
     minutes = f"no {role} machine for {tick.silent_s(since_s) / 60:.0f} min"
     refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
     newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
     why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes
-    tick.emit(CapacityMissing(role, since_s, why), why)
+    tick.report(CapacityMissing(role, since_s, why), why)
 
 
 def _deadline(tick: Tick) -> None:
     """The deadline is out of reach; the run goes on as fast as pays."""
-    if tick.state.deadline_missed:
-        return
     course = course_of(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
         return
@@ -116,9 +115,9 @@ def _deadline(tick: Tick) -> None:
     if shape is None or most == 0:
         if course.now_s > course.deadline_s:
             event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, most, None)
-            tick.emit(event, f"the deadline has passed at step {course.step} of {course.steps}")
+            tick.report(event, f"the deadline has passed at step {course.step} of {course.steps}")
     elif course.is_late(shape, most):
         end_s, step_s = course.end_s(shape, most), shape.seconds(most)
         event = DeadlineMissed(course.deadline_s, end_s, course.step, course.steps, most, step_s)
         late_s = end_s - course.deadline_s
-        tick.emit(event, f"the deadline is out of reach: {late_s:.0f} s late even with {most} nodes")
+        tick.report(event, f"the deadline is out of reach: {late_s:.0f} s late even with {most} nodes")

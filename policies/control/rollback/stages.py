@@ -23,6 +23,7 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from policies.model.reports import NOTICED
 from policies.model.spec import generates_itself
 from policies.model.state import Rollback
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
@@ -135,5 +136,6 @@ def note_pitfalls(tick: Tick) -> None:
     """Journal each pitfall once."""
     watched = tick.snapshot.watched
     for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
-        if found.step > tick.state.noticed.get(found.kind, -1):
-            tick.emit(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")
+        last = tick.state.reports.get(f"{NOTICED} {found.kind}")
+        if last is None or found.step > int(last.state):
+            tick.report(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")

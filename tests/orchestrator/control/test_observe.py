@@ -27,7 +27,7 @@ from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
 from policies.model.pools import PoolOffer
-from policies.model.state import RunState
+from policies.model.state import Money, RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -348,4 +348,4 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     observer = Observer(world.store, None, spot_alone, prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
     observer._machines = dict  # type: ignore[method-assign]
     assert observer.look(world.now_s, (), RunState()).prices is None
-    assert observer.look(world.now_s, (), RunState(budget_usd=50.0)).prices == {"trainer on demand": 4.0}
+    assert observer.look(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}

@@ -12,7 +12,7 @@ from policies.control.decide import decide
 from policies.control.snapshot import Decision, Machine, Snapshot, Trainer
 from policies.model.buying import MachineKind
 from policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
-from policies.model.state import Node, Rollback, RunState
+from policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
     Cause,
@@ -58,7 +58,7 @@ def decided(
     `exit_code`: of nodes whose attempt has ended; `seen`: of the snapshot; `state`: of the run's state.
     """
     known = replace(
-        RunState("sim", RunPhase.TRAINING, proved=True, nodes={one.id: one for one in nodes}),
+        RunState("sim", RunPhase.TRAINING, proved_at_s=0.0, nodes={one.id: one for one in nodes}),
         **state,  # type: ignore[arg-type]  # fields of RunState
     )
     ended = {one.id: exit_code for one in nodes if one.attempt_ended_at_s is not None}
@@ -93,7 +93,7 @@ def rolling_back(stage: RollbackStage, for_s: float) -> dict[str, object]:
 
 def trainerless(for_s: float, boot_s: float) -> Decision:
     kinds = {KIND: MachineKind(served=1, boot_s=boot_s)}
-    return decided(node(ROLLOUT), members=None, kinds=kinds, trainerless_since_s=NOW_S - for_s)
+    return decided(node(ROLLOUT), members=None, kinds=kinds, shortages=Shortages(trainer_since_s=NOW_S - for_s))
 
 
 def broken(name: str, for_s: float, attempt: int = 1, **state: object) -> Decision:
@@ -164,7 +164,7 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     ),
     "before the first restart of a rollout node's work": (1.0, lambda s: restarts(broken(ROLLOUT, s))),
     "before its fourth": (8.0, lambda s: restarts(broken(ROLLOUT, s, attempt=4))),
-    "before a trainer's third": (4.0, lambda s: restarts(broken(TRAINER, s, trainer_failures=3))),
+    "before a trainer's third": (4.0, lambda s: restarts(broken(TRAINER, s, failures=TrainerFailures(3)))),
     "an old trainer that does not stop": (
         120.0,
         lambda s: goes(decided(*ALL, **rolling_back(RollbackStage.FORKED, s)), TRAINER),  # type: ignore[arg-type]
@@ -188,11 +188,13 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "and much longer": (900.0, lambda s: goes(trainerless(s, boot_s=5000.0), ROLLOUT)),
     "no trainer's machine": (
         3600.0,
-        lambda s: tells(decided(trainerless_since_s=NOW_S - s, members=None), CapacityMissing),
+        lambda s: tells(decided(shortages=Shortages(trainer_since_s=NOW_S - s), members=None), CapacityMissing),
     ),
     "no rollout node for a trainer": (
         3600.0,
-        lambda s: tells(decided(node(TRAINER, for_s=s), rolloutless_since_s=0.0, members=()), CapacityMissing),
+        lambda s: tells(
+            decided(node(TRAINER, for_s=s), shortages=Shortages(rollout_since_s=0.0), members=()), CapacityMissing
+        ),
     ),
 }
 

@@ -160,7 +160,7 @@ def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> Non
     world.let_pass(0.05, dt_s=0.5)
     assert world.up(Role.TRAINER) == ["trainer-0-i2"]
     assert [node.id for node in world.state.live(Role.TRAINER)] == ["trainer-0-i2"]
-    assert world.state.trainer_failures == 0  # it was replaced, and has not failed
+    assert world.state.failures.count == 0  # it was replaced, and has not failed
     assert world.state.phase is RunPhase.TRAINING
 
 

@@ -11,6 +11,7 @@ from policies.fleet.plan import fallback_nodes, rollouts_wanted
 from policies.fleet.steps import StepShape
 from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
 from policies.model.fold import fold
+from policies.model.reports import DEADLINE
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, RunPhase
@@ -107,7 +108,7 @@ def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_f
     assert told.expected_end_s is not None
     assert told.expected_end_s > told.deadline_s + 3600
     assert rollouts_wanted(world.state, world.spec) == 2
-    assert fold(world.history).deadline_missed
+    assert DEADLINE in fold(world.history).reports
     world.take_over()
     world.let_pass(1.0)
     assert len(world.of(DeadlineMissed)) == 1

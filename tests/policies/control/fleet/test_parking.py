@@ -39,7 +39,7 @@ def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> Non
     assert world.now_s - back_at_s < BACK_OFF_MAX_EXTRA_S + 120.0
     assert len(world.up(Role.ROLLOUT)) == 2
     assert world.steps > steps
-    assert (world.state.trainer_failures, world.of(JobRestarted)) == (0, [])
+    assert (world.state.failures.count, world.of(JobRestarted)) == (0, [])
     (told,) = [event for event in world.of(RunMoved) if event.parked_s is not None]
     assert (told.parked_s or 0.0) > 24 * HOUR_S
     assert "rollout-0" in told.reason
@@ -111,7 +111,7 @@ def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> N
     assert world.is_at(RunPhase.TRAINING)
     assert world.up(Role.TRAINER) == [node]
     assert world.launches[-1] == (node, 2)
-    assert world.state.trainer_failures == 0
+    assert world.state.failures.count == 0
     world.until(RunPhase.PARKED)
 
 

@@ -135,7 +135,7 @@ def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone(
         world.tick()
     world.tick()
     assert "trainer-0-i1" not in world.state.nodes
-    assert world.state.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
+    assert world.state.money.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
     assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
     assert world.state.kinds["trainer on demand"].unserved_in_a_row == 1
 
