@@ -37,6 +37,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
+from orchestrator.control.plan_writer import PlanWriter
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import HomeUnusable, all_secrets, handed_on, missing, run_token, secrets_for, token_mark
 from orchestrator.notify.notifier import DRAIN_S, start_notifier
@@ -127,10 +128,13 @@ def steer(
     if record.spec.metrics_port is not None:
         exporter.serve(record.spec.metrics_port)
 
+    plans = PlanWriter(store, record.spec)
+
     def ticked(before: RunState, decision: Decision, took_s: float) -> None:
         if controller.state is not before:
             notifier.wake()
         if controller.seen is not None:
+            plans.ticked(controller.state, controller.seen)
             seen = Seen(controller.state, controller.seen, observer.newest_row(), took_s)
             exporter.ticked(before, decision.events, seen)
 

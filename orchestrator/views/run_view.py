@@ -38,7 +38,7 @@ from orchestrator.views.words import stage_words
 from policies.control.snapshot import Trainer
 from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from policies.fleet.deadline import course_of, nodes_for, time_of
-from policies.fleet.plan import hourly_prices, rollouts_wanted, size_words
+from policies.fleet.plan import hourly_prices, rollouts_wanted, size_sentence, size_words
 from policies.fleet.steps import optimum, shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
@@ -137,18 +137,20 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What `policies.fleet.plan` decides by, from the same rows."""
+    """What the size of the fleet follows from, by `policies.fleet.plan` and the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
     shape = shape_of(step_times(rows[-RECENT_ROWS:]))
     if shape is None:
         return FleetView(nodes, None, None, None, "not measured yet: as many as run.yaml allows")
-    cheapest = optimum(shape, prices) if prices.known else None
-    reason = size_words(shape, prices) if prices.known else "prices are not known: as many as run.yaml allows"
-    if cheapest is not None and math.isinf(cheapest):
-        cheapest = None  # JSON has no infinity
-    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, cheapest, reason)
+    if not prices.known:
+        reason = "prices are not known: as many as run.yaml allows"
+        return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
+    cheapest = optimum(shape, prices)
+    reason = f"{size_sentence(spec, state, shape)}; {size_words(shape, prices)}"
+    exact = None if math.isinf(cheapest) else cheapest  # JSON has no infinity
+    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
 
 
 def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:

@@ -42,6 +42,7 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
 STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
 TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
+NOISE_SHARE = 0.01  # of a step's cost: no smaller difference is told from what a measurement is off by
 FEW = 8  # counts up to which all are compared
 UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
 
@@ -85,6 +86,7 @@ class Comparison:
     worth_usd: float  # of a step
     horizon_s: float
     candidates: tuple[Candidate, ...]
+    reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
 
     @property
     def best(self) -> Candidate:
@@ -104,13 +106,12 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """`3 on spot make a step 0.83 USD; 2 on spot would make it 0.91`."""
-        other = self.runner_up
-        if other is None:
-            return self.best.words
-        if math.isfinite(other.step_s) and math.isfinite(self.best.step_s):
-            return f"{self.best.words}; {other.name} would make it {other.step_usd:.2f}"
-        return f"{self.best.words}; {other.words}"
+        """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
+        others = [one for one in (self.runner_up, self.reference) if one is not None]
+        if not math.isfinite(self.best.step_s) or any(not math.isfinite(one.step_s) for one in others):
+            return "; ".join(one.words for one in (self.best, *others))
+        would = ", ".join(f"{one.name} would make it {one.step_usd:.2f}" for one in others)
+        return f"{self.best.words}; {would}" if would else self.best.words
 
 
 def compare(
@@ -152,7 +153,7 @@ class Allocation:
             return self.parks
         if self.releases:
             return self.releases
-        return "; ".join(one.words for one in self.comparisons[-1:])
+        return self.comparisons[-1].words if self.comparisons else ""
 
 
 # What a plan starts from.
@@ -278,7 +279,7 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
         trainer=True,
         spot=size,
         on_demand=fallback - asks_again,
-        size_reason=_size_reason(facts) if changed else "",
+        size_reason=f"{sized.words}; {_size_reason(facts)}" if changed and sized is not None else "",
         parks=_parking_reason(facts) if idle is not None and idle.best.name == PARK else "",
         releases=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
         asks_again=asks_again,
@@ -294,32 +295,85 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
 def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     """Compare sizes of the fleet. Until steps were measured and prices are known, there are `replicas.max`."""
     shape, prices, replicas = facts.snapshot.step_shape, facts.prices, facts.spec.rollout.replicas
-    now = rollouts_wanted(facts.state, facts.spec)
+    now, market = rollouts_wanted(facts.state, facts.spec), _own_market(facts)
     if shape is None or not prices.known or replicas.min >= replicas.max:
         return now, None
     if facts.spec.policies.fleet.deadline is not None and facts.course is None:
         return now, None  # how far the run is, is not known at this moment
-    needed = nodes_in_time(facts.course, shape, replicas.max, now)
-    low = max(1, replicas.min, needed)
-    start_usd = prices.node_usd_per_h * facts.market.start_s(Role.ROLLOUT, _own_market(facts)) / 3600
-    counts = [now, *_few(shape, prices, low, replicas.max)]
+    low = max(1, replicas.min, nodes_in_time(facts.course, shape, replicas.max, now))
+    lasts_s = 3600 / LOSSES_AN_HOUR[market]
+    sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
+    horizon_s = min(sized_s, lasts_s) if sized_s >= SETTLES_S else 0.0  # else the last change has not shown yet
+    start_s = facts.market.start_s(Role.ROLLOUT, market)
+    on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
+    found = compare_sizes(
+        shape, prices, market, now, (low, replicas.max), start_s, horizon_s, _zones(facts.spot), on_demand_usd
+    )
+    return (found.best.spot if horizon_s else now), found
+
+
+def compare_sizes(
+    shape: StepShape,
+    prices: HourlyPrices,
+    market: Market,
+    now: int,
+    bounds: tuple[int, int],
+    start_s: float,
+    horizon_s: float = 0.0,
+    zones: str = "",
+    on_demand_usd_per_h: float = 0.0,
+) -> Comparison:
+    """Compare sizes of the fleet, the present one first.
+
+    Args:
+        shape: of a step.
+        prices: both known.
+        market: on which the nodes are bought.
+        now: the present size.
+        bounds: of the sizes that run.yaml and the deadline allow.
+        start_s: of a node, which each change pays for.
+        horizon_s: over which a change has to pay; 0: none does.
+        zones: where the present nodes are.
+        on_demand_usd_per_h: of a node on demand, for reference; 0: there are none.
+    """
+    low, high = bounds
+    node_usd, noise_usd = prices.node_usd_per_h, NOISE_SHARE * prices.beside_usd_per_h * horizon_s / 3600
+    where = "on spot" if market is Market.SPOT else "on demand"
     candidates = [
         Candidate(
-            name=f"{count} {_market_words(_own_market(facts))}",
-            usd_per_h=prices.beside_usd_per_h + count * prices.node_usd_per_h,
+            name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
+            usd_per_h=prices.beside_usd_per_h + count * node_usd,
             step_s=shape.seconds(max(1, count)),
-            change_usd=abs(count - now) * start_usd,
+            change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,
-            in_time=count >= low,
+            in_time=count >= low or not horizon_s,
         )
-        for count in dict.fromkeys(counts)
+        for count in dict.fromkeys([now, *_few(shape, prices, low, high)])
     ]
-    lasts_s = 3600 / LOSSES_AN_HOUR[_own_market(facts)]
-    sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
-    if sized_s < SETTLES_S:  # the last change has not shown yet
-        return now, compare("size", candidates[:1], 0.0)
-    found = compare("size", candidates, min(sized_s, lasts_s))
-    return found.best.spot, found
+    reference = None
+    if on_demand_usd_per_h > 0:
+        bought = HourlyPrices(prices.beside_usd_per_h, on_demand_usd_per_h)
+        count = best_count(shape, bought, low, max(low, high))
+        usd_per_h = bought.beside_usd_per_h + count * on_demand_usd_per_h
+        reference = Candidate(f"{count} on demand", usd_per_h, shape.seconds(count), on_demand=count)
+    return replace(compare("size", candidates, horizon_s), reference=reference)
+
+
+def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
+    """Return what a step costs with the present size and with others, from what the journal knows."""
+    market, replicas, live = market_of(Role.ROLLOUT, spec), spec.rollout.replicas, state.live(Role.ROLLOUT)
+    bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
+    on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
+    usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
+    start_s, zones = fallback_boot_s(state), _zones([node for node in live if not node.stand_in])
+    prices = hourly_prices(state)
+    return compare_sizes(shape, prices, market, now, bounds, start_s, zones=zones, on_demand_usd_per_h=usd).words
+
+
+def _zones(nodes: Sequence[Node]) -> str:
+    """` in us-east-1a and us-east-1b`; empty where there are more, or none is known."""
+    zones = sorted({node.pool.zone for node in nodes if node.pool is not None and node.pool.zone})
+    return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
 
 
 def _few(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
@@ -343,10 +397,6 @@ def _size_reason(facts: _Facts) -> str:
 
 def _own_market(facts: _Facts) -> Market:
     return market_of(Role.ROLLOUT, facts.spec)
-
-
-def _market_words(market: Market) -> str:
-    return "on spot" if market is Market.SPOT else "on demand"
 
 
 # How many on-demand nodes replace unavailable spot.
