@@ -23,7 +23,17 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
+from policies.control.snapshot import (
+    Command,
+    ControllerCost,
+    Gateway,
+    LaunchRefused,
+    Machine,
+    Measured,
+    Snapshot,
+    Stored,
+    Trainer,
+)
 from policies.fleet.market import may_fall_back
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
@@ -254,17 +264,17 @@ class Observer:
         watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
         budgeted = self._budgeted or state.money.cap_usd is not None  # which a user may set later
         priced = budgeted or may_fall_back(self._spec)
-        controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
-        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
         return Snapshot(
             now_s=now_s,
             machines=machines,
             members=None if status is None else {one.node: one for one in status.members},
             coming={} if status is None else {one.node: one for one in status.coming},
-            gateway_boot_id=None if status is None else status.boot_id,
-            gateway_age_s=0.0 if status is None else status.up_s,
-            gateway_heard_s=self._gateway.heard_s,
-            gateway_silent_s=self._gateway.silent_s,
+            gateway=Gateway(
+                None if status is None else status.boot_id,
+                0.0 if status is None else status.up_s,
+                self._gateway.heard_s,
+                self._gateway.silent_s,
+            ),
             trainer=trainer,
             trainer_moved_at_s=self._trainer.moved_at_s,
             stepped_at_s=self._trainer.stepped_at_s,
@@ -274,10 +284,16 @@ class Observer:
             prices=self._prices.look() if priced else None,
             pools=self._prices.pools() if self._pooled else (),
             prices_trouble=self._prices.trouble(),
-            controller_usd=controller_usd,
-            controller_usd_per_h=controller_usd_per_h,
-            step_shape=self._watching(trainer, self._metrics.step_shape),
-            own_step=self._watching(trainer, self._metrics.own_step),
+            controller=ControllerCost(*self._controller.look()) if budgeted else ControllerCost(),
+            measured=Measured(
+                self._watching(trainer, self._metrics.step_shape), self._watching(trainer, self._metrics.own_step)
+            ),
+            store=self._stored(state, target_wanted=target_wanted),
+        )
+
+    def _stored(self, state: RunState, *, target_wanted: bool) -> Stored:
+        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
+        return Stored(
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,

@@ -109,7 +109,7 @@ def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
 def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
     actions: list[Action] = []
     begun = state.rollback if state.rollback and state.rollback.stage is RollbackStage.BEGUN else None
-    if begun is not None and snapshot.timeline < begun.fork.timeline:
+    if begun is not None and snapshot.store.timeline < begun.fork.timeline:
         actions.append(WriteFork(begun.fork))
     if state.healthy is not None and state.exported != state.healthy:
         actions.append(Export(state.healthy))

@@ -71,13 +71,13 @@ def _commands(tick: Tick) -> None:
 
 def _unreadable(tick: Tick) -> None:
     known = tick.state.set_aside
-    for key, why in tick.snapshot.unreadable.items():
+    for key, why in tick.snapshot.store.unreadable.items():
         if key not in known:  # each object once, whatever is wrong with it later
             tick.report(DataSetAside(key, why), f"{key} cannot be read")
 
 
 def _gateway(tick: Tick) -> None:
-    boot_id = tick.snapshot.gateway_boot_id
+    boot_id = tick.snapshot.gateway.boot_id
     if boot_id is not None and boot_id != tick.state.gateway_boot_id:
         tick.emit(GatewayRestarted(boot_id), "the gateway is a new process")
 

@@ -125,7 +125,7 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
         return None
     if snapshot.is_member(node):
         return True
-    return False if snapshot.gateway_age_s > MEMBERSHIP_SETTLES_S else None
+    return False if snapshot.gateway.age_s > MEMBERSHIP_SETTLES_S else None
 
 
 # Machines whose work does not come within its time.
@@ -181,4 +181,4 @@ def _unseen_s(tick: Tick, node: Node) -> float:
         return (snapshot.silent_beside_gateway_s if heard else snapshot.machine_silent_s)(node.since_s)
     if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
         return silent_s
-    return 0.0 if snapshot.members is None else min(silent_s, snapshot.gateway_age_s)
+    return 0.0 if snapshot.members is None else min(silent_s, snapshot.gateway.age_s)

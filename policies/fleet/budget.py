@@ -106,9 +106,9 @@ class Purse:
     ) -> None:
         """`nodes`: the running ones; None: all nodes of the state. `caps`: None: those in force."""
         nodes = state.nodes.values() if nodes is None else nodes
-        controller = Running(snapshot.controller_usd_per_h, STOP_WAIT_S)
+        controller = Running(snapshot.controller.usd_per_h, STOP_WAIT_S)
         self.caps = caps_of(state, spec) if caps is None else caps
-        self.spent_usd = spent_usd(state, snapshot.now_s) + snapshot.controller_usd
+        self.spent_usd = spent_usd(state, snapshot.now_s) + snapshot.controller.usd
         self.running = together([*(Running(node.usd_per_h, _stop_s(node.role)) for node in nodes), controller])
         self._prices_known = snapshot.prices is not None
 

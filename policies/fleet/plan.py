@@ -74,7 +74,7 @@ class Candidate:
     @property
     def words(self) -> str:
         if math.isfinite(self.step_s):
-            return f"{self.name} make a step {self.step_usd:.2f} USD"
+            return f"{self.name} make a step {_usd(self.step_usd)} USD"
         return f"{self.name} costs {self.usd_per_h:.2f} USD/h and makes no step"
 
 
@@ -110,8 +110,15 @@ class Comparison:
         others = [one for one in (self.runner_up, self.reference) if one is not None]
         if not math.isfinite(self.best.step_s) or any(not math.isfinite(one.step_s) for one in others):
             return "; ".join(one.words for one in (self.best, *others))
-        would = ", ".join(f"{one.name} would make it {one.step_usd:.2f}" for one in others)
-        return f"{self.best.words}; {would}" if would else self.best.words
+        if not others:
+            return self.best.words
+        would = ", ".join(f"{one.name} {_usd(one.step_usd)}" for one in others[1:])
+        first = f"{others[0].name} would make it {_usd(others[0].step_usd)}"
+        return f"{self.best.words}; {first}{', ' if would else ''}{would}"
+
+
+def _usd(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def compare(
@@ -294,7 +301,7 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
 
 def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     """Compare sizes of the fleet. Until steps were measured and prices are known, there are `replicas.max`."""
-    shape, prices, replicas = facts.snapshot.step_shape, facts.prices, facts.spec.rollout.replicas
+    shape, prices, replicas = facts.snapshot.measured.step, facts.prices, facts.spec.rollout.replicas
     now, market = rollouts_wanted(facts.state, facts.spec), _own_market(facts)
     if shape is None or not prices.known or replicas.min >= replicas.max:
         return now, None
@@ -385,7 +392,7 @@ def _few(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[in
 
 
 def _size_reason(facts: _Facts) -> str:
-    shape, course = facts.snapshot.step_shape, facts.course
+    shape, course = facts.snapshot.measured.step, facts.course
     assert shape is not None
     now, most = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
     needed = nodes_in_time(course, shape, most, now)
@@ -444,10 +451,10 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     if horizon_s < WAIT_MIN_S:
         return None
     least = _least(facts, present)
-    shape, prices = facts.snapshot.step_shape or UNMEASURED, facts.prices
+    shape, prices = facts.snapshot.measured.step or UNMEASURED, facts.prices
     beside = prices.beside_usd_per_h - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
     most = facts.spec.rollout.replicas.max - present
-    if beside <= 0 or facts.snapshot.step_shape is None:
+    if beside <= 0 or facts.snapshot.measured.step is None:
         counts = [least]
     else:
         low, high = least + present, max(most, least) + present
@@ -455,7 +462,7 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
         counts = [count - present for count in around]
     bought = [count for count in counts if count > fallback]
     candidates = _mixes(facts, present, [fallback, *bought])
-    own = facts.snapshot.own_step
+    own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
         seconds = own.seconds(1)
         candidates.insert(1, Candidate(OWN, prices.beside_usd_per_h, seconds, in_time=not facts.is_behind))
@@ -464,7 +471,7 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
 
 def _least(facts: _Facts, spot: int) -> int:
     """The on-demand nodes without which `spot` nodes are fewer than run.yaml or the deadline ask for."""
-    shape, replicas = facts.snapshot.step_shape, facts.spec.rollout.replicas
+    shape, replicas = facts.snapshot.measured.step, facts.spec.rollout.replicas
     needed = 0
     if shape is not None:
         needed = nodes_in_time(facts.course, shape, replicas.max, spot + len(facts.fallback))
@@ -473,7 +480,7 @@ def _least(facts: _Facts, spot: int) -> int:
 
 def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
     """Return candidates with that many spot nodes, and each count of on-demand nodes; the present one first."""
-    shape, prices, usd = facts.snapshot.step_shape or UNMEASURED, facts.prices, facts.on_demand_usd_per_h
+    shape, prices, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices, facts.on_demand_usd_per_h
     start_usd = usd * fallback_boot_s(facts.state) / 3600
     least, fallback = _least(facts, spot), len(facts.fallback)
     enough = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet counts as none
@@ -554,7 +561,7 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 
 
 def _idle_s(facts: _Facts, node: Node) -> float:
-    since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.step_shape
+    since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.measured.step
     assert since_s is not None
     trained_s = 0.0 if shape is None else shape.fixed_s  # as it lost its last node it may have had a step to train
     return facts.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
@@ -564,7 +571,7 @@ def _own_worth_usd(facts: _Facts) -> float | None:
     """The worth of a step that the trainer makes alone: what one costs with the best number of on-demand nodes.
     None before any step was measured."""
     # Where none was made with nodes: one of them generates as fast as the trainer, or faster.
-    shape = facts.snapshot.step_shape or facts.snapshot.own_step
+    shape = facts.snapshot.measured.step or facts.snapshot.measured.own_step
     if shape is None:
         return None
     replicas, beside = facts.spec.rollout.replicas, facts.prices.beside_usd_per_h
@@ -576,7 +583,7 @@ def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> 
     """Seconds of a step that the trainer makes alone, if that is worth its price or may turn out to be; else None.
     A run behind its deadline takes any step."""
     state, snapshot, usd = facts.state, facts.snapshot, facts.prices.beside_usd_per_h
-    since_s, own = state.own_generation_since_s, snapshot.own_step
+    since_s, own = state.own_generation_since_s, snapshot.measured.own_step
     if since_s is None:
         return None
     limit_s = idle_limit_s if worth_usd is None else math.inf if usd <= 0 else worth_usd * 3600 / usd

@@ -111,7 +111,7 @@ def _deadline(tick: Tick) -> None:
     course = course_of(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
         return
-    shape, most = tick.snapshot.step_shape, tick.spec.rollout.replicas.max
+    shape, most = tick.snapshot.measured.step, tick.spec.rollout.replicas.max
     if shape is None or most == 0:
         if course.now_s > course.deadline_s:
             event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, most, None)

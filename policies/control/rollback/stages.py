@@ -37,8 +37,8 @@ FENCE_WAIT_S = 120.0
 def steer_timeline(tick: Tick) -> None:
     """Journal how the run is, advance a rollback, and begin one where it is due."""
     healthy = tick.state.healthy
-    if healthy is not None and tick.state.exported != healthy and tick.snapshot.exported_to is not None:
-        tick.emit(Exported(healthy, tick.snapshot.exported_to), f"{healthy} is exported")
+    if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
+        tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
     if tick.state.phase not in LIVE_RUN:
         return
     note_health(tick)
@@ -56,7 +56,7 @@ def _advance(tick: Tick, rollback: Rollback) -> None:
         beat = None  # nobody trains on the new timeline yet
     match rollback.stage:
         case RollbackStage.BEGUN:
-            if tick.snapshot.timeline >= timeline:
+            if tick.snapshot.store.timeline >= timeline:
                 tick.emit(TimelineForked(timeline), f"timeline {timeline} is in the store")
         case RollbackStage.FORKED:
             _fence(tick, rollback)

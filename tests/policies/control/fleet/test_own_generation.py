@@ -39,7 +39,7 @@ class Alone(World):
         looked = super().snapshot()
         known = self.own_steps >= 2 * self.at_once - 1 and self.measured  # once the next generation is logged
         own = StepShape(SHAPE.fixed_s, self.own_step_s - SHAPE.fixed_s) if known else None
-        return replace(looked, own_step=own, stepped_at_s=self.stepped_at_s)
+        return replace(looked, measured=replace(looked.measured, own_step=own), stepped_at_s=self.stepped_at_s)
 
     def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
         super()._advance_trainer(trainer, dt_s)

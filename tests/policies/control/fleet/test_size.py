@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot, Terminate
+from policies.control.snapshot import Measured, Snapshot, Terminate
 from policies.fleet.plan import SETTLES_S, rollouts_wanted
 from policies.fleet.reconcile import RETURN_WITHIN_S
 from policies.fleet.steps import StepShape
@@ -29,9 +29,8 @@ def priced(world: World) -> World:
 
 def looked(world: World, shape: StepShape | None, activity: str = "training") -> Snapshot:
     assert world.beat is not None
-    return replace(
-        world.snapshot(), step_shape=shape, trainer=replace(world.beat, activity=activity, beat_at_s=world.now_s)
-    )
+    beat = replace(world.beat, activity=activity, beat_at_s=world.now_s)
+    return replace(world.snapshot(), measured=Measured(shape), trainer=beat)
 
 
 def tick(world: World, shape: StepShape, activity: str = "training") -> list[object]:
