@@ -486,7 +486,7 @@ def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
     enough = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet counts as none
     return [
         Candidate(
-            name=f"{spot} on spot and {count} on demand" if spot or not count else f"{count} on demand",
+            name=_mix_words(spot, count),
             usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
             step_s=math.inf if count + spot < enough else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
@@ -496,6 +496,11 @@ def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
         )
         for count in dict.fromkeys(counts)
     ]
+
+
+def _mix_words(spot: int, on_demand: int) -> str:
+    parts = [f"{spot} on spot" if spot else "", f"{on_demand} on demand" if on_demand else ""]
+    return " and ".join(part for part in parts if part) or "waiting for spot"
 
 
 def _spot_usd_per_h(facts: _Facts) -> float:
@@ -546,7 +551,7 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     ]
     worth_usd = _own_worth_usd(facts)
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
-        candidates.append(Candidate(OWN, usd, own_s))
+        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, own_s))
     return compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
 
 

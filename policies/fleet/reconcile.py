@@ -70,7 +70,8 @@ def release_order(node: Node) -> tuple[int, bool, float, float]:
 
 
 def _surplus(nodes: list[Node], wanted: int) -> list[Node]:
-    return sorted(nodes, key=release_order)[: max(0, len(nodes) - wanted)]
+    count = len(nodes) - wanted
+    return sorted(nodes, key=release_order)[:count] if count > 0 else []
 
 
 class _Reconciler:

@@ -12,8 +12,8 @@ from policies.fleet.plan import IDLE_MIN_S
 from policies.fleet.steps import StepShape
 from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.spec import FleetPolicy, RunSpec
-from policies.model.vocabulary import RunPhase
-from tests.stand_ins.world import HOUR_S, World, on_two_markets, spec
+from policies.model.vocabulary import Market, Role, RunPhase
+from tests.stand_ins.world import HOUR_S, USD, World, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 120.0)
 # Of a step alone, at 4 USD an hour for the trainer and 5 at most for a node on demand, of which one is best.
@@ -130,6 +130,11 @@ def test_a_run_behind_its_deadline_takes_what_it_can_get() -> None:
     late = replace(late, policies=replace(late.policies, fleet=FleetPolicy(deadline="1970-01-01T01:00:00Z")))
     world = alone(late, own_step_s=LIMIT_S + 40.0, max_steps=10**5)
     assert until_parked(world, hours=2.0) == math.inf
+
+
+def test_a_trainer_of_unknown_price_goes_on_generating() -> None:
+    paid = {**USD, (Role.TRAINER, Market.ON_DEMAND): 0.0}
+    assert until_parked(alone(own_step_s=10 * LIMIT_S, paid=paid)) == math.inf
 
 
 def test_a_trainer_that_does_not_generate_parks_as_ever() -> None:
