@@ -15,7 +15,8 @@ from dataclasses import replace
 from policies.control.decide import decide
 from policies.control.snapshot import Action, Decision, Launch, Snapshot
 from policies.fleet.market import may_fall_back, offers
-from policies.fleet.plan import plan, rollouts_wanted
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.plan import plan
 from policies.model.events import Event, FleetSized, NodeMoved, NodeRequested
 from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.pools import Pool, PoolOffer

@@ -38,7 +38,7 @@ from orchestrator.views.words import stage_words
 from policies.control.snapshot import Trainer
 from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from policies.fleet.deadline import course_of, nodes_for, time_of
-from policies.fleet.plan import hourly_prices, rollouts_wanted, size_sentence, size_words
+from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_words
 from policies.fleet.steps import optimum, shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN

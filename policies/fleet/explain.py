@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from policies.control.snapshot import Snapshot
 from policies.fleet.market import Offer, market_of, may_fall_back, offers
-from policies.fleet.plan import Candidate, Comparison, plan
+from policies.fleet.objective import Candidate, Comparison
+from policies.fleet.plan import plan
 from policies.fleet.reconcile import reconcile
 from policies.model.phases import LIVE_RUN
 from policies.model.spec import RunSpec, generates_itself

@@ -1,19 +1,9 @@
-"""The plan: the few allocations that are possible now, and the one that loses the least money.
+"""The plan: what the run is to have now, by the objective (`policies.fleet.objective`) over few allocations.
 
-The objective. A candidate costs c USD an hour, makes a step in t seconds, and getting there costs `change_usd`.
-Over a horizon T it loses
-
-    (c - v * 3600 / t) * T + change_usd
-
-with v, the worth of a step: the least that one costs with what can be bought, on demand where spot is unavailable.
-So the cheapest allocation loses nothing but its change, a waiting trainer loses its price, a parked run loses
-nothing further. The candidate with the smallest loss is chosen; one that keeps the deadline comes before all that
-do not.
-
-The horizon is how long the present situation has lasted, and at most as long as a machine lasts: nobody knows when
-spot comes back, and a shortage that has lasted for T is expected to last as long again. Waiting then costs at most
-twice the best choice, however long it lasts (ski rental). Falling back to on demand, parking, returning nodes that
-wait for a trainer and changing the size of the fleet all follow from this one comparison.
+Five questions are compared in the same way: how many nodes there are to be if spot comes; how many on-demand nodes
+replace spot that does not; whether those may go again; what a trainer does for which no market has a node (wait,
+generate by itself, park); whether nodes without a trainer are kept. Limits, the budget's caps, `replicas` and the
+deadline, bound the candidates. Nothing here requests anything.
 """
 
 from __future__ import annotations
@@ -30,9 +20,20 @@ from policies.fleet.budget import Purse, caps_of
 from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
 from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
-from policies.fleet.steps import HourlyPrices, StepShape, best_count, optimum, usd_a_step
+from policies.fleet.objective import (
+    Candidate,
+    Comparison,
+    compare,
+    compare_sizes,
+    few_counts,
+    hourly_prices,
+    rollouts_wanted,
+    size_words,
+    zones_of,
+)
+from policies.fleet.steps import HourlyPrices, StepShape, best_count, usd_a_step
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S, PROBE_MAX_S
-from policies.model.phases import FILLING_NODE, LIVE_NODE, UNTRAINED_ROLLBACK
+from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
@@ -42,96 +43,7 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
 STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
 TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
-NOISE_SHARE = 0.01  # of a step's cost: no smaller difference is told from what a measurement is off by
-FEW = 8  # counts up to which all are compared
 UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
-
-
-# Candidates and the objective.
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An allocation: what it is, what it costs, and what it makes."""
-
-    name: str
-    usd_per_h: float
-    step_s: float = math.inf  # infinite: it makes no step
-    change_usd: float = 0.0
-    spot: int = 0
-    on_demand: int = 0
-    in_time: bool = True  # it keeps the deadline, or none asks for more
-
-    @property
-    def step_usd(self) -> float:
-        return self.usd_per_h * self.step_s / 3600
-
-    def loss_usd(self, worth_usd: float, horizon_s: float) -> float:
-        """USD that are spent over the horizon and bring nothing, where a step is worth `worth_usd`."""
-        earned = worth_usd * 3600 / self.step_s if math.isfinite(self.step_s) else 0.0
-        return (self.usd_per_h - earned) * horizon_s / 3600 + self.change_usd
-
-    @property
-    def words(self) -> str:
-        if math.isfinite(self.step_s):
-            return f"{self.name} make a step {_usd(self.step_usd)} USD"
-        return f"{self.name} costs {self.usd_per_h:.2f} USD/h and makes no step"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Candidates for one question, best first."""
-
-    question: str
-    worth_usd: float  # of a step
-    horizon_s: float
-    candidates: tuple[Candidate, ...]
-    reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
-
-    @property
-    def best(self) -> Candidate:
-        return self.candidates[0]
-
-    @property
-    def runner_up(self) -> Candidate | None:
-        return self.candidates[1] if len(self.candidates) > 1 else None
-
-    @property
-    def difference_usd(self) -> float:
-        """What the runner-up loses more, over the horizon."""
-        if self.runner_up is None:
-            return 0.0
-        best, other = (one.loss_usd(self.worth_usd, self.horizon_s) for one in self.candidates[:2])
-        return other - best
-
-    @property
-    def words(self) -> str:
-        """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
-        others = [one for one in (self.runner_up, self.reference) if one is not None]
-        if not math.isfinite(self.best.step_s) or any(not math.isfinite(one.step_s) for one in others):
-            return "; ".join(one.words for one in (self.best, *others))
-        if not others:
-            return self.best.words
-        would = ", ".join(f"{one.name} {_usd(one.step_usd)}" for one in others[1:])
-        first = f"{others[0].name} would make it {_usd(others[0].step_usd)}"
-        return f"{self.best.words}; {first}{', ' if would else ''}{would}"
-
-
-def _usd(value: float) -> str:
-    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
-
-
-def compare(
-    question: str, candidates: Sequence[Candidate], horizon_s: float, worth_usd: float | None = None
-) -> Comparison:
-    """Rank the candidates by what they lose. Of equals the first in order is best: put the present one first.
-
-    `worth_usd`: of a step; None: the least that one costs with a candidate.
-    """
-    costs = [one.step_usd for one in candidates if math.isfinite(one.step_s)]
-    worth = min(costs, default=0.0) if worth_usd is None else worth_usd
-    ranked = sorted(candidates, key=lambda one: (not one.in_time, one.loss_usd(worth, horizon_s)))
-    return Comparison(question, worth, horizon_s, tuple(ranked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,41 +78,11 @@ class Allocation:
 # What a plan starts from.
 
 
-def rollouts_wanted(state: RunState, spec: RunSpec) -> int:
-    """Return how many rollout nodes there are to be on their own market."""
-    replicas = spec.rollout.replicas
-    return replicas.max if state.size.nodes is None else min(max(state.size.nodes, replicas.min), replicas.max)
-
-
 def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
     """Every slot that there may be: role, name, and whether the run needs it immediately."""
     yield Role.TRAINER, slot_of(Role.TRAINER, 0), True
     for place in range(spec.rollout.replicas.max):
         yield Role.ROLLOUT, slot_of(Role.ROLLOUT, place), place < spec.rollout.replicas.min
-
-
-def hourly_prices(state: RunState) -> HourlyPrices:
-    """Return what the machines that are there cost; 0 where it is not known. Nodes: their average."""
-    trainer_usd, rollouts = 0.0, list[float]()
-    for node in state.nodes.values():
-        if node.role is Role.TRAINER and node.phase in LIVE_NODE and node.phase is not NodePhase.REQUESTED:
-            trainer_usd = max(trainer_usd, node.price_usd_per_h)
-        elif node.role is Role.ROLLOUT and node.phase in LIVE_NODE and not node.stand_in:
-            rollouts += [node.price_usd_per_h] if node.price_usd_per_h > 0 else []
-    return HourlyPrices(trainer_usd, sum(rollouts) / len(rollouts) if rollouts else 0.0)
-
-
-def size_words(shape: StepShape, prices: HourlyPrices) -> str:
-    """`a step is 60.0 s and 240.0 node-seconds of generation, ...: 2.6 make it cheapest`."""
-    beside = "and" if shape.ahead_s is None else "beside"
-    step = f"a step is {shape.fixed_s:.1f} s {beside} {shape.generation_node_s:.1f} node-seconds of generation"
-    usd = f"the trainer costs {prices.beside_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
-    return f"{step}, {usd}: {optimum(shape, prices):.1f} make it cheapest"
-
-
-def fallback_nodes(state: RunState) -> list[Node]:
-    """On-demand nodes that replace unavailable spot, and are there or come."""
-    return [node for node in state.nodes.values() if node.stand_in and node.phase in FILLING_NODE]
 
 
 @dataclass(frozen=True)
@@ -314,81 +196,9 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     start_s = facts.market.start_s(Role.ROLLOUT, market)
     on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
     found = compare_sizes(
-        shape, prices, market, now, (low, replicas.max), start_s, horizon_s, _zones(facts.spot), on_demand_usd
+        shape, prices, market, now, (low, replicas.max), start_s, horizon_s, zones_of(facts.spot), on_demand_usd
     )
     return (found.best.spot if horizon_s else now), found
-
-
-def compare_sizes(
-    shape: StepShape,
-    prices: HourlyPrices,
-    market: Market,
-    now: int,
-    bounds: tuple[int, int],
-    start_s: float,
-    horizon_s: float = 0.0,
-    zones: str = "",
-    on_demand_usd_per_h: float = 0.0,
-) -> Comparison:
-    """Compare sizes of the fleet, the present one first.
-
-    Args:
-        shape: of a step.
-        prices: both known.
-        market: on which the nodes are bought.
-        now: the present size.
-        bounds: of the sizes that run.yaml and the deadline allow.
-        start_s: of a node, which each change pays for.
-        horizon_s: over which a change has to pay; 0: none does.
-        zones: where the present nodes are.
-        on_demand_usd_per_h: of a node on demand, for reference; 0: there are none.
-    """
-    low, high = bounds
-    node_usd, noise_usd = prices.node_usd_per_h, NOISE_SHARE * prices.beside_usd_per_h * horizon_s / 3600
-    where = "on spot" if market is Market.SPOT else "on demand"
-    candidates = [
-        Candidate(
-            name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
-            usd_per_h=prices.beside_usd_per_h + count * node_usd,
-            step_s=shape.seconds(max(1, count)),
-            change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
-            spot=count,
-            in_time=count >= low or not horizon_s,
-        )
-        for count in dict.fromkeys([now, *_few(shape, prices, low, high)])
-    ]
-    reference = None
-    if on_demand_usd_per_h > 0:
-        bought = HourlyPrices(prices.beside_usd_per_h, on_demand_usd_per_h)
-        count = best_count(shape, bought, low, max(low, high))
-        usd_per_h = bought.beside_usd_per_h + count * on_demand_usd_per_h
-        reference = Candidate(f"{count} on demand", usd_per_h, shape.seconds(count), on_demand=count)
-    return replace(compare("size", candidates, horizon_s), reference=reference)
-
-
-def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
-    """Return what a step costs with the present size and with others, from what the journal knows."""
-    market, replicas, live = market_of(Role.ROLLOUT, spec), spec.rollout.replicas, state.live(Role.ROLLOUT)
-    bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
-    on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
-    usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    start_s, zones = fallback_boot_s(state), _zones([node for node in live if not node.stand_in])
-    prices = hourly_prices(state)
-    return compare_sizes(shape, prices, market, now, bounds, start_s, zones=zones, on_demand_usd_per_h=usd).words
-
-
-def _zones(nodes: Sequence[Node]) -> str:
-    """` in us-east-1a and us-east-1b`; empty where there are more, or none is known."""
-    zones = sorted({node.pool.zone for node in nodes if node.pool is not None and node.pool.zone})
-    return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
-
-
-def _few(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
-    """Return the counts worth comparing: all, or those around the best."""
-    if high - low < FEW:
-        return list(range(low, high + 1))
-    best = best_count(shape, prices, low, high)
-    return sorted({low, *(count for count in (best - 1, best, best + 1) if low <= count <= high), high})
 
 
 def _size_reason(facts: _Facts) -> str:
@@ -437,36 +247,40 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
 
 def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     """Compare waiting for spot with on-demand nodes, and with the trainer's own generation where that is measured.
-    Until the shortage has lasted a minute, none are bought."""
-    trainer = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
-    short_s = facts.state.shortages.spot_since_s
-    if not trainer or not facts.may_buy_fallback or (short_s is None and not facts.is_spot_too_expensive):
-        return None
-    if not facts.is_spot_too_expensive and facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
-        return None  # another market would not help machines that never serve
+    Until the shortage has lasted a minute, none are bought.
+
+    With k nodes on spot at q an hour, j on demand at p and P for everything else, a step costs
+    (P - k (p - q) + (k + j) p)(a + b/(k + j)): the sum of `steps`, with less next to the nodes.
+    """
     present, fallback = sum(node.phase is not NodePhase.REQUESTED for node in facts.spot), len(facts.fallback)
-    lasted_s = math.inf if short_s is None else facts.waited_s(max(short_s, trainer[0].since_s))
-    lasts_s = 3600 / LOSSES_AN_HOUR[Market.SPOT]
-    horizon_s = lasts_s if facts.is_spot_too_expensive else min(lasted_s, lasts_s)
+    horizon_s = _lacks_spot_s(facts, present)
     if horizon_s < WAIT_MIN_S:
         return None
-    least = _least(facts, present)
-    shape, prices = facts.snapshot.measured.step or UNMEASURED, facts.prices
-    beside = prices.beside_usd_per_h - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
-    most = facts.spec.rollout.replicas.max - present
-    if beside <= 0 or facts.snapshot.measured.step is None:
-        counts = [least]
-    else:
-        low, high = least + present, max(most, least) + present
-        around = _few(shape, HourlyPrices(beside, facts.on_demand_usd_per_h), max(1, low), max(1, high))
-        counts = [count - present for count in around]
-    bought = [count for count in counts if count > fallback]
+    shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.beside_usd_per_h
+    beside = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
+    low = max(1, _least(facts, present) + present)
+    totals = few_counts(
+        shape, HourlyPrices(beside, facts.on_demand_usd_per_h), low, max(low, facts.spec.rollout.replicas.max)
+    )
+    bought = [count - present for count in totals if count - present > fallback]
     candidates = _mixes(facts, present, [fallback, *bought])
     own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
-        seconds = own.seconds(1)
-        candidates.insert(1, Candidate(OWN, prices.beside_usd_per_h, seconds, in_time=not facts.is_behind))
+        candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
     return compare("shortage of spot", candidates, horizon_s)
+
+
+def _lacks_spot_s(facts: _Facts, present: int) -> float:
+    """For how long on-demand nodes would have helped a trainer that works; 0: they would not, or may not."""
+    trainers = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
+    lasts_s, short_s = 3600 / LOSSES_AN_HOUR[Market.SPOT], facts.state.shortages.spot_since_s
+    if not trainers or not facts.may_buy_fallback or present >= rollouts_wanted(facts.state, facts.spec):
+        return 0.0
+    if facts.is_spot_too_expensive:
+        return lasts_s
+    if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
+        return 0.0  # another market would not help machines that never serve
+    return min(facts.waited_s(max(short_s, trainers[0].since_s)), lasts_s)
 
 
 def _least(facts: _Facts, spot: int) -> int:

@@ -19,7 +19,8 @@ from itertools import islice
 from policies.control.snapshot import GENERATES, Snapshot
 from policies.fleet.budget import PRICES_UNKNOWN, Caps, Purse
 from policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
-from policies.fleet.plan import ASKED_S, Allocation, rollouts_wanted, wanted_slots
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.plan import ASKED_S, Allocation, wanted_slots
 from policies.model.buying import HELD_S
 from policies.model.events import (
     BudgetReached,

@@ -48,6 +48,7 @@ from policies.model.events import (
     TookOver,
 )
 from policies.model.fold import apply
+from policies.model.phases import FILLING_NODE
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import (
     Budget,
@@ -60,7 +61,7 @@ from policies.model.spec import (
     TrainerSpec,
     generates_itself,
 )
-from policies.model.state import RunState
+from policies.model.state import Node, RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
     MachineState,
@@ -546,3 +547,8 @@ def parked(run: RunSpec | None = None, **world: object) -> World:
 def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
     """One whose run diverges on these timelines."""
     return World(spec=with_kl(**kl), max_steps=40, trips=trips)
+
+
+def fallback_nodes(state: RunState) -> list[Node]:
+    """On-demand nodes that replace unavailable spot, and are there or come."""
+    return [node for node in state.nodes.values() if node.stand_in and node.phase in FILLING_NODE]

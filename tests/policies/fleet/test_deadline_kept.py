@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from policies.control.snapshot import Snapshot
 from policies.fleet.deadline import course_of
-from policies.fleet.plan import fallback_nodes, rollouts_wanted
+from policies.fleet.objective import rollouts_wanted
 from policies.fleet.steps import StepShape
 from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
 from policies.model.fold import fold
@@ -15,7 +15,7 @@ from policies.model.reports import DEADLINE
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, RunPhase
-from tests.stand_ins.world import ON_DEMAND, World, on_two_markets, spec
+from tests.stand_ins.world import ON_DEMAND, World, fallback_nodes, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 60.0)  # 2 nodes on spot are cheapest; with 6, a step takes 70 s
 STEPS = 1000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
-from policies.fleet.plan import STAYS_S, fallback_nodes
+from policies.fleet.plan import STAYS_S
 from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
@@ -24,7 +24,7 @@ from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.budget import examples
-from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, spec, two_markets
+from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, fallback_nodes, spec, two_markets
 
 
 @pytest.mark.parametrize("failed", [1, 2])

@@ -8,13 +8,13 @@ import pytest
 
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.snapshot import Action, Launch, Snapshot
-from policies.fleet.plan import IDLE_MIN_S, fallback_nodes
+from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, parked, spec, two_markets
+from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, fallback_nodes, parked, spec, two_markets
 
 
 def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> None:

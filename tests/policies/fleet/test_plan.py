@@ -13,7 +13,8 @@ from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
 from policies.fleet.explain import explain
 from policies.fleet.market import offers
-from policies.fleet.plan import IDLE_MIN_S, Candidate, compare, compare_sizes, fallback_nodes, plan
+from policies.fleet.objective import Candidate, compare, compare_sizes
+from policies.fleet.plan import IDLE_MIN_S, plan
 from policies.fleet.reconcile import release_order
 from policies.fleet.steps import HourlyPrices, StepShape, usd_a_step
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
@@ -22,7 +23,7 @@ from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from tests.budget import examples
-from tests.stand_ins.world import World, spec, two_markets
+from tests.stand_ins.world import World, fallback_nodes, spec, two_markets
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)

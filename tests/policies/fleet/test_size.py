@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from policies.control.decide import decide
 from policies.control.snapshot import Measured, Snapshot, Terminate
-from policies.fleet.plan import SETTLES_S, rollouts_wanted
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.plan import SETTLES_S
 from policies.fleet.reconcile import RETURN_WITHIN_S
 from policies.fleet.steps import StepShape
 from policies.model.events import FleetSized, MachineBought, NodeMoved
