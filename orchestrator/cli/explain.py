@@ -56,10 +56,9 @@ def _market(offers: tuple[OfferLine, ...], now_s: float) -> Table:
 
 
 def _horizon(question: Question) -> str:
-    if question.horizon_s is None:
-        return ""
     step = f", a step is worth {question.worth_usd:.3f} USD" if question.worth_usd else ""
-    return f", over {duration(question.horizon_s)}{step}"
+    ahead = f", chosen by {question.difference_usd:.2f} USD" if len(question.candidates) > 1 else ""
+    return f", over {duration(max(0.0, question.horizon_s))}{step}{ahead}"
 
 
 def _candidates(question: Question) -> Table:

@@ -48,11 +48,12 @@ class CandidateLine:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Candidates for one question, the chosen one first. `horizon_s`: None: as long as the run."""
+    """Candidates for one question, the chosen one first. `difference_usd`: what the next one loses more."""
 
     name: str
-    horizon_s: float | None
-    worth_usd: float
+    horizon_s: float
+    worth_usd: float  # of a step
+    difference_usd: float
     candidates: tuple[CandidateLine, ...]
 
 
@@ -98,7 +99,7 @@ def _offer_line(offer: Offer) -> OfferLine:
 def _question(compared: Comparison) -> Question:
     extra = () if compared.reference is None else (compared.reference,)
     lines = tuple(_candidate_line(one, compared) for one in (*compared.candidates, *extra))
-    return Question(compared.question, _finite(compared.horizon_s), compared.worth_usd, lines)
+    return Question(compared.question, compared.horizon_s, compared.worth_usd, compared.difference_usd, lines)
 
 
 def _candidate_line(candidate: Candidate, compared: Comparison) -> CandidateLine:

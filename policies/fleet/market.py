@@ -230,10 +230,6 @@ class Offer:
     lifetime_s: float = math.inf  # expected, of a machine that works
     why: str = ""
 
-    @property
-    def is_open(self) -> bool:
-        return self.status is Status.OPEN
-
 
 @dataclass(frozen=True, slots=True)
 class Terms:

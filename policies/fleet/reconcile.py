@@ -38,7 +38,6 @@ from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
 
 RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
-BEFORE_SERVING = (NodePhase.REQUESTED, NodePhase.BOOTING)
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class _Reconciler:
         self.rollouts = {node.id for node in state.live(Role.ROLLOUT)}  # live ones
         self.requested: dict[str, int] = {}  # how many of each kind in this tick
         self.incarnations: dict[str, int] = {}  # of slots that were
-        self.is_parked = state.phase is RunPhase.PARKED
+        self.is_parked = not wanted.trainer
 
     def run(self) -> Changes:
         wanted, state = self.wanted, self.state
