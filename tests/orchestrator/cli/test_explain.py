@@ -73,6 +73,10 @@ def test_the_plan_is_written_when_it_changes_and_not_in_every_tick(stored: Views
     first = documents.PLAN.read(stored.store)
     world.wait(EVERY_S + 1.0)
     writer.ticked(world.state, world.snapshot())
+    assert documents.PLAN.read(stored.store) == first, "nothing has changed"
+    world.dry_up()
+    world.wait(EVERY_S + 1.0)
+    writer.ticked(world.state, world.snapshot())
     second = documents.PLAN.read(stored.store)
     assert first is not None
     assert second is not None
