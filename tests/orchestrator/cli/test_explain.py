@@ -65,7 +65,7 @@ def test_it_says_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:
     assert "waiting for spot" in [one["name"] for one in question["candidates"]]
 
 
-def test_the_plan_is_written_when_it_changes_and_not_in_every_tick(stored: Views) -> None:
+def test_plan_is_written_only_when_it_changes(stored: Views) -> None:
     world = measured()
     writer = PlanWriter(stored.store, world.spec)
     for _ in range(3):

@@ -188,7 +188,7 @@ def test_no_history_passes_a_cap_an_hour(market: dict[str, object], acts: list[s
 
 @settings(max_examples=examples(8), deadline=None, derandomize=True)
 @given(markets, st.floats(0.5, 6.0))
-def test_capacity_that_returns_is_used_and_without_any_nothing_is_held(
+def test_returning_capacity_is_used_and_without_it_nothing_held(
     market: dict[str, object], away_h: float
 ) -> None:
     world = world_of(market)
@@ -221,7 +221,7 @@ def test_the_same_look_gives_the_same_plan_and_explains_it(market: dict[str, obj
 
 
 @given(shapes, usd, usd, st.floats(0.3, 1.0), st.integers(1, 8))
-def test_a_lower_price_never_makes_the_best_step_dearer(
+def test_lower_price_never_makes_best_step_more_expensive(
     shape: StepShape, beside: float, price: float, share: float, high: int
 ) -> None:
     def best_usd(node_usd: float) -> float:
