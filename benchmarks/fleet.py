@@ -74,7 +74,7 @@ def tick_ms(nodes: int) -> float:
     state = controller.state
     controller.state = replace(
         state,
-        proved=True,
+        proved_at_s=clock.now_s(),
         nodes=MappingProxyType({**state.nodes, **{node.id: node for node in found}}),
         slots=MappingProxyType({**state.slots, **{node.slot: Slot(incarnations=1) for node in found}}),
     )

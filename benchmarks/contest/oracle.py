@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.weather import Weather, Zone
 from orchestrator.simulate.world import Outcome
-from policies.control.fleet.markets import market_of
+from policies.fleet.market import market_of
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role
 

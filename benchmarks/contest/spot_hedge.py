@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.fleet.markets import may_stand_in
-from policies.control.fleet.size import rollouts_wanted, size_fleet
 from policies.control.snapshot import Action, Decision, Launch, Snapshot
-from policies.control.tick import Tick
-from policies.model.events import Event, NodeMoved, NodeRequested
+from policies.fleet.market import may_fall_back, offers
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.plan import plan
+from policies.model.events import Event, FleetSized, NodeMoved, NodeRequested
 from policies.model.phases import FILLING_NODE, LIVE_RUN
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Replicas, RunSpec
@@ -30,9 +30,8 @@ ACTIVE_LEAST = 2
 
 def spot_hedge(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     """Decide as SpotHedge would of rollout nodes, and as ours does of all else."""
-    sized = Tick(state, snapshot, spec)
-    size_fleet(sized)
-    wanted = rollouts_wanted(sized.state, spec)
+    sized = _sized(state, snapshot, spec)
+    wanted = sized[0].nodes if sized else rollouts_wanted(state, spec)
     there = [one for one in state.live(Role.ROLLOUT) if one.phase in FILLING_NODE]
     stand_ins = [one for one in there if one.stand_in]
     spot = [one for one in there if not one.stand_in]
@@ -40,13 +39,21 @@ def spot_hedge(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     many = wanted + EXTRA + len(stand_ins)
     resources = {**spec.rollout.resources, "use_spot": True}
     told = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=many, max=many), resources=resources))
-    found = decide(replace(state, pools={}, fleet_size=many), snapshot, told)
+    found = decide(replace(state, pools={}, size=replace(state.size, nodes=many)), snapshot, told)
     events, actions = _placed(found, state, snapshot, [one.pool for one in spot if one.pool is not None])
     serving = sum(one.phase is NodePhase.SERVING for one in spot)
-    if may_stand_in(spec) and state.phase in LIVE_RUN and state.proved and state.trainer_machines:
+    if may_fall_back(spec) and state.phase in LIVE_RUN and state.is_proved and state.trainer_machines:
         fallback = min(wanted, wanted + EXTRA - serving)
         events += _fallback(state, snapshot, stand_ins, fallback, events)
-    return replace(found, events=(*sized.events, *events), actions=actions)
+    return replace(found, events=(*sized, *events), actions=actions)
+
+
+def _sized(state: RunState, snapshot: Snapshot, spec: RunSpec) -> tuple[FleetSized, ...]:
+    if state.phase not in LIVE_RUN:
+        return ()
+    ours = plan(offers(state, snapshot, spec), state, snapshot, spec)
+    before = rollouts_wanted(state, spec)
+    return (FleetSized(ours.spot, before, ours.size_reason),) if ours.size_reason else ()
 
 
 def next_pool(offers: Sequence[PoolOffer], active_places: set[str], there: Sequence[Pool]) -> Pool:

@@ -15,9 +15,10 @@ from checkpoint.store.codec import check_schema, from_json, to_json
 from checkpoint.store.document import Document, OptionalDocument, Unreadable
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
-from policies.control.fleet.spending import BUDGET
 from policies.control.rollback.begin import RUN_START
 from policies.control.snapshot import Command, Trainer
+from policies.fleet.budget import BUDGET
+from policies.fleet.explain import Explanation
 from policies.ledger.rentals import ControllerRental
 from policies.model.spec import RunSpec
 from policies.model.timelines import Fork
@@ -150,6 +151,7 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
 LEASE = OptionalDocument(layout.LEASE, Lease)
 CONTROLLERS_BEFORE = Document(layout.CONTROLLERS_BEFORE, ControllersBefore)  # absent before the first is gone
 CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent where the daemon runs on the user's machine
+PLAN = OptionalDocument(layout.PLAN, Explanation)
 NOTIFIED = OptionalDocument(layout.NOTIFIED, Notified)
 SECRET_MARK = Document(layout.SECRET, SecretMark)
 TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # which parses its node

@@ -21,7 +21,7 @@ from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.detect.divergence import Point
-from policies.fleet.measuring import MeasuredStep
+from policies.fleet.steps import MeasuredStep
 
 READERS = 16  # requests at once; a store answers one in tens of milliseconds
 # Ours, beside TRL's names.

@@ -16,7 +16,7 @@ from policies.model.state import RunState
 
 # Raise it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state that was stored under another number is not continued but folded anew.
-STATE_SCHEMA = 28
+STATE_SCHEMA = 29
 
 # No number here has so many digits, and arithmetic that meets one with a float raises OverflowError.
 _INT_END = 2**64
@@ -95,10 +95,10 @@ def state_to_plain(state: RunState) -> dict[str, Any]:
             slots=dict(state.slots),
             kinds=dict(state.kinds),
             pools=dict(state.pools),
-            noticed=dict(state.noticed),
+            reports=dict(state.reports),
         )
     )
-    sets = ("commands_taken", "budget_refused", "capacity_told")
+    sets = ("commands_taken",)
     return {**plain, **{name: sorted(getattr(state, name)) for name in sets}}
 
 
@@ -114,5 +114,5 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
         slots=MappingProxyType(dict(state.slots)),
         kinds=MappingProxyType(dict(state.kinds)),
         pools=MappingProxyType(dict(state.pools)),
-        noticed=MappingProxyType(dict(state.noticed)),
+        reports=MappingProxyType(dict(state.reports)),
     )

@@ -15,6 +15,7 @@ LEASE = "lease.json"  # who steers now, for people: the lock is the journal
 CLOCK = "clock/now.json"  # written to be dated, by each who takes the run over: what time it is for the store
 CONTROLLERS_BEFORE = "controllers_before.json"  # what such machines have cost that are gone
 CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
+PLAN = "plan.json"  # what the fleet is to be, and why: for people
 NOTIFIED = "notified.json"  # up to where of the journal people were told
 SECRET = "secret.json"  # a digest of the secret that the machines hold
 GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's

@@ -33,6 +33,7 @@ COMMANDS = {
     "status": "look:status",
     "logs": "look:logs",
     "events": "look:events",
+    "explain": "explain:explain",
     "resume": "start:resume",
     "rollback": "start:rollback",
     "down": "down:down",

@@ -28,7 +28,7 @@ from orchestrator.clouds.sky.cloud import zero_quota
 from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from orchestrator.config.load import load_spec, load_storage
 from orchestrator.config.shorthand import Storage
-from policies.control.fleet.markets import market_of
+from policies.fleet.market import market_of
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role

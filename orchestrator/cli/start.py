@@ -54,9 +54,9 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.machines import FindSize, asked_once
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
-from policies.control.fleet.spending import BUDGET
 from policies.control.objective import effects
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
+from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, processes_of
 from policies.model.state import Rollback, RunState
@@ -323,7 +323,7 @@ def resume(
             f"{more_steps(store, record.spec)}",
             exit_codes.OK,
         )
-    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.budget_reached
+    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.money.is_reached
     if ended_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "

@@ -30,9 +30,9 @@ import psutil
 from checkpoint.store.codec import from_json
 from checkpoint.store.errors import Corrupt
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from policies.control.fleet.fill import wanted_slots
-from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
+from policies.fleet.market import market_of
+from policies.fleet.plan import wanted_slots
 from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, gpus_of, visible_names
 from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV

@@ -9,9 +9,9 @@ from orchestrator.config.model_size import config_in
 from orchestrator.config.problems import Findings
 from orchestrator.config.rules import note_idle, note_processes, note_secrets
 from orchestrator.config.shorthand import DEADLINE
-from policies.control.fleet.markets import market_of, may_stand_in
 from policies.control.rollback.choice import changes_on_rollback
 from policies.detect.divergence import TYPICAL_DELAY_POINTS
+from policies.fleet.market import market_of, may_fall_back
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from policies.model.vocabulary import Market, Role
 from policies.sizing.training import why_not_itself
@@ -127,7 +127,7 @@ def _deadline(spec: RunSpec, findings: Findings) -> None:
         findings.notice(DEADLINE, f"cannot be judged before the run trains, nor be sure to be kept: {why}")
     if generates_itself(spec):
         findings.notice(DEADLINE, "cannot be kept by buying more: with replicas: 0 there are no rollout nodes")
-    elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_stand_in(spec):
+    elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec):
         why = "rollout.resources names spot (`use_spot`), so no machine on demand is bought"
         findings.notice(DEADLINE, f"is kept only while spot can be had: {why}")
 

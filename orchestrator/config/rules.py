@@ -28,7 +28,7 @@ from orchestrator.config.model_size import config_in, json_in
 from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.rewards import is_model
 from orchestrator.config.user_code import function_problem
-from policies.control.fleet.fill import wanted_slots
+from policies.fleet.plan import wanted_slots
 from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
 from policies.model.spec import STALE_DEFAULTS, RunSpec, generates_itself, gpu_counts, processes_of
 from policies.model.vocabulary import Role

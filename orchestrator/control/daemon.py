@@ -37,6 +37,7 @@ from orchestrator.control.controller import Controller
 from orchestrator.control.exporter import Exporter, Seen
 from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
+from orchestrator.control.plan_writer import PlanWriter
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import HomeUnusable, all_secrets, handed_on, missing, run_token, secrets_for, token_mark
 from orchestrator.notify.notifier import DRAIN_S, start_notifier
@@ -127,10 +128,13 @@ def steer(
     if record.spec.metrics_port is not None:
         exporter.serve(record.spec.metrics_port)
 
+    plans = PlanWriter(store, record.spec)
+
     def ticked(before: RunState, decision: Decision, took_s: float) -> None:
         if controller.state is not before:
             notifier.wake()
         if controller.seen is not None:
+            plans.ticked(controller.state, controller.seen)
             newest = observer.newest_row(), observer.newest_timing()
             seen = Seen(controller.state, controller.seen, *newest, took_s)
             exporter.ticked(before, decision.events, seen)
@@ -185,7 +189,7 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
     if not controller.state.name:  # nobody has come so far, though a daemon may have taken the run and died
         return (RunCreated(record.spec.name, record.run_id),)
     ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
-    ended |= controller.state.phase is RunPhase.PAUSED and controller.state.budget_reached
+    ended |= controller.state.phase is RunPhase.PAUSED and controller.state.money.is_reached
     return (RunMoved(RunPhase.STARTING, "resumed"),) if ended and reason == "resume" else ()
 
 

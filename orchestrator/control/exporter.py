@@ -116,8 +116,8 @@ class _Numbers(Collector):
             yield self._gauge("run_staleness", "Steps between sampling and training", timing.staleness)
 
     def _money(self, seen: Seen) -> Iterable[Metric]:
-        spent = spent_usd(seen.state, seen.snapshot.now_s) + seen.snapshot.controller_usd
-        per_h = sum(node.usd_per_h for node in seen.state.nodes.values()) + seen.snapshot.controller_usd_per_h
+        spent = spent_usd(seen.state, seen.snapshot.now_s) + seen.snapshot.controller.usd
+        per_h = sum(node.usd_per_h for node in seen.state.nodes.values()) + seen.snapshot.controller.usd_per_h
         yield self._gauge("run_spent_usd", "What the run's machines have cost", spent)
         yield self._gauge("run_usd_per_hour", "What they cost now", per_h)
 

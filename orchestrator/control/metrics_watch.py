@@ -26,8 +26,7 @@ from checkpoint.store.run_store import Store
 from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
-from policies.fleet.how_many import StepShape
-from policies.fleet.measuring import own_shape_of, shape_of
+from policies.fleet.steps import StepShape, own_shape_of, shape_of
 from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion

@@ -23,8 +23,18 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.fleet.markets import may_stand_in
-from policies.control.snapshot import Command, LaunchRefused, Machine, Snapshot, Trainer
+from policies.control.snapshot import (
+    Command,
+    ControllerCost,
+    Gateway,
+    LaunchRefused,
+    Machine,
+    Measured,
+    Snapshot,
+    Stored,
+    Trainer,
+)
+from policies.fleet.market import may_fall_back
 from policies.ledger.rentals import ControllerRental
 from policies.model import exit_codes
 from policies.model.spec import Budget, RunSpec
@@ -182,7 +192,7 @@ class CommandWatch:
         """Return those that are not taken yet. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
-            left_out = {event.key for event in state.set_aside}
+            left_out = set(state.set_aside)
             self._found = documents.read_commands(self._store, self._unreadable, left_out)
             self._listed_at_s = now_s
         return tuple(one for one in self._found if one.command_id not in state.commands_taken)
@@ -252,19 +262,19 @@ class Observer:
         commands = self._commands.look(state)
         target_wanted = _wants_a_target(state, machines, commands)
         watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
-        budgeted = self._budgeted or state.budget_usd is not None  # which a user may set later
-        priced = budgeted or may_stand_in(self._spec)
-        controller_usd, controller_usd_per_h = self._controller.look() if budgeted else (0.0, 0.0)
-        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
+        budgeted = self._budgeted or state.money.cap_usd is not None  # which a user may set later
+        priced = budgeted or may_fall_back(self._spec)
         return Snapshot(
             now_s=now_s,
             machines=machines,
             members=None if status is None else {one.node: one for one in status.members},
             coming={} if status is None else {one.node: one for one in status.coming},
-            gateway_boot_id=None if status is None else status.boot_id,
-            gateway_age_s=0.0 if status is None else status.up_s,
-            gateway_heard_s=self._gateway.heard_s,
-            gateway_silent_s=self._gateway.silent_s,
+            gateway=Gateway(
+                None if status is None else status.boot_id,
+                0.0 if status is None else status.up_s,
+                self._gateway.heard_s,
+                self._gateway.silent_s,
+            ),
             trainer=trainer,
             trainer_moved_at_s=self._trainer.moved_at_s,
             stepped_at_s=self._trainer.stepped_at_s,
@@ -274,10 +284,16 @@ class Observer:
             prices=self._prices.look() if priced else None,
             pools=self._prices.pools() if self._pooled else (),
             prices_trouble=self._prices.trouble(),
-            controller_usd=controller_usd,
-            controller_usd_per_h=controller_usd_per_h,
-            step_shape=self._watching(trainer, self._metrics.step_shape),
-            own_step=self._watching(trainer, self._metrics.own_step),
+            controller=ControllerCost(*self._controller.look()) if budgeted else ControllerCost(),
+            measured=Measured(
+                self._watching(trainer, self._metrics.step_shape), self._watching(trainer, self._metrics.own_step)
+            ),
+            store=self._stored(state, target_wanted=target_wanted),
+        )
+
+    def _stored(self, state: RunState, *, target_wanted: bool) -> Stored:
+        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
+        return Stored(
             checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.model_size import NotKnown, find_config, json_in
 from orchestrator.plan.model import MachinePlan
-from policies.control.fleet.markets import market_of
+from policies.fleet.market import market_of
 from policies.model.gpus import engine_gpus, gpus_of
 from policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from policies.model.vocabulary import Role

@@ -14,7 +14,7 @@ from orchestrator.simulate.cloud import BRISK, Box, Prices
 from orchestrator.simulate.store import Trouble
 from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
-from policies.control.fleet.markets import market_of, may_stand_in
+from policies.fleet.market import market_of, may_fall_back
 from policies.model.phases import LIVE_RUN
 from policies.model.spec import Budget, RunSpec, generates_itself
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
@@ -369,7 +369,7 @@ def _starves(world: World) -> bool:
     before = len(world.cloud.bought)
     world.run_for(STARVES_S)
     tried = [node for node in world.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
-    most = 4 if may_stand_in(world.spec) else 2  # two on each market: the wait has doubled to an hour by now
+    most = 4 if may_fall_back(world.spec) else 2  # two on each market: the wait has doubled to an hour by now
     safety.check(len(tried) <= most, "what never works is bought again and again")
     trainers = len(world.cloud.bought) - before - len(tried)
     safety.check(trainers <= most, "what cannot work is bought with it")  # a parked run's, one with each try
@@ -380,7 +380,7 @@ def _needs_spot(spec: RunSpec) -> bool:
     """Whether the run cannot end without spot machines: else some on demand stand in, if there is money."""
     if market_of(Role.TRAINER, spec) is Market.SPOT or spec.budget != Budget():
         return True
-    return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_stand_in(spec)
+    return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec)
 
 
 def _is_dry(world: World) -> bool:

@@ -438,7 +438,7 @@ class World:
         assert newest is not None
         state = newest.controller.state
         ends: tuple[RunPhase, ...] = (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
-        if state.budget_reached:  # whether or not it was asked to stop after that
+        if state.money.is_reached:  # whether or not it was asked to stop after that
             ends = (RunPhase.PAUSED,) if self.spec.budget.at == "pause" else (RunPhase.STOPPED,)
         elif self.stopping:
             ends = (RunPhase.STOPPED,)

@@ -35,14 +35,11 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.words import stage_words
-from policies.control.fleet.deadline import course_of
-from policies.control.fleet.size import hourly_prices, rollouts_wanted, size_words
-from policies.control.fleet.spending import caps_of
 from policies.control.snapshot import Trainer
-from policies.fleet.budget import not_counted, on_demand_usd, spent_usd
-from policies.fleet.deadline import nodes_for, time_of
-from policies.fleet.how_many import optimum
-from policies.fleet.measuring import shape_of
+from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
+from policies.fleet.deadline import course_of, nodes_for, time_of
+from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_words
+from policies.fleet.steps import optimum, shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, generates_itself
@@ -111,7 +108,7 @@ def described(
         money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
-        store_slow=state.store_slow and running,
+        store_slow=state.is_store_slow and running,
         set_aside=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
@@ -141,22 +138,24 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What `policies.control.fleet.size` decides by, from the same rows."""
+    """What the size of the fleet follows from, by `policies.fleet.plan` and the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
     shape = shape_of(step_times(rows[-RECENT_ROWS:]))
     if shape is None:
         return FleetView(nodes, None, None, None, "not measured yet: as many as run.yaml allows")
-    cheapest = optimum(shape, prices) if prices.known else None
-    reason = size_words(shape, prices) if prices.known else "prices are not known: as many as run.yaml allows"
-    if cheapest is not None and math.isinf(cheapest):
-        cheapest = None  # JSON has no infinity
-    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, cheapest, reason)
+    if not prices.known:
+        reason = "prices are not known: as many as run.yaml allows"
+        return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
+    cheapest = optimum(shape, prices)
+    reason = f"{size_sentence(spec, state, shape)}; {size_words(shape, prices)}"
+    exact = None if math.isinf(cheapest) else cheapest  # JSON has no infinity
+    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
 
 
 def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
-    """What `policies.control.fleet.deadline` decides by."""
+    """What `policies.fleet.deadline` decides by."""
     named = reader.spec.policies.fleet.deadline
     if named is None:
         return None
@@ -269,7 +268,7 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
 
 def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
     """What the controller has told, and what is met here."""
-    told = {event.key: event.why for event in reader.state.set_aside}
+    told = reader.state.set_aside
     return tuple(SetAsideView(key, why) for key, why in (told | reader.unreadable.found).items())
 
 

@@ -261,7 +261,8 @@ def fleet(view: FleetView | None, width: int) -> list[Text]:
     cheapest = "prices not known" if view.cheapest is None else f"{view.cheapest:.1f} nodes cheapest"
     split = f"{short(view.fixed_s)} s + {short(view.generation_node_s)} node-seconds generating"
     words = [split, f"{cheapest}, {view.nodes} wanted"]
-    return labelled("fleet", joined(words, width - LABEL), width, style="dim")
+    plan = labelled("plan", view.reason.partition("; a step is")[0], width, style="dim")
+    return [*labelled("fleet", joined(words, width - LABEL), width, style="dim"), *plan]
 
 
 def weights(view: RunView, width: int) -> list[Text]:

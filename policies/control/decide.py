@@ -6,14 +6,8 @@ an action that was lost with a daemon is simply requested again by the next one.
 
 from __future__ import annotations
 
-from policies.control.fleet.deadline import tell_late
-from policies.control.fleet.fill import fill_slots
-from policies.control.fleet.own_generation import tell_own_generation
-from policies.control.fleet.parking import steer_parking
-from policies.control.fleet.spending import stop_at_cap
-from policies.control.fleet.where import tell_unknown
 from policies.control.lifecycle import run_lifecycle
-from policies.control.observed import HEARTBEAT_FRESH_S, update_node_phases
+from policies.control.observed import HEARTBEAT_FRESH_S, replace_overdue, update_node_phases
 from policies.control.rollback.stages import steer_timeline
 from policies.control.snapshot import (
     Action,
@@ -26,13 +20,17 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.control.stopping import stop_requests
+from policies.control.stopping import release_machines, stop_requests
 from policies.control.tick import Tick
-from policies.model.events import CapacityMissing
+from policies.fleet.budget import Purse
+from policies.fleet.market import breakers, offers
+from policies.fleet.plan import plan
+from policies.fleet.reconcile import reconcile
+from policies.fleet.report import report
 from policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
-from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage, RunPhase, role_of
+from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
 
 BUSY_TICK_S = 0.25  # while something has just changed: the next change is often near
 BUSY_S = 10.0  # a launch, a boot or a return that takes longer takes minutes, and each look costs store requests
@@ -49,13 +47,8 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     update_node_phases(tick)
     steer_timeline(tick)
     run_lifecycle(tick)
-    stop_at_cap(tick)
-    tell_unknown(tick)
-    tell_own_generation(tick)
-    steer_parking(tick)
-    fill_slots(tick)
-    tell_missing(tick)
-    tell_late(tick)
+    steer_fleet(tick)
+    report(tick)
     actions = _actions(tick.state, snapshot)
     settled = not tick.events and not _in_motion(tick)
     return Decision(
@@ -64,6 +57,27 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
         requeue_after_s=STEADY_TICK_S if settled else BUSY_TICK_S,
         reason="; ".join(tick.reasons) or _steady(tick.state, snapshot),
     )
+
+
+def steer_fleet(tick: Tick) -> None:
+    """Market, plan, reconcile. A run that is over or stops returns all machines instead."""
+    if tick.state.phase in LIVE_RUN:
+        replace_overdue(tick)
+        _plan_fleet(tick)
+    if tick.state.phase not in LIVE_RUN:
+        affordable = not Purse(tick.state, tick.snapshot, tick.spec).exceeded()
+        release_machines(tick, affordable=affordable)
+
+
+def _plan_fleet(tick: Tick) -> None:
+    snapshot, spec = tick.snapshot, tick.spec
+    for event, reason in breakers(offers(tick.state, snapshot, spec), tick.state, snapshot.now_s):
+        tick.emit(event, reason)
+    market = offers(tick.state, snapshot, spec)
+    changes = reconcile(plan(market, tick.state, snapshot, spec), market, tick.state, snapshot, spec)
+    for change, reason in changes.events:
+        tick.emit(change, reason)
+    tick.reasons += changes.notes
 
 
 def done(state: RunState, snapshot: Snapshot) -> bool:
@@ -95,7 +109,7 @@ def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
 def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
     actions: list[Action] = []
     begun = state.rollback if state.rollback and state.rollback.stage is RollbackStage.BEGUN else None
-    if begun is not None and snapshot.timeline < begun.fork.timeline:
+    if begun is not None and snapshot.store.timeline < begun.fork.timeline:
         actions.append(WriteFork(begun.fork))
     if state.healthy is not None and state.exported != state.healthy:
         actions.append(Export(state.healthy))
@@ -132,31 +146,3 @@ def _steady(state: RunState, snapshot: Snapshot) -> str:
     serving = sum(node.phase is NodePhase.SERVING and node.role is Role.ROLLOUT for node in nodes)
     where = f"step {snapshot.trainer.step} of {snapshot.trainer.max_steps}" if snapshot.trainer else "no step yet"
     return f"run {state.phase}, {where}, {serving} rollout nodes serving"
-
-
-MISSING_S = 3600.0  # without a machine of a role; shorter shortages are usual, and pass
-
-
-def tell_missing(tick: Tick) -> None:
-    """Journal that a run has waited for a machine for an hour, as far as this controller has watched: without one
-    for the trainer, or without any for rollouts while the trainer works."""
-    if tick.state.phase not in LIVE_RUN or tick.state.phase is RunPhase.PARKED:
-        return  # a parked run has told it
-    trainers = tick.state.trainer_machines
-    if not trainers:
-        _tell(tick, Role.TRAINER, tick.state.trainerless_since_s)
-        return
-    since_s = tick.state.rolloutless_since_s
-    waits = min((node.since_s for node in trainers if node.phase is NodePhase.SERVING), default=None)
-    if tick.spec.rollout.replicas.max and since_s is not None and waits is not None:
-        _tell(tick, Role.ROLLOUT, max(since_s, waits))
-
-
-def _tell(tick: Tick, role: Role, since_s: float | None) -> None:
-    if since_s is None or role in tick.state.capacity_told or tick.silent_s(since_s) < MISSING_S:
-        return
-    minutes = f"no {role} machine for {tick.silent_s(since_s) / 60:.0f} min"
-    refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
-    newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
-    why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes
-    tick.emit(CapacityMissing(role, since_s, why), why)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from policies.control.fleet.parking import drain_parked
-from policies.control.fleet.spending import BUDGET
 from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback.begin import begin_by_hand
 from policies.control.snapshot import BEFORE_TRAINING
-from policies.control.stopping import DOWN, DOWN_NOW, stop_at_once
+from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_at_once
 from policies.control.tick import Tick
+from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.buying import REFUSALS, MachineKind
 from policies.model.events import (
@@ -51,6 +50,7 @@ def run_lifecycle(tick: Tick) -> None:
         _trainer(tick, node)
     for node in tick.state.live(Role.ROLLOUT):
         _rollout(tick, node)
+    _unpark(tick)
 
 
 def _commands(tick: Tick) -> None:
@@ -70,27 +70,27 @@ def _commands(tick: Tick) -> None:
 
 
 def _unreadable(tick: Tick) -> None:
-    told = {event.key for event in tick.state.set_aside}
-    for key, why in tick.snapshot.unreadable.items():
-        if key not in told:
-            tick.emit(DataSetAside(key, why), f"{key} cannot be read")
+    known = tick.state.set_aside
+    for key, why in tick.snapshot.store.unreadable.items():
+        if key not in known:  # each object once, whatever is wrong with it later
+            tick.report(DataSetAside(key, why), f"{key} cannot be read")
 
 
 def _gateway(tick: Tick) -> None:
-    boot_id = tick.snapshot.gateway_boot_id
+    boot_id = tick.snapshot.gateway.boot_id
     if boot_id is not None and boot_id != tick.state.gateway_boot_id:
         tick.emit(GatewayRestarted(boot_id), "the gateway is a new process")
 
 
 def _store(tick: Tick) -> None:
     trainer = tick.snapshot.trainer
-    if trainer is None or trainer.store_slow == tick.state.store_slow:
+    if trainer is None:
         return
     if trainer.store_slow:
         event = StoreSlowed(trainer.step, trainer.stored_step or 0)
-        tick.emit(event, f"the store is slow: the checkpoint of step {trainer.step} is put off")
-    elif trainer.stored_step is not None:  # a trainer that has only just started cannot know
-        tick.emit(StoreCaughtUp(trainer.step, trainer.stored_step), "the store has caught up")
+        tick.report(event, f"the store is slow: the checkpoint of step {trainer.step} is put off")
+    elif trainer.stored_step is not None and tick.state.is_store_slow:  # a trainer that just started cannot know
+        tick.report(StoreCaughtUp(trainer.step, trainer.stored_step), "the store has caught up")
 
 
 def _proof(tick: Tick) -> None:
@@ -100,7 +100,7 @@ def _proof(tick: Tick) -> None:
     step.
     """
     beat = tick.snapshot.trainer
-    if beat is None or tick.state.proved:
+    if beat is None or tick.state.is_proved:
         return
     if beat.activity not in BEFORE_TRAINING or beat.step > 0:
         tick.emit(SpecProved(), f"{beat.node} can train: rollout nodes are asked for")
@@ -153,7 +153,7 @@ def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
 
 def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) -> None:
     log, why = f"see `grpo-orch logs {node.id}`", _why(tick, node)
-    failures, rollback = tick.state.trainer_failures, tick.state.rollback
+    failures, rollback = tick.state.failures.count, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
         return  # it goes on with the new timeline, once that is there
     parked = tick.state.phase is RunPhase.PARKED
@@ -161,7 +161,7 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         tick.move_run(RunPhase.FINISHED, tick.snapshot.exit_reason_of(node) or "the trainer reached its last step")
     elif exit_code == exit_codes.OK and not parked:
         tick.move_run(RunPhase.FAILED, f"the trainer ended before its last step{_steps_done(tick, node)}; {log}")
-    elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.proved):
+    elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
         tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{why}; {log}")
     elif exit_code == exit_codes.NOTHING_LEARNT:
         tick.move_run(RunPhase.FAILED, f"training can teach nothing{why}; {log}")
@@ -171,7 +171,7 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         without = f"the trainer failed {failures} times without a step of progress"
         tick.move_run(RunPhase.FAILED, f"{without}{why}; {log}")
     elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
-        alike = f"the trainer failed {tick.state.trainer_failed_alike} times in the same way before its first step"
+        alike = f"the trainer failed {tick.state.failures.alike} times in the same way before its first step"
         tick.move_run(RunPhase.FAILED, f"{alike}{why}; {log}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
         unfit = f"it cannot work with this run.yaml, though a trainer could{why}; {log}"
@@ -200,7 +200,7 @@ def _steps_done(tick: Tick, node: Node) -> str:
 def _fails_the_same_way(tick: Tick) -> bool:
     """Whether the trainer has failed with one and the same line again and again, and never trained a step: the
     user's mistake, which further attempts only repeat."""
-    return tick.state.trainer_failed_step == 0 and tick.state.trainer_failed_alike >= ALIKE_MAX
+    return tick.state.failures.step == 0 and tick.state.failures.alike >= ALIKE_MAX
 
 
 def _rollout(tick: Tick, node: Node) -> None:
@@ -219,6 +219,19 @@ def _rollout(tick: Tick, node: Node) -> None:
         tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is started again")
+
+
+def _unpark(tick: Tick) -> None:
+    """Continue a parked run once a rollout node has a machine and the old trainer's is gone. The machine counts: a
+    node's work is seen by the gateway, which runs next to the trainer."""
+    if tick.state.phase is not RunPhase.PARKED or any(n.role is Role.TRAINER for n in tick.state.nodes.values()):
+        return
+    there = (NodePhase.BOOTING, NodePhase.SERVING)
+    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in there]
+    if nodes:
+        parked_s = tick.waited_s(tick.state.parked_at_s or tick.snapshot.now_s)
+        why = f"{nodes[0].id} has a machine, after {parked_s / 60:.0f} min of being parked"
+        tick.move_run(RunPhase.STARTING, f"{why}: the trainer's is requested again")
 
 
 def _failure_of(tick: Tick, node: Node) -> Refusal | None:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from policies.control.snapshot import Machine
 from policies.control.tick import Tick
 from policies.model import exit_codes
+from policies.model.events import RebalanceRecommended
 from policies.model.fold import NOTICED
 from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
+from policies.serving import joining
+from policies.serving.joining import Coming
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
 # A trainer that is silent for longer hangs, if the gateway beside it is heard: its machine works, and reaches the
@@ -20,6 +23,7 @@ HEARTBEAT_LOST_S = 120.0
 MACHINE_LOST_S = 3600.0
 # A gateway younger than this may not have heard from every node: their absence means nothing yet.
 MEMBERSHIP_SETTLES_S = 5.0
+BOOT_TIMEOUTS_MAX = 4.0  # times its boot timeout that a node may boot, however many looks failed meanwhile
 
 
 def update_node_phases(tick: Tick) -> None:
@@ -42,6 +46,19 @@ def update_node_phases(tick: Tick) -> None:
             _machine_absent(tick, node, machine)
         else:
             _machine_present(tick, node, machine)
+    _rebalance_recommendations(tick)
+
+
+def _rebalance_recommendations(tick: Tick) -> None:
+    """Journal each machine's rebalance recommendation once, unless its preemption notice is there already."""
+    for machine in (tick.snapshot.machines or {}).values():
+        node = tick.node(machine.node) if machine.rebalance_recommended else None
+        if node is None or node.rebalance_recommended or node.phase not in (NodePhase.BOOTING, NodePhase.SERVING):
+            continue
+        record = None if node.pool is None else tick.state.pools.get(str(node.pool))
+        count, taken = (record.rebalances, record.rebalances_taken) if record else (0, 0)
+        reason = f"of {count} machines with one in {node.pool or 'its pool'}, the cloud took {taken}"
+        tick.emit(RebalanceRecommended(node.id, reason), f"{node.id} has a rebalance recommendation: {reason}")
 
 
 def _was_given_up_unbought(tick: Tick, node: Node) -> bool:
@@ -108,4 +125,60 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
         return None
     if snapshot.is_member(node):
         return True
-    return False if snapshot.gateway_age_s > MEMBERSHIP_SETTLES_S else None
+    return False if snapshot.gateway.age_s > MEMBERSHIP_SETTLES_S else None
+
+
+# Machines whose work does not come within its time.
+
+
+def replace_overdue(tick: Tick) -> None:
+    """Give up machines whose work was not seen in time; others are requested instead."""
+    for node in list(tick.state.nodes.values()):
+        if node.phase not in (NodePhase.REQUESTED, NodePhase.BOOTING) or node.attempt_ended_at_s is not None:
+            continue
+        limit_s = tick.spec.policies.boot_timeout_s
+        if (coming := tick.snapshot.coming.get(node.id)) is not None:
+            _replace_if_still(tick, node, coming)
+            continue
+        if node.role is Role.TRAINER and tick.snapshot.members is None and _has_worked(tick, node):
+            limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
+        if _unseen_s(tick, node) > limit_s or _boots_too_long(tick, node, limit_s):
+            reason = f"no work seen within {limit_s:.0f} s (`policies.boot_timeout_s`)"
+            tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
+
+
+def _replace_if_still(tick: Tick, node: Node, coming: Coming) -> None:
+    """Replace a rollout node whose agent has told what it is at, once that has not got on for long."""
+    boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
+    # Told of on the gateway's own clock: that a look failed, or a gateway is new, makes it no longer. But gateways
+    # that are new again and again would have a node stand still for ever.
+    limit_s = joining.limit_s(coming.stage, boot_timeout_s)
+    still = min(coming.still_s, waited_s) > limit_s
+    if still or waited_s > joining.longest_s(boot_timeout_s) + limit_s:
+        for_s = f"no further for {coming.still_s:.0f} s" if still else f"no member after {waited_s:.0f} s"
+        reason = f"{coming.stage.name}, and {for_s} (`policies.boot_timeout_s`)"
+        tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
+
+
+def _boots_too_long(tick: Tick, node: Node, limit_s: float) -> bool:
+    """Whether a rollout node has had a multiple of its time, though looks failed now and then: it is paid for."""
+    if node.role is Role.TRAINER or node.phase is not NodePhase.BOOTING:
+        return False
+    return _unseen_s(tick, node) > HEARTBEAT_LOST_S and tick.waited_s(node.since_s) > BOOT_TIMEOUTS_MAX * limit_s
+
+
+def _has_worked(tick: Tick, node: Node) -> bool:
+    """Whether it was ever seen to work, if only by a heartbeat that could not be journalled."""
+    return node.served or tick.snapshot.heartbeat_of(node) is not None
+
+
+def _unseen_s(tick: Tick, node: Node) -> float:
+    """Seconds in which the node's work could have been seen, a rollout node's by the gateway, and was not. A
+    trainer that has worked is on its way back once the gateway on its machine is heard."""
+    snapshot, silent_s = tick.snapshot, tick.silent_s(node.since_s)
+    if node.role is Role.TRAINER and _has_worked(tick, node):
+        heard = snapshot.members is not None
+        return (snapshot.silent_beside_gateway_s if heard else snapshot.machine_silent_s)(node.since_s)
+    if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
+        return silent_s
+    return 0.0 if snapshot.members is None else min(silent_s, snapshot.gateway.age_s)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
-from policies.fleet.how_many import StepShape
+from policies.fleet.steps import StepShape
 from policies.model.events import Event
 from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
@@ -26,7 +26,9 @@ from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating by itself"  # of one that stands in for rollout nodes
+OWN_GENERATION = "generating by itself"  # of one that replaces rollout nodes
+GENERATING = "generating"  # nodes make what it requests
+GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,45 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
+class Gateway:
+    """The gateway's process. `heard_s`: for how long without a break, where it is heard now; `silent_s`: for how
+    long it was not heard, where it is not."""
+
+    boot_id: str | None = None
+    age_s: float = 0.0
+    heard_s: float = math.inf
+    silent_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The run's store, as far as there was a reason to look."""
+
+    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
+    damaged: str = ""  # why the list of checkpoints cannot be read, and what helps
+    ever_stored: bool = False  # the store has ever listed a checkpoint; known where `checkpoints` is
+    timeline: int = 0  # the newest
+    exported_to: str | None = None  # where the requested export lies, once it is done; "": it failed
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the newest steps consist of; None before enough were made."""
+
+    step: StepShape | None = None  # with nodes
+    own_step: StepShape | None = None  # whose completions the trainer made, as if by one node
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerCost:
+    """What the machine of a `--remote` daemon costs: so far, and an hour."""
+
+    usd: float = 0.0
+    usd_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
     may be concluded from an absence.
@@ -114,10 +155,7 @@ class Snapshot:
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, MemberStatus] | None = None
     coming: Mapping[str, Coming] = field(default_factory=dict)  # nodes that are no members yet, as far as heard
-    gateway_boot_id: str | None = None
-    gateway_age_s: float = 0.0
-    gateway_heard_s: float = math.inf  # for how long without a break; counts where it is heard now
-    gateway_silent_s: float = math.inf  # for how long it was not heard; counts where it is not heard now
+    gateway: Gateway = Gateway()
     trainer: Trainer | None = None
     trainer_moved_at_s: float = -math.inf  # when what its machine fetches or stores last got on
     stepped_at_s: float = -math.inf  # when the step that it is at was first seen
@@ -129,17 +167,10 @@ class Snapshot:
     # Where machines may be bought, on either market. Empty: there is nothing to choose; None: not known yet.
     pools: tuple[PoolOffer, ...] | None = ()
     prices_trouble: str = ""  # why either is not known though it was asked again and again
-    controller_usd: float = 0.0  # what the machine of a `--remote` daemon has cost so far
-    controller_usd_per_h: float = 0.0
-    step_shape: StepShape | None = None  # of the newest steps with nodes; None before enough were made
-    own_step: StepShape | None = None  # of the newest whose completions the trainer made, as if by one node
-    unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
-    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
-    damaged: str = ""  # why it cannot be read which checkpoints there are, and what helps
-    ever_stored: bool = False  # the store has ever listed a checkpoint; known where `checkpoints` is
-    timeline: int = 0  # the newest that is in the store
+    controller: ControllerCost = ControllerCost()
+    measured: Measured = Measured()
+    store: Stored = Stored()
     steady_s: float = math.inf
-    exported_to: str | None = None  # where the export that was asked for lies, once it is done; "": it failed
 
     # The machines of `members`, told once: a fleet of thousands asks of each.
     _member_machines: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
@@ -173,11 +204,11 @@ class Snapshot:
     def silent_beside_gateway_s(self, since_s: float) -> float:
         """The same, of the trainer, in which its machine has worked and reached the store, as the gateway on it
         shows. After both were cut off the gateway may be the first that is heard."""
-        return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway_heard_s)
+        return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway.heard_s)
 
     def machine_silent_s(self, since_s: float) -> float:
         """The same, of the trainer's machine: since then neither the trainer nor the gateway was heard."""
-        return 0.0 if self.members is not None else min(self.silent_s(since_s), self.gateway_silent_s)
+        return 0.0 if self.members is not None else min(self.silent_s(since_s), self.gateway.silent_s)
 
 
 @dataclass(frozen=True, slots=True)

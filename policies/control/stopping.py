@@ -5,10 +5,11 @@ The trainer needs no rollout node for that: it leaves its present step and saves
 
 from __future__ import annotations
 
-from policies.control.observed import HEARTBEAT_LOST_S
+from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.snapshot import AskToStop, Snapshot
 from policies.control.tick import Tick
-from policies.model.phases import LIVE_NODE
+from policies.model import exit_codes
+from policies.model.phases import LIVE_NODE, UNTRAINED_ROLLBACK
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 
@@ -17,6 +18,10 @@ from policies.model.vocabulary import NodePhase, Role, RunPhase
 STOP_WAIT_S = 900.0
 LEAST_USD = 0.01  # of which it is worth a word
 DOWN = "down"
+# With these a trainer has ended as it should, or for what another attempt on its machine would not mend.
+ENDED = frozenset(
+    {exit_codes.OK, exit_codes.STOPPED, exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.OUT_OF_MEMORY}
+)
 DOWN_NOW = "down_now"  # even while a `down` is being waited for
 
 
@@ -35,12 +40,34 @@ def release_machines(tick: Tick, *, affordable: bool) -> None:
         tick.move(node, NodePhase.TERMINATING, f"the run is {tick.state.phase}")
     machines = tick.snapshot.machines
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
-        paused = tick.state.budget_reached and tick.spec.budget.at == "pause"
-        why = tick.state.reason if tick.state.budget_reached else "every machine is gone"
-        if (unspent_usd := tick.state.unspent_usd) >= LEAST_USD:
+        paused = tick.state.money.is_reached and tick.spec.budget.at == "pause"
+        why = tick.state.reason if tick.state.money.is_reached else "every machine is gone"
+        if (unspent_usd := tick.state.money.unspent_usd) >= LEAST_USD:
             bought_nothing = f"{unspent_usd:.2f} USD of that were counted for requests that bought nothing"
             why = f"{why}; {bought_nothing}: `grpo-orch resume` goes on with them"
         tick.move_run(RunPhase.PAUSED if paused else RunPhase.STOPPED, why)
+
+
+def drain_parked(tick: Tick, node: Node) -> None:
+    """Return the parked trainer's machine once all is stored; it stays while that may still be done, heard or not.
+
+    What the trainer has sealed and not stored lies on its machine. If it breaks over that, it is begun again
+    there, which stores it first, and the run goes on.
+    """
+    if node.attempt_ended_at_s is None:
+        if tick.silent_s(node.since_s) > MACHINE_LOST_S:
+            tick.move(node, NodePhase.TERMINATING, f"has not ended for {MACHINE_LOST_S:.0f} s, though told to")
+        return
+    code = tick.snapshot.exit_code_of(node)
+    rollback = tick.state.rollback
+    rolls_back = rollback is not None and rollback.stage in UNTRAINED_ROLLBACK
+    if code in ENDED or code is None or rolls_back or tick.state.phase is not RunPhase.PARKED:
+        tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
+        return
+    why = f"its trainer ended with exit code {code} before all was stored"
+    tick.move(node, NodePhase.BOOTING, why)
+    tick.restart(tick.state.nodes[node.id], f"begun again: {why}")
+    tick.move_run(RunPhase.STARTING, f"not parked: {why}")
 
 
 def stop_at_once(tick: Tick) -> None:

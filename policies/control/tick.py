@@ -9,6 +9,7 @@ from policies.control.snapshot import Machine, Snapshot
 from policies.fleet import disks
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
 from policies.model.fold import apply, draft
+from policies.model.reports import is_news
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal, RunPhase
@@ -33,6 +34,11 @@ class Tick:
         self.state = apply(self.state, event, self.snapshot.now_s, self.state.epoch)
         self.events.append(event)
         self.reasons.append(reason)
+
+    def report(self, event: Event, reason: str) -> None:
+        """Decide `event`, unless it says what the journal's last report of its topic says."""
+        if is_news(self.state.reports, event):
+            self.emit(event, reason)
 
     def move(self, node: Node, phase: NodePhase, reason: str, refusal: Refusal | None = None) -> None:
         self.emit(NodeMoved(node.id, phase, reason, refusal), f"{node.id} {phase}: {reason}")

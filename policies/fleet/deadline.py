@@ -5,7 +5,7 @@ that began at 0 and is to end at T has to have made S t / T of them at time t. O
 one that is behind buys on demand, and goes back to spot once it is ahead by two changes of machine. The run aims
 at two such changes before its deadline, so that a loss at the very end does not make it late.
 
-Time enough for each step says how many nodes there have to be: a step takes a + b/n (`how_many.StepShape`), so for
+Time enough for each step says how many nodes there have to be: a step takes a + b/n (`steps.StepShape`), so for
 T seconds a step n = b / (T - a).
 """
 
@@ -15,12 +15,17 @@ import math
 from calendar import timegm  # arithmetic on dates; it reads no clock
 from dataclasses import dataclass
 
-from policies.fleet.how_many import StepShape
+from policies.control.snapshot import BEFORE_TRAINING, Trainer
+from policies.fleet.steps import StepShape
+from policies.model.spec import RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import Market, Role, kind_of
 
 CHANGES = 2  # of machine: so many are kept in reserve, and a run that is behind is first so far ahead again
 RESERVE_SHARE = 0.1  # of the whole time: a reserve is no larger
 LATE_SHARE = 0.1  # of the time left: a run that would be later than this is not sped up in vain
-SPARE_SHARE = 0.1  # of the time of a step: nodes go back once the deadline is kept with so much to spare
+SPARE_SHARE = 0.1  # of the time of a step: nodes are returned once the deadline is kept with that much to spare
+BOOT_S = 300.0  # of a rollout node, before one has served
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,35 @@ def nodes_for(course: Course, shape: StepShape, most: int, spare: float = 0.0) -
         return 0
     needed = shape.nodes((1 - spare) * course.step_s)
     return most if needed >= most else max(1, math.ceil(needed))
+
+
+def course_of(state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: float) -> Course | None:
+    """Return where the run is on the way to its deadline; None where it has none, or while no trainer trains: one
+    that restores does not report its step, and without `grpo.max_steps` there is no number of steps left."""
+    deadline, begun_s = spec.policies.fleet.deadline, state.proved_at_s
+    if deadline is None or begun_s is None or trainer is None or trainer.activity in BEFORE_TRAINING:
+        return None
+    if trainer.timeline != state.timeline or trainer.step >= trainer.max_steps:
+        return None
+    change_s = min(boot_s(state), spec.policies.boot_timeout_s)
+    return Course(now_s, begun_s, time_of(deadline), change_s, trainer.step, trainer.max_steps)
+
+
+def boot_s(state: RunState) -> float:
+    """Seconds from a rollout node's request until it works, as last seen: on demand, else on spot."""
+    kinds = [state.kinds.get(kind_of(Role.ROLLOUT, market)) for market in (Market.ON_DEMAND, Market.SPOT)]
+    return next((kind.boot_s for kind in kinds if kind is not None and kind.boot_s is not None), BOOT_S)
+
+
+def nodes_in_time(course: Course | None, shape: StepShape, most: int, present: int) -> int:
+    """Return how many rollout nodes the deadline takes, where `present` are there or wanted; 0: it asks for none.
+
+    Fewer than present are enough only once they leave a tenth of each step's time over.
+    """
+    if course is None:
+        return 0
+    needed = nodes_for(course, shape, most)
+    return min(present, nodes_for(course, shape, most, SPARE_SHARE)) if 0 < needed < present else needed
 
 
 def time_of(deadline: str) -> float:

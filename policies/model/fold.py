@@ -58,7 +58,8 @@ from policies.model.events import (
 )
 from policies.model.phases import LIVE_NODE, NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
 from policies.model.pools import Pool, PoolRecord, came, refused, stayed
-from policies.model.state import Node, Rollback, RunState, Slot
+from policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
+from policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
 K = TypeVar("K")
@@ -158,10 +159,15 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
         slots=in_place_of(state.slots, slots),
         kinds=in_place_of(state.kinds, kinds),
         pools=in_place_of(state.pools, pools),
-        fleet_sized_at_s=min(state.fleet_sized_at_s, time_s),
-        trainerless_since_s=_not_after(state.trainerless_since_s, time_s),
-        rolloutless_since_s=_not_after(state.rolloutless_since_s, time_s),
-        spot_short_since_s=_not_after(state.spot_short_since_s, time_s),
+        size=replace(state.size, at_s=min(state.size.at_s, time_s)),
+        shortages=Shortages(
+            _not_after(state.shortages.spot_since_s, time_s),
+            _not_after(state.shortages.trainer_since_s, time_s),
+            _not_after(state.shortages.rollout_since_s, time_s),
+        ),
+        reports=MappingProxyType(
+            {name: replace(report, at_s=min(report.at_s, time_s)) for name, report in state.reports.items()}
+        ),
         parked_at_s=_not_after(state.parked_at_s, time_s),
         proved_at_s=_not_after(state.proved_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
@@ -246,6 +252,9 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
 
     Raises IllegalMove for a move that no table has.
     """
+    reports = with_report(state.reports, event, time_s)
+    if reports is not state.reports:
+        state = replace(state, reports=reports)
     return replace(_apply(state, event, time_s, number), told_s=time_s)
 
 
@@ -266,32 +275,26 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             return replace(state, gateway_boot_id=event.boot_id)
         case CommandTaken():
             return replace(state, commands_taken=state.commands_taken | {event.command_id})
-        case Noticed():
-            return replace(state, noticed=MappingProxyType({**state.noticed, event.kind: event.step}))
-        case StoreSlowed():
-            return replace(state, store_slow=True)
-        case StoreCaughtUp():
-            return replace(state, store_slow=False)
-        case TrainerGenerates():
-            return replace(state, own_generation_since_s=time_s)
-        case NodesGenerate():
-            return replace(state, own_generation_since_s=None)
         case SpecProved():
-            return replace(state, proved=True, proved_at_s=time_s)
-        case DataSetAside():
-            return replace(state, set_aside=(*state.set_aside, event))
+            return replace(state, proved_at_s=time_s)
         case BudgetReached():
-            return replace(state, budget_reached=True)
-        case BudgetRefused():
-            return replace(state, budget_refused=state.budget_refused | {event.role})
-        case BudgetNeared():
-            return replace(state, budget_neared=True)
+            return replace(state, money=replace(state.money, is_reached=True))
         case BudgetSet():
-            return replace(state, budget_usd=event.usd, budget_refused=frozenset(), budget_neared=False)
-        case CapacityMissing():
-            return replace(state, capacity_told=state.capacity_told | {event.role})
-        case DeadlineMissed():
-            return replace(state, deadline_missed=True)
+            money = replace(state.money, cap_usd=event.usd)
+            return replace(state, money=money, reports=without(state.reports, BUDGET))
+        case (
+            Noticed()
+            | StoreSlowed()
+            | StoreCaughtUp()
+            | TrainerGenerates()
+            | NodesGenerate()
+            | DataSetAside()
+            | BudgetRefused()
+            | BudgetNeared()
+            | CapacityMissing()
+            | DeadlineMissed()
+        ):
+            return state  # a report, and no more
         case _:
             assert_never(event)
 
@@ -301,15 +304,15 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     was_parked = state.phase is RunPhase.PARKED
     parked_at_s = time_s if event.phase is RunPhase.PARKED else None
     state = replace(state, phase=event.phase, reason=event.reason, parked_at_s=parked_at_s)
-    state = replace(state, own_generation_since_s=None)
+    state = replace(state, reports=without(state.reports, GENERATION))
     if event.phase is not RunPhase.STARTING:
         return state
     if was_parked:  # nobody has mended anything; and only now is a machine for the trainer missing
-        since_s = None if state.trainerless_since_s is None else time_s
-        return replace(state, trainerless_since_s=since_s)
+        since_s = None if state.shortages.trainer_since_s is None else time_s
+        return replace(state, shortages=replace(state.shortages, trainer_since_s=since_s))
     # Somebody has mended something, or wants another try.
-    state = replace(state, budget_reached=False, unspent_usd=0.0)
-    return replace(state, trainer_failures=0, kinds=in_place_of(state.kinds, {}))
+    money, failures = replace(state.money, is_reached=False, unspent_usd=0.0), replace(state.failures, count=0)
+    return replace(state, money=money, failures=failures, kinds=in_place_of(state.kinds, {}))
 
 
 # How journalled events change what is known of divergences, rollbacks and timelines.
@@ -327,7 +330,8 @@ def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> 
         case RollbackBegun():
             return _begun(state, event, time_s)
         case TimelineForked():
-            state = replace(state, watched=None, diverged=None, trainer_failures=0, trainer_failed_step=-1)
+            failures = replace(state.failures, count=0, step=-1)
+            state = replace(state, watched=None, diverged=None, failures=failures)
             return _at_stage(state, RollbackStage.FORKED, time_s)
         case TrainerFenced():
             return _at_stage(state, RollbackStage.FENCED, time_s)
@@ -382,7 +386,7 @@ def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> Ru
             kind = state.kinds.get(event.kind, MachineKind())
             return _with_kind(state, event.kind, replace(kind, stopped="", probes=0, broke_in_a_row=0))
         case FleetSized():
-            return replace(state, fleet_size=event.nodes, fleet_sized_at_s=time_s)
+            return replace(state, size=FleetSize(event.nodes, time_s))
         case MachineBought():
             node, disk = state.nodes[event.node], event.disk_usd_per_h
             bought = replace(
@@ -395,7 +399,7 @@ def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> Ru
                 disk_usd_per_h=node.disk_usd_per_h if disk is None else disk,
             )
             if node.role is Role.TRAINER and event.price_usd_per_h > 0:
-                state = replace(state, trainer_usd_per_h=bought.usd_per_h)
+                state = replace(state, money=replace(state.money, trainer_usd_per_h=bought.usd_per_h))
             return _with_node(note_bought(state, event, node.pool, time_s), bought)
         case RebalanceRecommended():
             return _with_node(state, replace(state.nodes[event.node], rebalance_recommended=True))
@@ -453,13 +457,14 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     kind = state.kinds.get(node.kind, MachineKind())
     kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
     state = _with_kind(state, node.kind, kind)
+    money = state.money
     if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
-        unspent_usd = node.cost_usd(time_s) if state.budget_reached else 0.0
-        state = replace(state, unspent_usd=state.unspent_usd + unspent_usd)
+        unspent_usd = node.cost_usd(time_s) if money.is_reached else 0.0
+        state = replace(state, money=replace(money, unspent_usd=money.unspent_usd + unspent_usd))
     elif event.phase is NodePhase.GONE:
-        spent_usd = state.spent_usd + node.cost_usd(time_s)
-        on_demand_usd = state.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
-        state = replace(state, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd)
+        spent_usd = money.spent_usd + node.cost_usd(time_s)
+        on_demand_usd = money.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
+        state = replace(state, money=replace(money, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd))
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
         state = replace(state, nodes=without_item(state.nodes, node.id))
     else:
@@ -477,21 +482,22 @@ def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) ->
     mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
     held = any(time_s - one.since_s >= HELD_S for one in mine)
     again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
-    if state.spot_short_since_s is None or (held and not again):
-        return replace(state, spot_short_since_s=time_s)
+    if state.shortages.spot_since_s is None or (held and not again):
+        return replace(state, shortages=replace(state.shortages, spot_since_s=time_s))
     return state
 
 
 def _noting_machines(state: RunState, role: Role, phase: NodePhase, time_s: float) -> RunState:
     """Note since when there has been no machine of a role, after one of `role` moved to `phase`."""
-    trainer, rollout = state.trainerless_since_s, state.rolloutless_since_s
+    trainer, rollout = state.shortages.trainer_since_s, state.shortages.rollout_since_s
     if role is Role.TRAINER:  # whose machines change with its own moves alone
         trainer = _without_since(state, Role.TRAINER, trainer, time_s)
     if role is Role.TRAINER or rollout is None or phase in _HAS_MACHINE:
         rollout = _without_since(state, Role.ROLLOUT, rollout, time_s)
-    without = {role for role, since_s in ((Role.TRAINER, trainer), (Role.ROLLOUT, rollout)) if since_s is not None}
-    told = state.capacity_told & {str(role) for role in without}
-    return replace(state, trainerless_since_s=trainer, rolloutless_since_s=rollout, capacity_told=told)
+    present = [role for role, since_s in ((Role.TRAINER, trainer), (Role.ROLLOUT, rollout)) if since_s is None]
+    reports = without(state.reports, *(f"{CAPACITY} {role}" for role in present)) if present else state.reports
+    shortages = replace(state.shortages, trainer_since_s=trainer, rollout_since_s=rollout)
+    return replace(state, shortages=shortages, reports=reports)
 
 
 def _without_since(state: RunState, role: Role, since_s: float | None, time_s: float) -> float | None:
@@ -506,16 +512,12 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     replaced = event.exit_code == exit_codes.FENCED or node.phase is NodePhase.DRAINING
     if node.role is not Role.TRAINER or event.exit_code in (exit_codes.OK, exit_codes.STOPPED) or replaced:
         return state
-    progressed = event.step > state.trainer_failed_step
-    failures = 1 if progressed else state.trainer_failures + 1
-    is_alike = failures > 1 and event.reason == state.trainer_failed_reason
-    return replace(
-        state,
-        trainer_failures=failures,
-        trainer_failed_step=max(event.step, state.trainer_failed_step),
-        trainer_failed_alike=(state.trainer_failed_alike if is_alike else 0) + bool(event.reason),
-        trainer_failed_reason=event.reason,
-    )
+    before = state.failures
+    count = 1 if event.step > before.step else before.count + 1
+    is_alike = count > 1 and event.reason == before.reason
+    alike = (before.alike if is_alike else 0) + bool(event.reason)
+    failures = TrainerFailures(count, max(event.step, before.step), alike, event.reason)
+    return replace(state, failures=failures)
 
 
 def _with_node(state: RunState, node: Node) -> RunState:

@@ -126,7 +126,7 @@ class RolloutSpec:
     """The machines that generate."""
 
     replicas: Replicas = field(default_factory=Replicas)
-    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's; `use_spot`: control.fleet.markets
+    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's; `use_spot`: policies.fleet.market
     setup: str = ""
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from policies.model.buying import MachineKind
-from policies.model.events import DataSetAside, Diverged, DivergenceWatched
+from policies.model.events import Diverged, DivergenceWatched
 from policies.model.phases import LIVE_NODE
 from policies.model.pools import Pool, PoolRecord
+from policies.model.reports import ASIDE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
 from policies.model.timelines import Fork, probation_until
 from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 
@@ -93,6 +94,45 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class Money:
+    """What was spent, as far as the journal has it: `policies.fleet.budget`."""
+
+    spent_usd: float = 0.0  # on machines that are gone
+    spent_on_demand_usd: float = 0.0  # what they would have cost on demand
+    cap_usd: float | None = None  # `budget.usd` as a user has set it since; None: run.yaml's
+    is_reached: bool = False  # the cap, which is why the run stops or has stopped
+    unspent_usd: float = 0.0  # counted until then for requests that turned out to have bought nothing
+    trainer_usd_per_h: float = 0.0  # what the trainer's last machine cost, disk included; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """How many rollout nodes there are to be, and since when. None: as many as run.yaml allows."""
+
+    nodes: int | None = None
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortages:
+    """Since when machines have been missing; None: they are not."""
+
+    spot_since_s: float | None = None  # rollout machines on spot were refused or lost, and none held before
+    trainer_since_s: float | None = None  # there has been no machine for the trainer
+    rollout_since_s: float | None = None  # the same, of rollout nodes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFailures:
+    """Exits of the trainer in a row, without one step of progress between them."""
+
+    count: int = 0
+    step: int = -1
+    alike: int = 0  # of these failures, the last ones with one and the same last line
+    reason: str = ""  # that line
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """Everything the controller knows that it must not forget."""
 
@@ -105,40 +145,44 @@ class RunState:
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
     pools: Mapping[str, PoolRecord] = field(default_factory=lambda: MappingProxyType({}))  # by a pool's text
-    spent_usd: float = 0.0  # on machines that are gone; see policies.fleet.budget
-    spent_on_demand_usd: float = 0.0  # what they would have cost on demand
-    budget_usd: float | None = None  # what a user has set in place of run.yaml's
-    budget_reached: bool = False  # which is why it stops, or has
-    unspent_usd: float = 0.0  # counted until then for requests that turned out to have bought nothing
-    budget_refused: frozenset[str] = frozenset()  # machines that were not bought for it, as `BudgetRefused` tells
-    budget_neared: bool = False  # that four fifths of it are spent was told
-    fleet_size: int | None = None  # rollout nodes to have; None: as many as run.yaml allows
-    fleet_sized_at_s: float = 0.0
-    spot_short_since_s: float | None = None  # rollout machines on spot were refused or lost, and none held before
-    trainerless_since_s: float | None = None  # there has been no machine for the trainer since
-    rolloutless_since_s: float | None = None  # the same, of rollout nodes
+    money: Money = field(default_factory=Money)
+    size: FleetSize = field(default_factory=FleetSize)
+    shortages: Shortages = field(default_factory=Shortages)
     parked_at_s: float | None = None  # while it is parked
-    own_generation_since_s: float | None = None  # the trainer generates by itself, for no rollout node is there
-    trainer_usd_per_h: float = 0.0  # what its last machine cost, disk included; 0: not known
-    capacity_told: frozenset[str] = frozenset()  # roles whose lack of machines was told
+    reports: Reports = field(default_factory=lambda: MappingProxyType({}))  # the last of each topic
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None
-    trainer_failures: int = 0  # exits in a row without one step of progress between them
-    trainer_failed_step: int = -1
-    trainer_failed_alike: int = 0  # of these failures, the last ones with one and the same last line
-    trainer_failed_reason: str = ""  # that line
+    failures: TrainerFailures = field(default_factory=TrainerFailures)
     watched: DivergenceWatched | None = None  # what is off on the present timeline
     diverged: Diverged | None = None  # what has tripped on the present timeline
     diverged_at_s: float = 0.0
     rollbacks: tuple[Rollback, ...] = ()  # in order; the last one may be under way
     healthy: str | None = None  # the last healthy checkpoint of a run that ended diverged, PolicyVersion as text
     exported: str | None = None  # that checkpoint, once its weights are exported
-    noticed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # step by kind of pitfall
-    store_slow: bool = False  # a checkpoint was put off, and none has found room since
-    proved: bool = False  # a trainer has come as far as training, once
-    proved_at_s: float | None = None  # when that was
-    deadline_missed: bool = False  # that it is out of reach was told
-    set_aside: tuple[DataSetAside, ...] = ()  # what of the store could not be read and was told, each object once
+    proved_at_s: float | None = None  # when a trainer first came as far as training
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether a trainer can work with run.yaml: one has come as far as training."""
+        return self.proved_at_s is not None
+
+    @property
+    def own_generation_since_s(self) -> float | None:
+        """Since when the trainer makes the completions, because no rollout node is there; None: it does not."""
+        report = self.reports.get(GENERATION)
+        return report.at_s if report is not None and report.state == BY_TRAINER else None
+
+    @property
+    def is_store_slow(self) -> bool:
+        """Whether a checkpoint was put off, and none has found room since."""
+        report = self.reports.get(STORE)
+        return report is not None and report.state == SLOW
+
+    @property
+    def set_aside(self) -> dict[str, str]:
+        """What of the store could not be read, and why."""
+        found = {name: report.state for name, report in self.reports.items() if name.startswith(f"{ASIDE} ")}
+        return {name.removeprefix(f"{ASIDE} "): why for name, why in found.items()}
 
     @property
     def rollback(self) -> Rollback | None:

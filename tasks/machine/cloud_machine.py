@@ -43,7 +43,7 @@ from checkpoint.records.documents import MachineReport
 from checkpoint.security.redaction import guard_output
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.control.fleet.leaving import NOTICE_S
+from policies.control.leaving import NOTICE_S
 from policies.model import exit_codes
 from policies.model.node_contract import NOTICE, REBALANCE, WORK
 from policies.model.vocabulary import Role

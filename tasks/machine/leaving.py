@@ -16,7 +16,7 @@ import structlog
 
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from policies.control.fleet.leaving import NOTICE_S, is_worth_storing, leave_by_s
+from policies.control.leaving import NOTICE_S, is_worth_storing, leave_by_s
 from policies.model.node_contract import NOTICE
 from tasks.machine.node_env import NodeEnv
 

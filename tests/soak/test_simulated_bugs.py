@@ -20,9 +20,9 @@ from orchestrator.simulate import stories, work
 from orchestrator.simulate.world import Broken
 from policies.control import decide as deciding
 from policies.control.decide import done
-from policies.control.fleet import fill, spending
 from policies.control.rollback import begin as rollback_begin
 from policies.control.snapshot import Decision, Snapshot, Terminate
+from policies.fleet import budget, market
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
 from policies.model.state import Node, RunState
@@ -64,8 +64,8 @@ def _forgets_orphans() -> AbstractContextManager[object]:
 
 def _does_not_back_off() -> AbstractContextManager[object]:
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(fill, "back_off_s", return_value=0.0))
-    stack.enter_context(mock.patch.object(fill, "probe_wait_s", return_value=0.0))
+    stack.enter_context(mock.patch.object(market, "back_off_s", return_value=0.0))
+    stack.enter_context(mock.patch.object(market, "probe_wait_s", return_value=0.0))
     return stack
 
 
@@ -89,7 +89,7 @@ def _acts_however_late() -> AbstractContextManager[object]:
 
 
 def _keeps_machines_of_a_run_that_is_over() -> AbstractContextManager[object]:
-    return mock.patch.object(fill, "release_machines", return_value=None)
+    return mock.patch.object(deciding, "release_machines", return_value=None)
 
 
 def _rolls_back_to_the_newest() -> AbstractContextManager[object]:
@@ -106,11 +106,11 @@ def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[objec
 
 
 def _does_not_count_its_money() -> AbstractContextManager[object]:
-    return mock.patch.object(spending, "excess", return_value="")
+    return mock.patch.object(budget, "excess", return_value="")
 
 
 def _looks_at_its_money_only_before_it_buys() -> AbstractContextManager[object]:
-    return mock.patch.object(deciding, "stop_at_cap", return_value=None)
+    return mock.patch.object(budget.Purse, "exceeded", return_value="")
 
 
 def _forgets_what_a_machine_cost_before_its_last_phase() -> AbstractContextManager[object]:

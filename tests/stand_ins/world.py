@@ -21,10 +21,13 @@ from policies.control.snapshot import (
     Command,
     Confirm,
     Export,
+    Gateway,
     Launch,
     LaunchRefused,
     Machine,
+    Measured,
     Snapshot,
+    Stored,
     Terminate,
     Trainer,
     Watched,
@@ -32,8 +35,8 @@ from policies.control.snapshot import (
 )
 from policies.detect.divergence import Health, Verdict
 from policies.fleet.budget import spent_usd
-from policies.fleet.how_many import StepShape
-from policies.fleet.parking import IDLE_MIN_S
+from policies.fleet.plan import IDLE_MIN_S
+from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.events import (
     Event,
@@ -45,6 +48,7 @@ from policies.model.events import (
     TookOver,
 )
 from policies.model.fold import apply
+from policies.model.phases import FILLING_NODE
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import (
     Budget,
@@ -57,7 +61,7 @@ from policies.model.spec import (
     TrainerSpec,
     generates_itself,
 )
-from policies.model.state import RunState
+from policies.model.state import Node, RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
     MachineState,
@@ -240,19 +244,20 @@ class World:
             machines=None if self.away else {name: self._seen(one) for name, one in self.machines.items()},
             prices=self.most,
             pools=self.offers,
-            step_shape=self.shape,
+            measured=Measured(self.shape),
             members=members if self._trainer() and not self.cut_off else None,
-            gateway_boot_id="g1" if self._trainer() else None,
-            gateway_age_s=self._gateway_age_s(),
+            gateway=Gateway("g1" if self._trainer() else None, self._gateway_age_s()),
             trainer=self.beat,
             trainer_moved_at_s=self.moved_at_s,
             refused=refused,
             commands=tuple(self.commands),
             watched=self._watched(state.timeline),
-            checkpoints=tuple(self.checkpoints) if self.looking else None,
-            ever_stored=bool(self.checkpoints),
-            timeline=max((fork.timeline for fork in self.forks), default=0),
-            exported_to=f"exports/{state.healthy}" if state.healthy in self.exports else None,
+            store=Stored(
+                checkpoints=tuple(self.checkpoints) if self.looking else None,
+                ever_stored=bool(self.checkpoints),
+                timeline=max((fork.timeline for fork in self.forks), default=0),
+                exported_to=f"exports/{state.healthy}" if state.healthy in self.exports else None,
+            ),
         )
         return self.sees(seen)
 
@@ -542,3 +547,8 @@ def parked(run: RunSpec | None = None, **world: object) -> World:
 def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
     """One whose run diverges on these timelines."""
     return World(spec=with_kl(**kl), max_steps=40, trips=trips)
+
+
+def fallback_nodes(state: RunState) -> list[Node]:
+    """On-demand nodes that replace unavailable spot, and are there or come."""
+    return [node for node in state.nodes.values() if node.stand_in and node.phase in FILLING_NODE]

@@ -33,9 +33,9 @@ from orchestrator.clouds.sky.work import (
 )
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home import run_dir
-from policies.control.fleet.fill import wanted_slots
-from policies.control.fleet.markets import market_of
 from policies.control.snapshot import Machine
+from policies.fleet.market import market_of
+from policies.fleet.plan import wanted_slots
 from policies.model import exit_codes
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation

@@ -50,16 +50,17 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
     finished = state.phase is RunPhase.FINISHED
     if state.phase is RunPhase.STOPPING or (finished and "max_steps" not in command.changes):
         return
-    if tick.snapshot.checkpoints is None:
-        _refuse_by_hand(tick, tick.snapshot.damaged)
+    stored = tick.snapshot.store
+    if stored.checkpoints is None:
+        _refuse_by_hand(tick, stored.damaged)
         return
     if command.start is None:
-        target = target_by_hand(state, tick.snapshot.checkpoints, ever_stored=tick.snapshot.ever_stored)
+        target = target_by_hand(state, stored.checkpoints, ever_stored=stored.ever_stored)
     elif command.start == RUN_START:
         target = Target(None)
     else:
         named = PolicyVersion.parse(command.start)
-        gone = "" if named in tick.snapshot.checkpoints else f"checkpoint {named} is not in the store any more"
+        gone = "" if named in stored.checkpoints else f"checkpoint {named} is not in the store any more"
         target = Target(named, gone)
     if target.missing:
         _refuse_by_hand(tick, f"{target.missing}; {NAME_A_TARGET}")
@@ -93,13 +94,13 @@ def _target(
 def answer_divergence(tick: Tick) -> None:
     """Do what `policies.kl` says about a divergence: roll back, pause, or nothing."""
     state, policy = tick.state, tick.spec.policies.kl
-    trip, checkpoints = state.diverged, tick.snapshot.checkpoints
+    trip, checkpoints = state.diverged, tick.snapshot.store.checkpoints
     if trip is None or policy.action == "alert" or _is_storing(tick):
         return
     if checkpoints is None:
         _pause_if_damaged(tick, f"diverged since step {trip.onset_step}")
         return
-    target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.ever_stored)
+    target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.store.ever_stored)
     if policy.action == "pause" and not target.missing:
         why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
         tick.move_run(RunPhase.PAUSED, why)
@@ -134,7 +135,7 @@ def _is_storing(tick: Tick) -> bool:
 
 def answer_memory(tick: Tick) -> None:
     """Roll back a trainer that ran out of memory, to continue with less."""
-    checkpoints, state = tick.snapshot.checkpoints, tick.state
+    checkpoints, state = tick.snapshot.store.checkpoints, tick.state
     if not _out_of_memory(tick) or state.phase not in LIVE_RUN:
         return
     if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
@@ -147,7 +148,7 @@ def answer_memory(tick: Tick) -> None:
     if changes is None:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
         return
-    target = _target(state, checkpoints, None, ever_stored=tick.snapshot.ever_stored)
+    target = _target(state, checkpoints, None, ever_stored=tick.snapshot.store.ever_stored)
     if target.missing:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {NAME_A_TARGET}")
         return
@@ -156,8 +157,8 @@ def answer_memory(tick: Tick) -> None:
 
 def _pause_if_damaged(tick: Tick, why: str) -> None:
     """Wait for a person, without machines, if it cannot be read which checkpoints there are."""
-    if tick.snapshot.damaged:
-        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.damaged}; then `grpo-orch rollback`")
+    if tick.snapshot.store.damaged:
+        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.store.damaged}; then `grpo-orch rollback`")
 
 
 def _out_of_memory(tick: Tick) -> bool:
@@ -171,7 +172,7 @@ def _begin(
     tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, bool | int | float], reason: str
 ) -> None:
     state = tick.state
-    known = [state.timeline, tick.snapshot.timeline, *(one.fork.timeline for one in state.rollbacks)]
+    known = [state.timeline, tick.snapshot.store.timeline, *(one.fork.timeline for one in state.rollbacks)]
     before = state.forks[-1] if state.forks else Fork(0, None)
     passed = any(one.passed for one in state.rollbacks if one.fork == before)
     fork = Fork(
@@ -193,7 +194,7 @@ def _reached(tick: Tick) -> int:
     if state.diverged is not None:
         return state.diverged.step
     steps = [beat.step] if beat is not None and beat.timeline == state.timeline else []
-    newest = choose_start(tick.snapshot.checkpoints or (), state.forks, state.timeline, None)
+    newest = choose_start(tick.snapshot.store.checkpoints or (), state.forks, state.timeline, None)
     return max([*steps, 0 if newest is None else newest.step])
 
 

@@ -23,6 +23,7 @@ from policies.model.events import (
     TrainerFenced,
 )
 from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from policies.model.reports import NOTICED
 from policies.model.spec import generates_itself
 from policies.model.state import Rollback
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
@@ -36,8 +37,8 @@ FENCE_WAIT_S = 120.0
 def steer_timeline(tick: Tick) -> None:
     """Journal how the run is, advance a rollback, and begin one where it is due."""
     healthy = tick.state.healthy
-    if healthy is not None and tick.state.exported != healthy and tick.snapshot.exported_to is not None:
-        tick.emit(Exported(healthy, tick.snapshot.exported_to), f"{healthy} is exported")
+    if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
+        tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
     if tick.state.phase not in LIVE_RUN:
         return
     note_health(tick)
@@ -55,7 +56,7 @@ def _advance(tick: Tick, rollback: Rollback) -> None:
         beat = None  # nobody trains on the new timeline yet
     match rollback.stage:
         case RollbackStage.BEGUN:
-            if tick.snapshot.timeline >= timeline:
+            if tick.snapshot.store.timeline >= timeline:
                 tick.emit(TimelineForked(timeline), f"timeline {timeline} is in the store")
         case RollbackStage.FORKED:
             _fence(tick, rollback)
@@ -135,5 +136,6 @@ def note_pitfalls(tick: Tick) -> None:
     """Journal each pitfall once."""
     watched = tick.snapshot.watched
     for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
-        if found.step > tick.state.noticed.get(found.kind, -1):
-            tick.emit(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")
+        last = tick.state.reports.get(f"{NOTICED} {found.kind}")
+        if last is None or found.step > int(last.state):
+            tick.report(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")

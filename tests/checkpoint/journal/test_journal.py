@@ -26,7 +26,7 @@ def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> Non
         writer.append(2.0, (BudgetSet(math.nan),))
     assert writer.settle(3.0) is None
     writer.append(4.0, (BudgetSet(5.0),))
-    assert journal.recover(store).state.budget_usd == 5.0
+    assert journal.recover(store).state.money.cap_usd == 5.0
 
 
 def test_a_take_over_after_an_epoch_is_refused_once_there_is_another(store: Store) -> None:

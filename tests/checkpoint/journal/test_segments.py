@@ -228,7 +228,7 @@ def check_survives(state: RunState) -> None:
     assert list(back.nodes) == list(state.nodes), "actions come in this order"
     assert list(back.slots) == list(state.slots)
     assert to_json(state_to_plain(back)) == data
-    for field in ("nodes", "slots", "kinds", "commands_taken", "budget_refused"):
+    for field in ("nodes", "slots", "kinds", "commands_taken", "reports"):
         assert type(getattr(back, field)) is type(getattr(state, field))
     assert all(type(node.role) is Role for node in back.nodes.values())
 
@@ -249,6 +249,6 @@ def test_who_changes_the_state_raises_its_schema() -> None:
         return part
 
     shape = hashlib.sha256(json.dumps(stored({"$ref": schema["$ref"]}), sort_keys=True).encode()).hexdigest()[:16]
-    assert (STATE_SCHEMA, shape) == (28, "68ade6a543d6edb9"), (
+    assert (STATE_SCHEMA, shape) == (29, "da7878d8f9c90ed6"), (
         "raise codec.STATE_SCHEMA, then note the new pair here"
     )

@@ -25,9 +25,9 @@ from checkpoint.stream.transfer import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
-from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from policies.detect.divergence import Health, Verdict
+from policies.fleet.budget import BUDGET
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
 from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus

@@ -72,6 +72,7 @@ FAILURES = {
     "status nothing": exit_codes.USAGE,
     "status nosuch://bucket/run": exit_codes.FAILED,
     "events nothing": exit_codes.USAGE,
+    "explain nothing": exit_codes.USAGE,
     "rollback --set beta=much WORLD": exit_codes.USAGE,
     "down nothing": exit_codes.USAGE,
     "report nothing": exit_codes.USAGE,

@@ -16,7 +16,7 @@ from checkpoint.stream.catalog import Catalog
 from orchestrator.cli import start
 from orchestrator.cli import start as rollback
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot
+from policies.control.snapshot import Snapshot, Stored
 from policies.model import exit_codes
 from policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
 from policies.model.vocabulary import Cause, RunPhase
@@ -39,7 +39,7 @@ class Steered(Run):
         state = writer.take_over(2.0, "here", 1, reason)
         found = Catalog(self.store, "daemon").newest().checkpoints
         commands = documents.read_commands(self.store)
-        snapshot = Snapshot(3.0, commands=commands, checkpoints=tuple(one.at for one in found))
+        snapshot = Snapshot(3.0, commands=commands, store=Stored(tuple(one.at for one in found)))
         writer.append(3.0, decide(state, snapshot, self.record.spec).events)
         return 1
 

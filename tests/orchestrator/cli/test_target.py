@@ -59,7 +59,7 @@ def test_a_url_with_a_password_is_refused_before_anybody_writes_it_down() -> Non
     assert str(refused.value) == PASSWORD
 
 
-LOOKING = "status, status -w, events, logs daemon, report, plot, samples, web, checkpoints ls, members ls"
+LOOKING = "status, status -w, events, explain, logs daemon, report, plot, samples, web, checkpoints ls, members ls"
 STEERING = "resume, rollback, down"
 
 

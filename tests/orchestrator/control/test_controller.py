@@ -122,7 +122,8 @@ def test_what_is_done_after_an_answer_was_lost_has_an_entry_of_its_own(leaves: s
         controller.tick(world.now_s)
     controller.tick(world.now_s)
     assert world.confirmed == ["rollout-0-i1"]
-    assert list(journal.recover(store).state.noticed) == list(controller.state.noticed) == journalled
+    topics = [f"noticed {kind}" for kind in journalled]
+    assert list(journal.recover(store).state.reports) == list(controller.state.reports) == topics
 
 
 def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> None:

@@ -27,7 +27,7 @@ from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
 from policies.model.pools import PoolOffer
-from policies.model.state import RunState
+from policies.model.state import Money, RunState
 from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -235,10 +235,10 @@ def test_a_snapshot_tells_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
     observer = Observer(world.store, cloud, spec(), lambda: world.now_s)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     before = observer.look(1.0, (), RunState())
-    assert (before.members, before.gateway_boot_id) == (None, None)
+    assert (before.members, before.gateway.boot_id) == (None, None)
     world.writes(1)
     nobody = observer.look(2.0, (), RunState())
-    assert (nobody.members, nobody.gateway_boot_id, nobody.gateway_age_s) == ({}, "g1", 7.0)
+    assert (nobody.members, nobody.gateway.boot_id, nobody.gateway.age_s) == ({}, "g1", 7.0)
     world.writes(2, "g1", "rollout-0-i1")
     cloud.answers = False
     full = observer.look(3.0, (), RunState())
@@ -257,18 +257,18 @@ def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None
     clock = itertools.count(0.0, COMMANDS_EVERY_S).__next__
     observer = Observer(world.store, cloud, spec(), clock)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     calm = observer.look(1.0, (), RunState())
-    assert (calm.checkpoints, calm.timeline) == (None, 0)
+    assert (calm.store.checkpoints, calm.store.timeline) == (None, 0)
     both = (PolicyVersion(0, 2), PolicyVersion(0, 4))
     tripped = observer.look(2.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
-    assert (tripped.checkpoints, tripped.timeline) == (both, 1)
+    assert (tripped.store.checkpoints, tripped.store.timeline) == (both, 1)
     command = documents.send_command(world.store, "rollback", 5.0, start="0-2", changes={"beta": 0.5})
     asked = observer.look(3.0, (), RunState())
     assert asked.commands == (Command(command.command_id, "rollback", "0-2", {"beta": 0.5}),)
-    assert asked.checkpoints == both
+    assert asked.store.checkpoints == both
     documents.command(command.command_id).drop(world.store)
-    assert observer.look(4.0, (), RunState()).checkpoints is None
+    assert observer.look(4.0, (), RunState()).store.checkpoints is None
     cloud.exit_code = exit_codes.OUT_OF_MEMORY
-    assert observer.look(5.0, (), RunState()).checkpoints == both
+    assert observer.look(5.0, (), RunState()).store.checkpoints == both
 
 
 def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
@@ -277,8 +277,11 @@ def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
     world.store.put(layout.catalog_revision(1), b'{"schema": 2, "number": 1}')
     observer = Observer(world.store, OneMachine(), spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     tripped = observer.look(1.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
-    assert (tripped.checkpoints, tripped.ever_stored) == (None, False)
-    assert tripped.damaged == "catalog/000000000001.json: schema 2; this grpo-orch reads up to 1; use a newer one"
+    assert (tripped.store.checkpoints, tripped.store.ever_stored) == (None, False)
+    assert (
+        tripped.store.damaged
+        == "catalog/000000000001.json: schema 2; this grpo-orch reads up to 1; use a newer one"
+    )
 
 
 def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
@@ -348,4 +351,4 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     observer = Observer(world.store, None, spot_alone, prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
     observer._machines = dict  # type: ignore[method-assign]
     assert observer.look(world.now_s, (), RunState()).prices is None
-    assert observer.look(world.now_s, (), RunState(budget_usd=50.0)).prices == {"trainer on demand": 4.0}
+    assert observer.look(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}

@@ -54,7 +54,7 @@ def test_a_cap_holds_however_far_behind_the_next_host_is(skew_s: float) -> None:
     assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
     world.run_to_end(8 * HOUR_S)
     assert world.newest is not None
-    assert world.newest.controller.state.budget_reached
+    assert world.newest.controller.state.money.is_reached
 
 
 @pytest.mark.parametrize("set_by_s", [-YEAR_S, -HOUR_S, HOUR_S, 20 * HOUR_S, YEAR_S])

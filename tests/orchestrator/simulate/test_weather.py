@@ -15,7 +15,7 @@ from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import tell
 from orchestrator.simulate.weather import NotWeather, Zone, read_weather
 from orchestrator.simulate.world import ON_DEMAND
-from policies.control.fleet.markets import market_of
+from policies.fleet.market import market_of
 from policies.model.spec import Budget
 from policies.model.vocabulary import Market, Role, RunPhase
 from tests.stand_ins.world import spec

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
-from policies.control.fleet.markets import market_of
 from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.snapshot import Confirm, Decision, Launch, LaunchRefused, Machine, Terminate
+from policies.control.snapshot import Confirm, Decision, Gateway, Launch, LaunchRefused, Machine, Terminate
+from policies.fleet.market import market_of
 from policies.model.buying import back_off_s
 from policies.model.events import (
     Event,
@@ -162,10 +162,10 @@ def test_nothing_is_concluded_when_the_cloud_does_not_answer() -> None:
 def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young() -> None:
     world = until_training(World())
     away = replace(world.snapshot(), members=None)
-    young = replace(world.snapshot(), members={}, gateway_age_s=1.0)
+    young = replace(world.snapshot(), members={}, gateway=Gateway(age_s=1.0))
     assert decide(world.state, away, world.spec).events == ()
     assert decide(world.state, young, world.spec).events == ()
-    old = replace(world.snapshot(), members={}, gateway_age_s=30.0)
+    old = replace(world.snapshot(), members={}, gateway=Gateway(age_s=30.0))
     assert {e.node for e in decide(world.state, old, world.spec).events if isinstance(e, NodeMoved)} == {
         "rollout-0-i1",
         "rollout-1-i1",
@@ -178,7 +178,7 @@ def test_a_machine_serves_while_one_of_its_engines_does() -> None:
     assert seen.members is not None
     alone = {**seen.members, "rollout-0-i1.1": seen.members["rollout-0-i1"]}
     del alone["rollout-0-i1"]  # its other engine
-    old = replace(seen, members=alone, gateway_age_s=30.0)
+    old = replace(seen, members=alone, gateway=Gateway(age_s=30.0))
     assert not [e for e in decide(world.state, old, world.spec).events if isinstance(e, NodeMoved)]
     alone["rollout-0-i11"] = alone.pop("rollout-0-i1.1")  # another machine
     other = replace(old, members=alone)

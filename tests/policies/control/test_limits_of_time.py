@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.snapshot import Decision, Machine, Snapshot, Trainer
+from policies.control.snapshot import Decision, Gateway, Machine, Snapshot, Stored, Trainer
 from policies.model.buying import MachineKind
 from policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
-from policies.model.state import Node, Rollback, RunState
+from policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
 from policies.model.timelines import Fork
 from policies.model.vocabulary import (
     Cause,
@@ -50,15 +50,16 @@ def decided(
     members: tuple[str, ...] | None = (ROLLOUT,),
     exit_code: int | None = None,
     step: int = STEP,
-    seen: dict[str, float] | None = None,
+    gateway: dict[str, float] | None = None,
+    steady_s: float = math.inf,
     **state: object,
 ) -> Decision:
     """What is decided where the trainer's last heartbeat is so old, and all that is not said is as it should be.
 
-    `exit_code`: of nodes whose attempt has ended; `seen`: of the snapshot; `state`: of the run's state.
+    `exit_code`: of nodes whose attempt has ended; `gateway`: fields of it; `state`: of the run's state.
     """
     known = replace(
-        RunState("sim", RunPhase.TRAINING, proved=True, nodes={one.id: one for one in nodes}),
+        RunState("sim", RunPhase.TRAINING, proved_at_s=0.0, nodes={one.id: one for one in nodes}),
         **state,  # type: ignore[arg-type]  # fields of RunState
     )
     ended = {one.id: exit_code for one in nodes if one.attempt_ended_at_s is not None}
@@ -68,11 +69,12 @@ def decided(
         now_s=NOW_S,
         machines=machines,
         members=None if members is None else {one.node: one for one in there},
-        gateway_age_s=LONG_S,
+        gateway=replace(Gateway(age_s=LONG_S), **gateway or {}),  # type: ignore[arg-type]  # its fields
+        steady_s=steady_s,
         trainer=Trainer(TRAINER, 1, known.timeline, step, LAST_STEP, "training", NOW_S - beat_s),
-        timeline=known.timeline,
+        store=Stored(timeline=known.timeline),
     )
-    return decide(known, replace(snapshot, **seen or {}), spec(1))  # type: ignore[arg-type]  # fields of Snapshot
+    return decide(known, snapshot, spec(1))
 
 
 def goes(decision: Decision, name: str, phase: NodePhase = NodePhase.TERMINATING) -> bool:
@@ -93,7 +95,7 @@ def rolling_back(stage: RollbackStage, for_s: float) -> dict[str, object]:
 
 def trainerless(for_s: float, boot_s: float) -> Decision:
     kinds = {KIND: MachineKind(served=1, boot_s=boot_s)}
-    return decided(node(ROLLOUT), members=None, kinds=kinds, trainerless_since_s=NOW_S - for_s)
+    return decided(node(ROLLOUT), members=None, kinds=kinds, shortages=Shortages(trainer_since_s=NOW_S - for_s))
 
 
 def broken(name: str, for_s: float, attempt: int = 1, **state: object) -> Decision:
@@ -125,20 +127,20 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "a silence beside the gateway": (120.0, lambda s: goes(decided(*ALL, beat_s=s), TRAINER)),
     "a silence since the gateway is heard": (
         120.0,
-        lambda s: goes(decided(*ALL, beat_s=LONG_S, seen={"gateway_heard_s": s}), TRAINER),
+        lambda s: goes(decided(*ALL, beat_s=LONG_S, gateway={"heard_s": s}), TRAINER),
     ),
     "a silence over unbroken looks": (
         120.0,
-        lambda s: goes(decided(*ALL, beat_s=LONG_S, seen={"steady_s": s}), TRAINER),
+        lambda s: goes(decided(*ALL, beat_s=LONG_S, steady_s=s), TRAINER),
     ),
     "a silence of the whole machine": (3600.0, lambda s: goes(decided(*ALL, beat_s=s, members=None), TRAINER)),
     "a silence of its gateway": (
         3600.0,
-        lambda s: goes(decided(*ALL, beat_s=LONG_S, members=None, seen={"gateway_silent_s": s}), TRAINER),
+        lambda s: goes(decided(*ALL, beat_s=LONG_S, members=None, gateway={"silent_s": s}), TRAINER),
     ),
     "a gateway too young to know all": (
         5.0,
-        lambda s: goes(decided(*ALL, members=(), seen={"gateway_age_s": s}), ROLLOUT, BOOTING),
+        lambda s: goes(decided(*ALL, members=(), gateway={"age_s": s}), ROLLOUT, BOOTING),
     ),
     "a boot": (
         900.0,
@@ -147,24 +149,22 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "a boot that a gateway has watched": (
         900.0,
         lambda s: goes(
-            decided(node(TRAINER), node(ROLLOUT, BOOTING, 3000.0), members=(), seen={"gateway_age_s": s}), ROLLOUT
+            decided(node(TRAINER), node(ROLLOUT, BOOTING, 3000.0), members=(), gateway={"age_s": s}), ROLLOUT
         ),
     ),
     "a boot though looks fail": (
         3600.0,
         lambda s: goes(
-            decided(node(TRAINER), node(ROLLOUT, BOOTING, s), members=(), seen={"gateway_age_s": 500.0}), ROLLOUT
+            decided(node(TRAINER), node(ROLLOUT, BOOTING, s), members=(), gateway={"age_s": 500.0}), ROLLOUT
         ),
     ),
     "an endless boot that a gateway has watched": (
         120.0,
-        lambda s: goes(
-            decided(node(TRAINER), node(ROLLOUT, BOOTING), members=(), seen={"gateway_age_s": s}), ROLLOUT
-        ),
+        lambda s: goes(decided(node(TRAINER), node(ROLLOUT, BOOTING), members=(), gateway={"age_s": s}), ROLLOUT),
     ),
     "before the first restart of a rollout node's work": (1.0, lambda s: restarts(broken(ROLLOUT, s))),
     "before its fourth": (8.0, lambda s: restarts(broken(ROLLOUT, s, attempt=4))),
-    "before a trainer's third": (4.0, lambda s: restarts(broken(TRAINER, s, trainer_failures=3))),
+    "before a trainer's third": (4.0, lambda s: restarts(broken(TRAINER, s, failures=TrainerFailures(3)))),
     "an old trainer that does not stop": (
         120.0,
         lambda s: goes(decided(*ALL, **rolling_back(RollbackStage.FORKED, s)), TRAINER),  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "a silent trainer that may store what it has": (
         120.0,
         lambda s: goes(
-            decided(node(TRAINER), beat_s=s, phase=RunPhase.STOPPING, seen={"gateway_heard_s": 0.0}), TRAINER
+            decided(node(TRAINER), beat_s=s, phase=RunPhase.STOPPING, gateway={"heard_s": 0.0}), TRAINER
         ),
     ),
     "a parked trainer that does not end": (
@@ -188,11 +188,13 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "and much longer": (900.0, lambda s: goes(trainerless(s, boot_s=5000.0), ROLLOUT)),
     "no trainer's machine": (
         3600.0,
-        lambda s: tells(decided(trainerless_since_s=NOW_S - s, members=None), CapacityMissing),
+        lambda s: tells(decided(shortages=Shortages(trainer_since_s=NOW_S - s), members=None), CapacityMissing),
     ),
     "no rollout node for a trainer": (
         3600.0,
-        lambda s: tells(decided(node(TRAINER, for_s=s), rolloutless_since_s=0.0, members=()), CapacityMissing),
+        lambda s: tells(
+            decided(node(TRAINER, for_s=s), shortages=Shortages(rollout_since_s=0.0), members=()), CapacityMissing
+        ),
     ),
 }
 
@@ -211,8 +213,8 @@ def test_a_trainer_that_drains_is_kept_past_its_notice_while_it_beats() -> None:
 
 def test_a_trainer_that_is_heard_is_kept_whatever_its_phase() -> None:
     assert decided(*ALL, beat_s=9.0).events == ()
-    assert decided(*ALL, beat_s=math.inf, seen={"steady_s": 0.0}).events == ()
-    assert decided(*ALL, beat_s=math.inf, members=None, seen={"steady_s": 60.0}).events == ()
+    assert decided(*ALL, beat_s=math.inf, steady_s=0.0).events == ()
+    assert decided(*ALL, beat_s=math.inf, members=None, steady_s=60.0).events == ()
 
 
 @pytest.mark.parametrize(("attempt", "again"), [(4, True), (5, False)])

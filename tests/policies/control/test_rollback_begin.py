@@ -7,7 +7,7 @@ from dataclasses import replace
 from policies.control.decide import decide
 from policies.control.observed import HEARTBEAT_FRESH_S
 from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
-from policies.control.snapshot import Command
+from policies.control.snapshot import Command, Stored
 from policies.model import exit_codes
 from policies.model.events import (
     CommandTaken,
@@ -72,7 +72,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
 def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
     world = world_of({0: (5, 2)})
     world.until(lambda w: w.state.diverged is not None)
-    snapshot = replace(world.snapshot(), checkpoints=(), ever_stored=True)
+    snapshot = replace(world.snapshot(), store=Stored(checkpoints=(), ever_stored=True))
     state = replace(world.state, rollbacks=(), phase=RunPhase.TRAINING)
     events = decide(state, snapshot, world.spec).events
     assert not [event for event in events if isinstance(event, RollbackBegun)]
@@ -268,7 +268,9 @@ def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person()
     world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
     world.until(lambda w: w.state.nodes["trainer-0-i1"].attempt_ended_at_s is not None)
     state = replace(world.state, rollbacks=())
-    events = decide(state, replace(world.snapshot(), checkpoints=(), ever_stored=True), world.spec).events
+    events = decide(
+        state, replace(world.snapshot(), store=Stored(checkpoints=(), ever_stored=True)), world.spec
+    ).events
     assert not [event for event in events if isinstance(event, RollbackBegun)]
     assert RunPhase.PAUSED in [event.phase for event in events if isinstance(event, RunMoved)]
 
@@ -289,7 +291,7 @@ def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back
     world = world_of({0: (13, 9)})
     world.looking = False
     world.until(lambda w: w.state.diverged is not None)
-    damaged = replace(world.snapshot(), checkpoints=None, damaged="catalog/1.json: schema 2; use a newer one")
+    damaged = replace(world.snapshot(), store=Stored(damaged="catalog/1.json: schema 2; use a newer one"))
     (paused,) = [e for e in decide(world.state, damaged, world.spec).events if isinstance(e, RunMoved)]
     assert paused.phase is RunPhase.PAUSED
     assert paused.reason == (

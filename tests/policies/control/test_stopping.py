@@ -39,7 +39,7 @@ def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
     assert 40.0 <= world.now_s - asked_at_s < 45.0
     assert world.checkpoints[-1] == PolicyVersion(0, step)
     world.run()
-    assert (world.state.phase, world.state.trainer_failures) == (RunPhase.STOPPED, 0)
+    assert (world.state.phase, world.state.failures.count) == (RunPhase.STOPPED, 0)
 
 
 @pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])

@@ -10,7 +10,7 @@ import pytest
 from policies.control.decide import decide
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import MACHINE_LOST_S
-from policies.control.snapshot import Launch, Terminate, Trainer
+from policies.control.snapshot import Gateway, Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.events import JobExited
 from policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -160,7 +160,7 @@ def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> Non
     world.let_pass(0.05, dt_s=0.5)
     assert world.up(Role.TRAINER) == ["trainer-0-i2"]
     assert [node.id for node in world.state.live(Role.TRAINER)] == ["trainer-0-i2"]
-    assert world.state.trainer_failures == 0  # it was replaced, and has not failed
+    assert world.state.failures.count == 0  # it was replaced, and has not failed
     assert world.state.phase is RunPhase.TRAINING
 
 
@@ -202,6 +202,6 @@ def test_so_is_one_that_begins_again(heard_s: float, given_up: bool, for_s: floa
     while world.state.nodes["trainer-0-i1"].attempt == 1:
         world.tick()
         world.now_s += 1.0
-    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway_heard_s=heard_s)
+    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway=Gateway(heard_s=heard_s))
     decision = decide(world.state, seen, world.spec)
     assert (Terminate("trainer-0-i1") in decision.actions) is given_up

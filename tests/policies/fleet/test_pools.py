@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.pools import REST_MAX_S, Crowd, HalfLives, choose, rest_s, weather_of
+from policies.fleet.market import REST_MAX_S, Crowd, HalfLives, choose, rates_of, rest_s
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.fold import NOTICED, fold
 from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
@@ -66,8 +66,8 @@ def test_a_rest_grows_with_each_refusal_and_ends(times: int) -> None:
 
 @given(counts, counts)
 def test_what_was_long_ago_is_forgotten(refusals: int, losses: int) -> None:
-    forgotten = weather_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S, HALF)
-    never = weather_of(pool("a"), None, 0.0, NOW_S, HALF)
+    forgotten = rates_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S, HALF)
+    never = rates_of(pool("a"), None, 0.0, NOW_S, HALF)
     assert abs(forgotten.losses_an_hour - never.losses_an_hour) < 1e-9
     assert abs(forgotten.success - never.success) < 1e-9
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from checkpoint.stream.spool import Seal, Spool
-from policies.control.fleet.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
+from policies.control.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
 from policies.control.snapshot import Trainer
 from policies.model.spec import CheckpointsSpec
 from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.how_many import HourlyPrices, StepShape, best_count, damped_count, optimum, usd_a_step
-from policies.fleet.measuring import ENOUGH, MeasuredStep, shape_of
+from policies.fleet.steps import (
+    ENOUGH,
+    HourlyPrices,
+    MeasuredStep,
+    StepShape,
+    best_count,
+    optimum,
+    shape_of,
+    usd_a_step,
+)
 
 H200_AND_SPOT_PAIR = HourlyPrices(beside_usd_per_h=3.96, node_usd_per_h=2.38)
 
@@ -50,38 +58,9 @@ def test_the_best_count_is_the_cheapest_of_all(
     assert cost[best_count(shape, prices, low, high)] <= min(cost.values()) * (1 + 1e-9)
 
 
-@given(shapes, prices, bounds, st.integers(0, 200))
-def test_a_damped_count_costs_hardly_more_than_the_best(
-    shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int], now: int
-) -> None:
-    """So it never costs much more than always `min` or always `max`, which are two of the counts."""
-    low, high = bounds
-    chosen = damped_count(shape, prices, low, high, now)
-    assert low <= chosen <= high
-    best = usd_a_step(shape, prices, best_count(shape, prices, low, high))
-    assert usd_a_step(shape, prices, chosen) <= 1.07 * best + 1e-12
-
-
-@given(
-    st.builds(StepShape, st.floats(0.1, 1e4), st.floats(0.1, 1e4)),
-    prices,
-    bounds,
-    st.lists(st.tuples(st.floats(0.84, 1.19), st.floats(0.84, 1.19)), min_size=2, max_size=30),
-)
-def test_noise_moves_it_one_way_at_most(
-    shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int], noise: list[tuple[float, float]]
-) -> None:
-    """a and b are each measured up to 19 % too high or 16 % too low: n* by up to 19 %."""
-    counts = [bounds[1]]
-    for a, b in noise:
-        measured = StepShape(shape.fixed_s * a, shape.generation_node_s * b)
-        counts.append(damped_count(measured, prices, *bounds, counts[-1]))
-    assert counts in (sorted(counts), sorted(counts, reverse=True))
-
-
 def test_without_prices_there_is_no_optimum_and_all_are_wanted() -> None:
     unknown = HourlyPrices(0.0, 2.38)
-    assert best_count(StepShape(60, 60), unknown, 1, 4) == damped_count(StepShape(60, 60), unknown, 1, 4, 2) == 4
+    assert best_count(StepShape(60, 60), unknown, 1, 4) == 4
     with pytest.raises(ValueError, match="prices"):
         optimum(StepShape(60, 60), unknown)
 

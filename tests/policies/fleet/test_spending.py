@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.fleet.spending import BUDGET
 from policies.control.snapshot import Command, LaunchRefused, Snapshot
-from policies.fleet.budget import on_demand_usd
+from policies.fleet.budget import BUDGET, on_demand_usd
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
 from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
@@ -136,7 +135,7 @@ def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone(
         world.tick()
     world.tick()
     assert "trainer-0-i1" not in world.state.nodes
-    assert world.state.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
+    assert world.state.money.spent_usd == pytest.approx(40.0 * 360.0 / 3600)
     assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(world.spent)
     assert world.state.kinds["trainer on demand"].unserved_in_a_row == 1
 

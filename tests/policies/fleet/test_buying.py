@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.fleet.fill import HOLD_MIN_S
 from policies.control.snapshot import Trainer
+from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.buying import (
     BACK_OFF_MAX_EXTRA_S,
@@ -217,7 +217,7 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> 
     world.lose("trainer-0-i1")
     world.refusing = True
     bought = world.let_pass(11.0)
-    assert bought.hours < 8 * (HOLD_MIN_S + 60) / HOUR_S
+    assert bought.hours < 8 * (IDLE_MIN_S + 60) / HOUR_S
     assert world.machines == {}
     world.refusing = False
     world.let_pass(0.1)
@@ -283,7 +283,7 @@ def test_an_hour_without_a_machine_is_told_once(role: Role) -> None:
     assert 3600.0 <= after_s < 3700.0
     world.refusing = world.refusing_rollouts = False
     world.wait(3600.0, 60.0)
-    assert world.state.capacity_told == frozenset()
+    assert not any(topic.startswith("capacity") for topic in world.state.reports)
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
         world.lose(node)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.fleet.size import RETURN_WITHIN_S, SETTLES_S, rollouts_wanted
-from policies.control.snapshot import Snapshot, Terminate
-from policies.fleet.how_many import StepShape
+from policies.control.snapshot import Measured, Snapshot, Terminate
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.plan import SETTLES_S
+from policies.fleet.reconcile import RETURN_WITHIN_S
+from policies.fleet.steps import StepShape
 from policies.model.events import FleetSized, MachineBought, NodeMoved
 from policies.model.vocabulary import Market, NodePhase, Role
 from tests.stand_ins.world import World, spec, until_training
@@ -28,9 +30,8 @@ def priced(world: World) -> World:
 
 def looked(world: World, shape: StepShape | None, activity: str = "training") -> Snapshot:
     assert world.beat is not None
-    return replace(
-        world.snapshot(), step_shape=shape, trainer=replace(world.beat, activity=activity, beat_at_s=world.now_s)
-    )
+    beat = replace(world.beat, activity=activity, beat_at_s=world.now_s)
+    return replace(world.snapshot(), measured=Measured(shape), trainer=beat)
 
 
 def tick(world: World, shape: StepShape, activity: str = "training") -> list[object]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from policies.control.fleet.deadline import course_of
-from policies.control.fleet.size import rollouts_wanted
-from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.snapshot import Snapshot
-from policies.fleet.how_many import StepShape
+from policies.fleet.deadline import course_of
+from policies.fleet.objective import rollouts_wanted
+from policies.fleet.steps import StepShape
 from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
 from policies.model.fold import fold
+from policies.model.reports import DEADLINE
 from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, RunPhase
-from tests.stand_ins.world import ON_DEMAND, World, on_two_markets, spec
+from tests.stand_ins.world import ON_DEMAND, World, fallback_nodes, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 60.0)  # 2 nodes on spot are cheapest; with 6, a step takes 70 s
 STEPS = 1000
@@ -83,10 +83,10 @@ def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
     world.let_pass(0.5)
     world.no_spot = False
     world.let_pass(1.5)
-    assert len(stand_ins_of(world.state)) == 3
+    assert len(fallback_nodes(world.state)) == 3
     world.at_step = 200
     world.let_pass(1.0)
-    assert stand_ins_of(world.state) == []
+    assert fallback_nodes(world.state) == []
 
 
 def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
@@ -94,7 +94,7 @@ def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
     world.let_pass(2.0)
     (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
     assert "the deadline takes it" in told.reason
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
     assert world.of(BudgetReached) == []
     assert world.state.phase is RunPhase.TRAINING
 
@@ -108,7 +108,7 @@ def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_f
     assert told.expected_end_s is not None
     assert told.expected_end_s > told.deadline_s + 3600
     assert rollouts_wanted(world.state, world.spec) == 2
-    assert fold(world.history).deadline_missed
+    assert DEADLINE in fold(world.history).reports
     world.take_over()
     world.let_pass(1.0)
     assert len(world.of(DeadlineMissed)) == 1

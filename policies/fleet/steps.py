@@ -1,10 +1,9 @@
-"""How many rollout nodes make a step cheapest.
+"""What a step consists of, how that is measured, and the number of nodes that makes a step cheapest.
 
 A step takes a + b/n seconds on n nodes: a are the seconds that no further node shortens (training, publishing, the
 longest completion), b the node-seconds of generation that n nodes share. With what is paid per hour for everything
 else, P (the trainer's machine, the controller's), and for a node, p, it costs (P + n p)(a + b/n). That is least at
-n* = sqrt(P b / (p a)), and grows with n/n* + n*/n on both sides of it: flat near n*, steep far from it. So a fleet
-that is a little off costs next to nothing, and DAMPING keeps it from following every breath of a measurement.
+n* = sqrt(P b / (p a)), and grows with n/n* + n*/n on both sides of it: flat near n*, steep far from it.
 
 Where the next step's completions are made while the trainer works (`rollout.max_staleness`), a step takes the
 longer of a and c + b/n, with c for what of generation no further node shortens. More nodes than make both alike
@@ -16,13 +15,10 @@ Nodes of unlike speed count as the average node: b in seconds of one, p the aver
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-# No change while n* times or divided by this would still leave the fleet as it is. At such a distance from n*
-# (n/n* + n*/n - 2) / 4, less than 1 % of a step's cost, is what is paid too much, and rounding to whole nodes adds
-# more than that: 6 % at most, between one node and two.
-DAMPING = 1.2
-DAMPED_SHARE = 0.05  # of a step's cost, which a change must save where generation and training overlap
+from statistics import fmean, median
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +90,6 @@ def best_count(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> i
     return min((below, min(below + 1, high)), key=lambda nodes: usd_a_step(shape, prices, nodes))
 
 
-def damped_count(shape: StepShape, prices: HourlyPrices, low: int, high: int, now: int) -> int:
-    """Return how many nodes to have when there are to be `now`: as many, unless n* is clearly elsewhere.
-
-    Then it goes to the near edge of what n* allows, not to n* itself: the way back is longer from there.
-    """
-    if not prices.known:
-        return high
-    if shape.ahead_s is not None:
-        best = best_count(shape, prices, low, high)
-        usd, least_usd = (usd_a_step(shape, prices, max(1, nodes)) for nodes in (now, best))
-        return now if low <= now <= high and usd <= (1 + DAMPED_SHARE) * least_usd else best
-    exact = optimum(shape, prices)
-    return min(max(now, _whole(exact / DAMPING, low, high)), _whole(exact * DAMPING, low, high))
-
-
 def _whole(exact: float, low: int, high: int) -> int:
     """Return the cheapest whole number from `low` (at least 1) to `high`: k and k + 1 cost the same at
     n* = sqrt(k (k + 1))."""
@@ -117,3 +98,79 @@ def _whole(exact: float, low: int, high: int) -> int:
     below = math.floor(exact)
     nearest = below + 1 if exact * exact > below * (below + 1) else below
     return min(max(nearest, low, 1), high)
+
+
+# Measuring. Generation does not shrink to nothing with ever more nodes: the longest completion is made one token
+# after the other, and all nodes load a policy at once. That part is told from the other once fleets of clearly
+# unlike size have generated, which on spot they soon have: seconds a token as c + b/n, by least squares. Until
+# then all of it is taken to be shared, so that the first estimate of n* is rather too high, and is corrected as
+# the fleet shrinks. Seconds are taken per token, for completions grow as a policy learns.
+
+RECENT = 20  # steps, also of each size of fleet
+ENOUGH = 3  # steps, before anything is told from them
+UNLIKE = 1.5  # times as many nodes, before a fit is worth more than its noise
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step: seconds in all, of these in which completions were made, by how many nodes, and the tokens; and of
+    those seconds the ones in which the trainer made them, for no node was there, and those in which it was at work
+    on earlier steps."""
+
+    took_s: float
+    generated_s: float
+    nodes: float
+    tokens: float
+    own_s: float = 0.0
+    ahead_s: float = 0.0
+
+
+def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
+    """Return what the newest steps with nodes consist of; None before there are enough.
+
+    `steps` are in the order of time.
+    """
+    steps = [step for step in steps if not step.own_s]
+    if len(steps) < ENOUGH:
+        return None
+    recent = steps[-RECENT:]
+    tokens = median(max(1.0, step.tokens) for step in recent)
+    other_s = median(max(0.0, step.took_s - step.generated_s + step.ahead_s) for step in recent)
+    tail_s, shared_node_s = _split(_seconds_a_token(steps))
+    if any(step.ahead_s for step in recent):
+        return StepShape(other_s, shared_node_s * tokens, ahead_s=tail_s * tokens)
+    return StepShape(other_s + tail_s * tokens, shared_node_s * tokens)
+
+
+def own_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
+    """The same of the newest steps whose completions the trainer made itself, as if by one node; None before there
+    is one."""
+    own = [step for step in steps if step.own_s > step.generated_s / 2][-ENOUGH:]
+    if not own:
+        return None
+    other_s = median(max(0.0, step.took_s - step.generated_s) for step in own)
+    return StepShape(other_s, median(step.generated_s for step in own))
+
+
+def _seconds_a_token(steps: Sequence[MeasuredStep]) -> dict[int, float]:
+    """By the number of nodes; the newest steps of each."""
+    found = defaultdict[int, list[float]](list)
+    for step in steps:
+        found[max(1, round(step.nodes))].append(step.generated_s / max(1.0, step.tokens))
+    newest = max(1, round(steps[-1].nodes))
+    return {n: median(seconds[-RECENT:]) for n, seconds in found.items() if len(seconds) >= ENOUGH or n == newest}
+
+
+def _split(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Return c and b of c + b/n, neither negative."""
+    if max(seconds) < UNLIKE * min(seconds):
+        return 0.0, fmean(n * each_s for n, each_s in seconds.items())
+    x_mean = fmean(1 / n for n in seconds)
+    y_mean = fmean(seconds.values())
+    spread = sum((1 / n - x_mean) ** 2 for n in seconds)
+    shared = sum((1 / n - x_mean) * (each_s - y_mean) for n, each_s in seconds.items()) / spread
+    if shared <= 0:
+        return y_mean, 0.0
+    if (tail := y_mean - shared * x_mean) < 0:
+        return 0.0, sum(each_s / n for n, each_s in seconds.items()) / sum(1 / n**2 for n in seconds)
+    return tail, shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from policies.control.snapshot import Snapshot
-from policies.fleet.how_many import StepShape
+from policies.fleet.steps import StepShape
 from policies.model.events import NodeMoved, NodeRequested, RebalanceRecommended
 from policies.model.fold import NOTICED
 from policies.model.pools import Pool, PoolOffer

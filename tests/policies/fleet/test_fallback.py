@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.fleet.fill import STAYS_S
-from policies.control.fleet.stand_ins import WAIT_MIN_S, stand_ins, stand_ins_of, wait_s
 from policies.control.snapshot import Snapshot
-from policies.fleet.how_many import StepShape
+from policies.fleet.plan import STAYS_S
+from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
@@ -25,7 +24,7 @@ from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.budget import examples
-from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, spec, two_markets
+from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, fallback_nodes, spec, two_markets
 
 
 @pytest.mark.parametrize("failed", [1, 2])
@@ -41,23 +40,23 @@ def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_t
     assert world.of(BudgetReached) == []
     assert world.stood_in
     assert world.steps > 1000
-    assert any("spot is too dear" in event.reason for event in world.of(NodeRequested))
+    assert any("spot is too expensive" in event.reason for event in world.of(NodeRequested))
 
 
 def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None:
     world = two_markets(spec(2))
     world.let_pass(1.0)
     assert (
-        len(stand_ins_of(world.state)) == len(world.stood_in) == 1
+        len(fallback_nodes(world.state)) == len(world.stood_in) == 1
     )  # what the trainer needs, with nothing measured
     assert world.steps > 0.8 * 3600
     world.no_spot = False
     while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
     world.let_pass((HELD_S - 60.0) / 3600)
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
     world.let_pass(300.0 / 3600)
-    assert stand_ins_of(world.state) == []
+    assert fallback_nodes(world.state) == []
     assert all(world.markets[one] is Market.SPOT for one in world.up(Role.ROLLOUT))
     before = len(world.of(NodeRequested))
     world.let_pass(2.0)
@@ -75,11 +74,11 @@ def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_
     for node in world.serving_on_spot:
         world.lose(node)
     world.let_pass(2 * HELD_S / 3600)
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
     world.away = False
     world.let_pass(2 * HELD_S / 3600)
     assert world.serving_on_spot == []
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
 
 
 @pytest.mark.parametrize(("low", "shape"), [(3, None), (1, StepShape(1.0, 100.0))])
@@ -89,10 +88,10 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
     wanted = replace(spec(3), rollout=replace(spec(3).rollout, replicas=Replicas(min=low, max=3)))
     world = two_markets(wanted, shape=shape)
     world.let_pass(1.0)
-    assert len(stand_ins_of(world.state)) == 3
+    assert len(fallback_nodes(world.state)) == 3
     world.no_spot = False
     most, ends_s = 0, world.now_s + 2 * 3600.0
-    while stand_ins_of(world.state):
+    while fallback_nodes(world.state):
         world.let_pass(20.0 / 3600)
         most = max(most, len(world.up(Role.ROLLOUT)))
         assert world.now_s < ends_s, world.up(Role.ROLLOUT)
@@ -114,7 +113,7 @@ def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> N
                 world.lose(node)
         world.let_pass(5 / 60)
     assert len(world.stood_in) == 1
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1
 
 
 def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
@@ -164,7 +163,7 @@ def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> No
     assert world.most is not None
     world.most["rollout on spot"] = 1.0  # and then it is not
     world.let_pass(1.0)
-    assert (stand_ins_of(world.state), len(world.serving_on_spot)) == ([], 2)
+    assert (fallback_nodes(world.state), len(world.serving_on_spot)) == ([], 2)
 
 
 def test_where_neither_fits_the_budget_is_reached() -> None:
@@ -275,9 +274,9 @@ def test_without_prices_there_is_no_fallback() -> None:
 def test_a_new_controller_keeps_them() -> None:
     world = two_markets(spec(2))
     world.let_pass(1.0)
-    (there,) = stand_ins_of(world.state)
+    (there,) = fallback_nodes(world.state)
     world.take_over()
-    assert stand_ins_of(fold(world.history)) == [there]
+    assert fallback_nodes(fold(world.history)) == [there]
     again = decide(world.state, world.snapshot(), world.spec).events
     assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
 
@@ -292,7 +291,7 @@ def ranged(usd_per_h: float, low: int, high: int) -> RunSpec:
 
 def until_spot_alone(world: World, within_s: float) -> None:
     ends_s = world.now_s + within_s
-    while stand_ins_of(world.state) or not world.serving_on_spot:
+    while fallback_nodes(world.state) or not world.serving_on_spot:
         world.let_pass(20.0 / HOUR_S)
         assert world.now_s < ends_s, (world.state.live, world.state.kinds)
 
@@ -344,38 +343,3 @@ def test_spot_that_comes_back_is_found_under_any_cap(
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
-
-
-def step_usd(shape: StepShape, beside: float, price: float, spot: int, spot_usd: float, extra: int) -> float:
-    return (beside + spot * spot_usd + extra * price) * shape.seconds(spot + extra)
-
-
-@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 8), st.integers(1, 8))
-def test_no_other_number_makes_a_step_cheaper(
-    a: float, b: float, beside: float, price: float, share: float, spot: int, high: int
-) -> None:
-    shape, spot_usd = StepShape(a, b), share * price
-    found = stand_ins(shape, beside, price, spot, spot_usd, 0, high)
-    choices = [extra for extra in range(high - spot + 1) if spot + extra] or [0]
-    costs = {extra: step_usd(shape, beside, price, spot, spot_usd, extra) for extra in choices}
-    assert costs[found] <= min(costs.values()) * (1 + 1e-9)
-
-
-@given(seconds, seconds, usd, usd, st.floats(0.1, 1.0), st.integers(0, 7))
-def test_one_more_on_spot_never_asks_for_more_on_demand(
-    a: float, b: float, beside: float, price: float, share: float, spot: int
-) -> None:
-    """So what is bought by all that is there is never at once returned for what has held."""
-    counts = [stand_ins(StepShape(a, b), beside, price, k, share * price, 0, 8) for k in (spot, spot + 1)]
-    assert counts[1] <= counts[0]
-
-
-@given(usd, usd, st.integers(1, 8), st.floats(60.0, 3600.0), st.floats(0.0, 1e5))
-def test_the_wait_and_a_start_cost_at_most_twice_the_best(
-    beside: float, price: float, nodes: int, boot_s: float, outage_s: float
-) -> None:
-    start_usd = nodes * price * boot_s
-    waits_s = wait_s(nodes, price, beside, boot_s)
-    paid = beside * min(outage_s, waits_s) + (start_usd if outage_s > waits_s else 0.0)
-    best = min(beside * outage_s, start_usd)
-    assert paid <= 2 * best * (1 + 1e-9) + beside * WAIT_MIN_S

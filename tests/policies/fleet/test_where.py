@@ -13,6 +13,7 @@ from policies.control.decide import decide
 from policies.model.buying import MachineKind
 from policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
 from policies.model.pools import Pool, PoolOffer
+from policies.model.reports import with_report
 from policies.model.spec import Budget, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, kind_of, role_of, slot_and_incarnation
 from tests.stand_ins.world import World, spec
@@ -148,7 +149,7 @@ def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all
     assert "KeyError" in noticed.text
     assert "bought wherever it finds them" in noticed.text
     assert any(isinstance(event, NodeRequested) for event in told.events)
-    seen = replace(world.state, noticed={noticed.kind: 0})
+    seen = replace(world.state, reports=with_report({}, noticed, 0.0))
     assert not any(isinstance(event, Noticed) for event in decide(seen, snapshot, world.spec).events)
     capped = decide(world.state, snapshot, replace(world.spec, budget=Budget(usd=100.0)))
     [noticed] = [event for event in capped.events if isinstance(event, Noticed)]

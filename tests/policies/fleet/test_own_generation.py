@@ -6,16 +6,14 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies.control.snapshot import OWN_GENERATION, Machine, Snapshot
-from policies.fleet.how_many import HourlyPrices, StepShape, usd_a_step
-from policies.fleet.parking import IDLE_MIN_S, own_step_limit_s
+from policies.fleet.plan import IDLE_MIN_S
+from policies.fleet.steps import StepShape
 from policies.model.events import NodesGenerate, TrainerGenerates
 from policies.model.spec import FleetPolicy, RunSpec
-from policies.model.vocabulary import RunPhase
-from tests.stand_ins.world import HOUR_S, World, on_two_markets, spec
+from policies.model.vocabulary import Market, Role, RunPhase
+from tests.stand_ins.world import HOUR_S, USD, World, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 120.0)
 # Of a step alone, at 4 USD an hour for the trainer and 5 at most for a node on demand, of which one is best.
@@ -41,7 +39,7 @@ class Alone(World):
         looked = super().snapshot()
         known = self.own_steps >= 2 * self.at_once - 1 and self.measured  # once the next generation is logged
         own = StepShape(SHAPE.fixed_s, self.own_step_s - SHAPE.fixed_s) if known else None
-        return replace(looked, own_step=own, stepped_at_s=self.stepped_at_s)
+        return replace(looked, measured=replace(looked.measured, own_step=own), stepped_at_s=self.stepped_at_s)
 
     def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
         super()._advance_trainer(trainer, dt_s)
@@ -134,22 +132,10 @@ def test_a_run_behind_its_deadline_takes_what_it_can_get() -> None:
     assert until_parked(world, hours=2.0) == math.inf
 
 
+def test_a_trainer_of_unknown_price_goes_on_generating() -> None:
+    paid = {**USD, (Role.TRAINER, Market.ON_DEMAND): 0.0}
+    assert until_parked(alone(own_step_s=10 * LIMIT_S, paid=paid)) == math.inf
+
+
 def test_a_trainer_that_does_not_generate_parks_as_ever() -> None:
     assert until_parked(alone(own_after_s=math.inf)) <= PARKS_AFTER_S
-
-
-def test_a_trainer_that_costs_nothing_is_never_too_dear() -> None:
-    assert own_step_limit_s(SHAPE, HourlyPrices(0.0, 4.0), 1, 2) == math.inf
-    assert own_step_limit_s(SHAPE, HourlyPrices(4.0, 5.0), 1, 2) == pytest.approx(LIMIT_S)
-
-
-@given(
-    st.floats(1, 1000), st.floats(0, 5000), st.floats(0.5, 100), st.floats(0.1, 50), st.integers(1, 16), st.data()
-)
-def test_no_number_of_nodes_on_demand_makes_a_step_cheaper_than_one_at_the_limit(
-    fixed_s: float, generation_s: float, beside: float, node: float, high: int, data: st.DataObject
-) -> None:
-    shape, prices = StepShape(fixed_s, generation_s), HourlyPrices(beside, node)
-    limit_s = own_step_limit_s(shape, prices, 1, high)
-    nodes = data.draw(st.integers(1, high))
-    assert beside * limit_s / 3600 <= usd_a_step(shape, prices, nodes) * (1 + 1e-9)

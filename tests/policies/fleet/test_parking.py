@@ -6,22 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.fleet.stand_ins import stand_ins_of
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.snapshot import Action, Launch, Snapshot
-from policies.fleet.parking import IDLE_MIN_S, idle_limit_s
+from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, parked, spec, two_markets
-
-
-def test_a_restarts_price_in_seconds_of_waiting() -> None:
-    assert idle_limit_s(600.0, 30.0, 3.0) == pytest.approx(660.0)
-    assert idle_limit_s(600.0, 4.0, 4.0) == idle_limit_s(600.0, 0.0, 4.0) == 1200.0
-    assert idle_limit_s(5.0, 4.0, 1.0) == IDLE_MIN_S
+from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, fallback_nodes, parked, spec, two_markets
 
 
 def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> None:
@@ -46,7 +39,7 @@ def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> Non
     assert world.now_s - back_at_s < BACK_OFF_MAX_EXTRA_S + 120.0
     assert len(world.up(Role.ROLLOUT)) == 2
     assert world.steps > steps
-    assert (world.state.trainer_failures, world.of(JobRestarted)) == (0, [])
+    assert (world.state.failures.count, world.of(JobRestarted)) == (0, [])
     (told,) = [event for event in world.of(RunMoved) if event.parked_s is not None]
     assert (told.parked_s or 0.0) > 24 * HOUR_S
     assert "rollout-0" in told.reason
@@ -118,7 +111,7 @@ def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> N
     assert world.is_at(RunPhase.TRAINING)
     assert world.up(Role.TRAINER) == [node]
     assert world.launches[-1] == (node, 2)
-    assert world.state.trainer_failures == 0
+    assert world.state.failures.count == 0
     world.until(RunPhase.PARKED)
 
 
@@ -192,7 +185,7 @@ def test_both_markets_are_tried_in_turn() -> None:
     world.refusing_rollouts = False
     world.let_pass(0.2, 5.0)
     assert world.is_at(RunPhase.TRAINING)
-    assert stand_ins_of(world.state)
+    assert fallback_nodes(world.state)
 
 
 def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> None:
@@ -205,7 +198,7 @@ def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> 
     world.no_spot, world.boot_s = True, {}
     world.let_pass(8.0, 5.0)
     assert world.is_at(RunPhase.TRAINING)
-    assert stand_ins_of(world.state)
+    assert fallback_nodes(world.state)
 
 
 def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
@@ -218,4 +211,4 @@ def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> 
         world.lose(node)
     world.let_pass(0.5)  # on demand is bought once the wait has cost what its start does
     assert RunPhase.PARKED not in [event.phase for event in world.of(RunMoved)]
-    assert len(stand_ins_of(world.state)) == 1
+    assert len(fallback_nodes(world.state)) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from policies.control.snapshot import Command, Trainer
 from policies.control.stopping import DOWN
-from policies.fleet.parking import IDLE_MIN_S
+from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.events import TimelineForked
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase

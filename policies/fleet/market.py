@@ -1,0 +1,494 @@
+"""The market: which machines can be bought now, where, at what price, and when the next one may be requested.
+
+`offers` is the first step of the fleet (then `plan`, `reconcile`, `report`). Back-offs, breakers, quotas, regions
+and prices are decided here and nowhere else. An `Offer` is a line that can be printed; `Offers.terms` chooses the
+pool of one machine, and is asked again for each machine of a tick, because a fleet is spread over zones.
+
+A machine costs price x (1 + losses an hour x hours to serve) / success: each loss wastes another start, and a
+launch that does not come costs its time. Both rates are estimated from what the run has seen in the pool, older
+events counting for less, on top of a prior that is worth a few observations, so that a pool which was never tried
+is neither shunned nor preferred. A pool that refused or took a machine rests, twice as long with each in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property, partial
+from typing import Any
+
+from policies.control.snapshot import Snapshot
+from policies.fleet import disks
+from policies.fleet.budget import Caps, Purse, caps_of
+from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
+from policies.model.events import BuyingResumed, BuyingStopped
+from policies.model.phases import FILLING_NODE
+from policies.model.pools import Pool, PoolOffer, PoolRecord
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState, Slot
+from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
+
+# Before anything was seen. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
+LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
+SUCCESS = {Market.SPOT: 0.7, Market.ON_DEMAND: 0.95}
+PRIOR_NODE_HOURS = 10.0  # as many hours of its own weigh as much as the prior
+PRIOR_LAUNCHES = 2.0
+CROWDED = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
+REST_FIRST_S = 60.0
+REST_MAX_S = 3600.0
+POOLS_UNKNOWN = "waits for the cloud's list of offers"
+# Refusals that another pool may not repeat; None: the machine was taken back before it served.
+_OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
+_KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
+
+
+# Which market run.yaml names.
+
+
+def market_of(role: Role, spec: RunSpec) -> Market:
+    """Rollout nodes are bought on spot unless `use_spot: false`, the trainer on demand unless `use_spot: true`."""
+    resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
+    spot = bool(resources.get("use_spot", role is Role.ROLLOUT))
+    return Market.SPOT if spot else Market.ON_DEMAND
+
+
+def may_fall_back(spec: RunSpec) -> bool:
+    """Whether on-demand nodes may replace unavailable spot: run.yaml names no market for rollout nodes."""
+    resources = spec.rollout.resources
+    entries: list[dict[str, Any]] = [*resources.get("any_of", ()), *resources.get("ordered", ())]
+    return not any("use_spot" in entry for entry in (resources, *entries))
+
+
+# What is expected of a pool.
+
+
+@dataclass(frozen=True, slots=True)
+class HalfLives:
+    """Hours after which an observation counts half."""
+
+    losses_h: float
+    launches_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRates:
+    """What is expected of a pool, and from how many launches that is estimated."""
+
+    losses_an_hour: float
+    success: float
+    launches: int = 0
+    came: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The pool to buy in, and why."""
+
+    offer: PoolOffer
+    rates: PoolRates
+    rests_s: float = 0.0  # it would still rest for that long, as all others do
+
+    @property
+    def words(self) -> str:
+        """`in aws/r/z g6.xlarge L4:1 spot at 0.71 USD/h: 0.02 losses an hour, 3 of 4 launches came`."""
+        rates = self.rates
+        tried = f"{rates.came} of {rates.launches} launches came" if rates.launches else "never tried"
+        rests = f", though it rests for {self.rests_s:.0f} s, as all do" if self.rests_s else ""
+        price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
+        return f"in {self.offer.pool}{price}: {rates.losses_an_hour:.2f} losses an hour, {tried}{rests}"
+
+
+class Crowd:
+    """The pools of one role's nodes, by which a further node is placed; kept up as nodes are requested."""
+
+    def __init__(self, nodes: Iterable[Node] = (), now_s: float = 0.0) -> None:
+        self.count = 0
+        self.hours = defaultdict[Pool, float](float)  # that the machines in a pool have been there
+        self._places = Counter[str]()
+        for node in nodes:
+            self.add(node.pool, max(0.0, now_s - node.came_at_s) / 3600 if node.came_at_s else 0.0)
+
+    def add(self, pool: Pool | None, hours: float = 0.0) -> None:
+        """Count one more node. `pool`: None: its place is not known."""
+        self.count += 1
+        if pool is not None:
+            self.hours[pool] += hours
+            self._places[pool.place] += 1
+
+    def share(self, pool: Pool) -> float:
+        """The share of all nodes that is in the pool's zone."""
+        return self._places[pool.place] / max(1, self.count)
+
+    @property
+    def regions(self) -> set[tuple[str, str]]:
+        return {(pool.cloud, pool.region) for pool in self.hours}
+
+
+def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, half: HalfLives) -> PoolRates:
+    """Return what is expected of a pool. `present_h`: hours of the machines that are in it now, all together."""
+    losses = LOSSES_AN_HOUR[pool.market] * PRIOR_NODE_HOURS
+    hours = PRIOR_NODE_HOURS + present_h
+    arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
+    for stay in record.stays if record else ():
+        counts = weight(now_s - stay.until_s, half.losses_h)
+        losses, hours = losses + counts * stay.taken, hours + counts * stay.hours
+    for launch in record.launches if record else ():
+        counts = weight(now_s - launch.at_s, half.launches_h)
+        arrived, requested = arrived + counts * launch.came, requested + counts
+    launches = record.launches if record else ()
+    came = sum(launch.came for launch in launches)
+    return PoolRates(losses / hours, arrived / requested, len(launches), came)
+
+
+def weight(age_s: float, half_life_h: float) -> float:
+    """Return how much an observation of that age counts, next to one of now."""
+    return float(0.5 ** (max(0.0, age_s) / 3600 / half_life_h))
+
+
+def rest_s(record: PoolRecord | None, now_s: float) -> float:
+    """Return for how many seconds more a pool rests; 0: it does not."""
+    if record is None:
+        return 0.0
+    refused = _rest_after(record.refused_in_a_row) - (now_s - record.refused_at_s)
+    taken = _rest_after(record.taken_in_a_row) - (now_s - record.taken_at_s)
+    return max(0.0, refused if record.refused_in_a_row else 0.0, taken if record.taken_in_a_row else 0.0)
+
+
+def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> float:
+    """As `rest_s`; a pool also rests while its region's quota is used up."""
+    return max(rest_s(records.get(str(place)), now_s) for place in (pool, pool.anywhere))
+
+
+def _rest_after(count: int) -> float:
+    return float(min(REST_MAX_S, REST_FIRST_S * 2 ** min(count - 1, 10))) if count else 0.0
+
+
+def cost(offer: PoolOffer, rates: PoolRates, hours_to_serve: float) -> float:
+    """Return USD a node-hour of work, by the formula above."""
+    return offer.usd_per_h * (1 + rates.losses_an_hour * hours_to_serve) / rates.success
+
+
+def choose(
+    offers: Sequence[PoolOffer],
+    records: Mapping[str, PoolRecord],
+    crowd: Crowd,
+    now_s: float,
+    half: HalfLives,
+    hours_to_serve: float,
+    crowded: float = CROWDED,
+) -> Choice | None:
+    """Return where a machine is bought; None without offers. Where all rest, the pool whose rest ends first.
+
+    Args:
+        offers: of one role and one market.
+        records: by the pool's text.
+        crowd: the nodes of the role.
+        now_s: seconds since the epoch.
+        half: half-lives of observations.
+        hours_to_serve: from a request until the machine works.
+        crowded: how much more expensive another zone may be when all nodes are in one.
+    """
+
+    def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
+        record = records.get(str(offer.pool))
+        rates = rates_of(offer.pool, record, crowd.hours.get(offer.pool, 0.0), now_s, half)
+        usd = cost(offer, rates, hours_to_serve) * (1 + crowded * crowd.share(offer.pool))
+        rests_s = rest_in_s(offer.pool, records, now_s)
+        return rests_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rests_s)
+
+    return min(map(judge, offers), key=lambda judged: judged[:4])[-1] if offers else None
+
+
+# The offers of a tick.
+
+
+class Status(StrEnum):
+    """Whether a machine can be requested on a market."""
+
+    OPEN = "open"
+    BACKING_OFF = "backing off"  # refused lately: requested again at `until_s`
+    BROKEN = "broken"  # the last machines failed: one is requested at `until_s`, to see whether the kind works
+    TESTING = "testing"  # none has served yet, and as many are on their way as may fail
+    TOO_EXPENSIVE = "too expensive"  # the budget has no room
+    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Machines of one role on one market, as they can be bought now."""
+
+    role: Role
+    market: Market
+    status: Status
+    usd_per_h: float | None  # the most that the next machine may cost, with its disk; None: not known
+    place: str = ""  # where the next one would be requested; empty: the cloud chooses
+    until_s: float | None = None  # when it may be requested again
+    start_s: float = 0.0  # expected from request to work
+    lifetime_s: float = math.inf  # expected, of a machine that works
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Where one machine is requested, and the most that it may cost an hour. `choice`: None where there is nothing
+    to choose; `machine_usd_per_h`: None where no price is known."""
+
+    choice: Choice | None
+    machine_usd_per_h: float | None
+    disk_usd_per_h: float
+
+    @property
+    def usd_per_h(self) -> float | None:
+        return None if self.machine_usd_per_h is None else self.machine_usd_per_h + self.disk_usd_per_h
+
+    @property
+    def place(self) -> str:
+        return "" if self.choice is None else self.choice.words
+
+
+class Offers:
+    """The market of one tick. Call `add` for each machine that is requested: the next is placed with it."""
+
+    def __init__(self, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
+        self._state, self._snapshot, self._spec = state, snapshot, spec
+        self._now_s = snapshot.now_s
+        # A parked run needs no node at once: its tries may be as far apart as those for surplus nodes.
+        self._needed = state.phase is not RunPhase.PARKED
+        self._half = HalfLives(spec.policies.fleet.loss_half_life_h, spec.policies.fleet.launch_half_life_h)
+
+    @cached_property
+    def _crowds(self) -> dict[Role, Crowd]:
+        return {role: Crowd(self._state.live(role), self._now_s) for role in Role}
+
+    @cached_property
+    def _filling(self) -> Counter[str]:
+        return Counter(node.kind for node in self._state.nodes.values() if node.phase in FILLING_NODE)
+
+    # Facts.
+
+    def kind(self, role: Role, market: Market) -> MachineKind:
+        return self._state.kinds.get(kind_of(role, market), MachineKind())
+
+    @property
+    def are_known(self) -> bool:
+        """Whether it is known where machines are offered and where the run's are, which fixes the region. The
+        journal has that, except for machines bought while no pools were known: the cloud's listing shows it."""
+        pools = self._snapshot.pools
+        if not pools or self._snapshot.machines is not None:
+            return pools is not None
+        return all(node.pool is not None for role in Role for node in self._state.live(role))
+
+    def most_usd_per_h(self, role: Role, market: Market) -> float:
+        """The most that a machine may cost, without its disk; 0: not known."""
+        return (self._snapshot.prices or {}).get(kind_of(role, market), 0.0)
+
+    def start_s(self, role: Role, market: Market) -> float:
+        """Seconds from a request until the machine works, as last seen; else what it may take."""
+        boot_s = self.kind(role, market).boot_s
+        return self._spec.policies.boot_timeout_s if boot_s is None else boot_s
+
+    def offer(self, role: Role, market: Market) -> Offer:
+        """Return the line of a role and a market."""
+        terms = self.terms(role, market, lambda _: True)
+        rates = None if terms.choice is None else terms.choice.rates
+        losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
+        status, until_s, why = self._status(role, market)
+        place = "" if terms.choice is None else str(terms.choice.offer.pool)
+        start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
+        return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, why)
+
+    def _status(self, role: Role, market: Market) -> tuple[Status, float | None, str]:
+        kind = self.kind(role, market)
+        why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}" if kind.failures_in_a_row else ""
+        if not self.are_known:
+            return Status.UNKNOWN, None, POOLS_UNKNOWN
+        if not self.room(role, market):
+            until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
+            return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
+        if refusal := self._refusal(role, market, self.terms(role, market, lambda _: True).usd_per_h):
+            return Status.TOO_EXPENSIVE, None, refusal
+        until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
+        if kind.refused_in_a_row and until_s > self._now_s:
+            return Status.BACKING_OFF, until_s, why
+        return Status.OPEN, None, why
+
+    def _refusal(self, role: Role, market: Market, usd_per_h: float | None) -> str:
+        return Purse(self._state, self._snapshot, self._spec).refusal(role, kind_of(role, market), usd_per_h)
+
+    # Whether a machine may be requested.
+
+    def room(self, role: Role, market: Market) -> float:
+        """Return how many machines may be requested now. Of a kind that never served, as many are tried as may
+        fail before its buying stops; of one whose buying has stopped, one at a time, now and then."""
+        kind = self.kind(role, market)
+        if kind.stopped:
+            return float(self._may_probe(kind_of(role, market), kind))
+        if kind.served:
+            return math.inf
+        return max(0, REFUSALS - kind.unserved_in_a_row - self._filling[kind_of(role, market)])
+
+    def is_backing_off(self, role: Role, market: Market, slot: Slot, *, needed: bool) -> bool:
+        """Whether the slot was refused lately. A refusal that was its pool's own sends the next request to another
+        pool immediately, so a zone that has machines is found as soon as by a cloud's own failover."""
+        waited_s = self._now_s - slot.refused_at_s
+        if waited_s >= back_off_s(slot.refusals_in_a_row, needed):
+            return False
+        return not self._has_other_pool(role, market, slot.last_refusal)
+
+    def fallback_is_backing_off(self) -> bool:
+        """Whether on demand refused a rollout node lately."""
+        kind = self.kind(Role.ROLLOUT, Market.ON_DEMAND)
+        return self._now_s - kind.failed_at_s < back_off_s(kind.refused_in_a_row, self._needed)
+
+    def _may_probe(self, name: str, kind: MachineKind) -> bool:
+        if any(node.kind == name and _is_probe(node, kind) for node in self._state.nodes.values()):
+            return False
+        waited_s = self._now_s - kind.failed_at_s
+        return self.is_elsewhere(name, kind) or waited_s >= probe_wait_s(kind, self._needed)
+
+    def is_elsewhere(self, name: str, kind: MachineKind) -> bool:
+        """Whether one pool after the other fails, and one is left."""
+        return not kind.never_serves and self._has_other_pool(*_KINDS[name], kind.last_refusal)
+
+    def _has_other_pool(self, role: Role, market: Market, last: Refusal | None) -> bool:
+        if last not in _OF_POOL:
+            return False
+        pools = self._pools(role, market)
+        return any(not rest_in_s(offer.pool, self._state.pools, self._now_s) for offer in pools)
+
+    # Where a machine is bought, and at what price.
+
+    def terms(self, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
+        """Return on what terms a machine is bought.
+
+        `fits`: whether there is money for one of that many USD an hour. Of the pools for which there is, the best
+        is taken; where there is for none, the best of all, so that a message can name its price.
+        """
+        pools = self._pools(role, market)
+        best = self._terms(role, market, self._choice(role, market, pools))
+        if best.usd_per_h is None or fits(best.usd_per_h):
+            return best
+        places = {(offer.pool.cloud, offer.pool.region): offer.pool for offer in pools}
+        disk_usd = {place: disks.usd_per_h(self._spec, role, pool) for place, pool in places.items()}
+        cheaper = [
+            offer
+            for offer in pools
+            if offer.usd_per_h and fits(offer.usd_per_h + disk_usd[offer.pool.cloud, offer.pool.region])
+        ]
+        return self._terms(role, market, self._choice(role, market, cheaper)) if cheaper else best
+
+    def add(self, role: Role, terms: Terms) -> None:
+        """Count a machine that was requested on these terms."""
+        self._crowds[role].add(None if terms.choice is None else terms.choice.offer.pool)
+
+    def _terms(self, role: Role, market: Market, choice: Choice | None) -> Terms:
+        listed = 0.0 if choice is None else choice.offer.usd_per_h
+        usd_per_h = listed or (self._snapshot.prices or {}).get(kind_of(role, market))
+        pool = None if choice is None else choice.offer.pool
+        return Terms(choice, usd_per_h, disks.usd_per_h(self._spec, role, pool))
+
+    def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
+        hours_to_serve = self.start_s(role, market) / 3600
+        return choose(pools, self._state.pools, self._crowds[role], self._now_s, self._half, hours_to_serve)
+
+    def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
+        offers = self._snapshot.pools or ()
+        pools = [offer for offer in offers if (offer.role, offer.pool.market) == (role, market)]
+        return self._in_one_region(role, pools) if pools else []
+
+    def _in_one_region(self, role: Role, pools: list[PoolOffer]) -> list[PoolOffer]:
+        """Keep the pools where other nodes are, else where both roles are offered: private addresses do not reach
+        another region. One is preferred that offers the other role on the market on which it is bought."""
+        regions = set[tuple[str, str]]().union(*(crowd.regions for crowd in self._crowds.values()))
+        if not regions:
+            others = [offer.pool for offer in self._snapshot.pools or () if offer.role is not role]
+            other = Role.ROLLOUT if role is Role.TRAINER else Role.TRAINER
+            usual = [pool for pool in others if pool.market is market_of(other, self._spec)]
+            if best := _those_in(pools, {(pool.cloud, pool.region) for pool in usual}):
+                return best
+            regions = {(pool.cloud, pool.region) for pool in others}
+        return _those_in(pools, regions) if regions else pools
+
+    # Whether there is money for a machine.
+
+    def is_paid_for(self, role: Role, market: Market) -> bool:
+        """Whether there is money for one more machine, somewhere: once those that leave are gone, instead of
+        rollout nodes that are only requested, and with the trainer that a parked run will request again."""
+        if not caps_of(self._state, self._spec).are_set:
+            return True
+        purse = Purse(self._state, self._snapshot, self._spec, self._staying())
+        if self._state.phase is RunPhase.PARKED and role is not Role.TRAINER:
+            self.reserve_trainer(purse)
+        usd_per_h = self.terms(role, market, partial(purse.fits, role)).usd_per_h
+        return not purse.refusal(role, kind_of(role, market), usd_per_h)
+
+    def has_room(self, purse: Purse, market: Market) -> bool:
+        """Whether the purse has money for a rollout node on that market."""
+        fits = partial(purse.fits, Role.ROLLOUT)
+        usd_per_h = self.terms(Role.ROLLOUT, market, fits).usd_per_h
+        return usd_per_h is not None and fits(usd_per_h)
+
+    def reserve_trainer(self, purse: Purse) -> None:
+        """Count the trainer's machine that a parked run will request again. By the hour at what its last one cost,
+        where no pool has a price: should it cost more, it is requested before any other. In all at the most that
+        it may cost: without that money it would be refused."""
+        terms = self.terms(Role.TRAINER, market_of(Role.TRAINER, self._spec), lambda _: True)
+        most_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
+        is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
+        likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
+        purse.reserve(Role.TRAINER, likely_usd, most_usd)
+
+    def excess_again(self, market: Market) -> str:
+        """Return how a rollout node on that market and the trainer's machine, with which a parked run would
+        continue, exceed `budget.usd`; empty: they do not, or their price is not known."""
+        caps = Caps(caps_of(self._state, self._spec).usd, None)
+        if caps.usd is None or self._snapshot.prices is None:
+            return ""
+        purse = Purse(self._state, self._snapshot, self._spec, self._staying(), caps)
+        self.reserve_trainer(purse)
+        usd_per_h = self.terms(Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
+        kind = kind_of(Role.ROLLOUT, market)
+        return "" if usd_per_h is None else purse.refusal(Role.ROLLOUT, kind, usd_per_h)
+
+    def _staying(self) -> list[Node]:
+        nodes = [node for node in self._state.nodes.values() if node.phase in FILLING_NODE]
+        return [node for node in nodes if node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED]
+
+
+def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
+    """Return the market as it is now."""
+    return Offers(state, snapshot, spec)
+
+
+def breakers(market: Offers, state: RunState, now_s: float) -> list[tuple[BuyingStopped | BuyingResumed, str]]:
+    """Return, each with its reason, which kinds are no longer bought because they fail again and again, and which
+    are bought again."""
+    found: list[tuple[BuyingStopped | BuyingResumed, str]] = []
+    for name, kind in state.kinds.items():
+        if kind.fails and not kind.stopped and not market.is_elsewhere(name, kind):
+            why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}"
+            found.append((BuyingStopped(name, why), f"no more machines, {name}: {why}"))
+        elif kind.stopped and (not kind.fails or _works_again(state, name, kind, now_s)):
+            found.append((BuyingResumed(name), f"machines are bought again, {name}"))
+    return found
+
+
+def _works_again(state: RunState, name: str, kind: MachineKind, now_s: float) -> bool:
+    """Whether a kind that was stopped for machines that soon broke has one that lasts."""
+    serving = [node for node in state.nodes.values() if node.kind == name and node.phase is NodePhase.SERVING]
+    lasts = any(now_s - max(node.since_s, kind.failed_at_s) > WORKS_S for node in serving)
+    return lasts and not replace(kind, broke_in_a_row=0).fails
+
+
+def _is_probe(node: Node, kind: MachineKind) -> bool:
+    """Whether a node tests its kind: until it serves or, where machines soon broke, for as long as it lasts."""
+    if kind.broke_in_a_row >= REFUSALS and node.requested_at_s >= kind.stopped_at_s:
+        return node.phase in FILLING_NODE
+    return node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
+
+
+def _those_in(pools: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
+    return [offer for offer in pools if (offer.pool.cloud, offer.pool.region) in regions]

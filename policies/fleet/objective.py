@@ -1,0 +1,210 @@
+"""The objective: what an allocation loses, and the comparison of the few that are possible.
+
+A candidate costs c USD an hour, makes a step in t seconds, and getting there costs `change_usd`. Over a horizon T
+it loses
+
+    (c - v * 3600 / t) * T + change_usd
+
+with v, the worth of a step: the least that one costs with what can be bought, on demand where spot is unavailable.
+So the cheapest allocation loses nothing but its change, a waiting trainer loses its price, a parked run loses
+nothing further. The candidate with the smallest loss is chosen; one that keeps the deadline comes before all that
+do not.
+
+The horizon is how long the present situation has lasted, and at most as long as a machine lasts: nobody knows when
+spot comes back, and a shortage that has lasted for T is expected to last as long again. Waiting then costs at most
+twice the best choice, however long it lasts (ski rental).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from policies.fleet.deadline import boot_s
+from policies.fleet.market import market_of, may_fall_back
+from policies.fleet.steps import HourlyPrices, StepShape, best_count, optimum
+from policies.model.phases import LIVE_NODE
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import Market, NodePhase, Role
+
+NOISE_SHARE = 0.03  # of a step's cost: a smaller difference may be what a measurement is off by
+FEW = 8  # counts up to which all are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An allocation: what it is, what it costs, and what it makes."""
+
+    name: str
+    usd_per_h: float
+    step_s: float = math.inf  # infinite: it makes no step
+    change_usd: float = 0.0
+    spot: int = 0
+    on_demand: int = 0
+    in_time: bool = True  # it keeps the deadline, or none asks for more
+
+    @property
+    def step_usd(self) -> float:
+        return self.usd_per_h * self.step_s / 3600
+
+    def loss_usd(self, worth_usd: float, horizon_s: float) -> float:
+        """USD that are spent over the horizon and bring nothing, where a step is worth `worth_usd`."""
+        earned = worth_usd * 3600 / self.step_s if math.isfinite(self.step_s) else 0.0
+        return (self.usd_per_h - earned) * horizon_s / 3600 + self.change_usd
+
+    @property
+    def words(self) -> str:
+        if math.isfinite(self.step_s):
+            return f"{self.name} make a step {_usd(self.step_usd)} USD"
+        return f"{self.name} costs {self.usd_per_h:.2f} USD/h and makes no step"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Candidates for one question, best first."""
+
+    question: str
+    worth_usd: float  # of a step
+    horizon_s: float
+    candidates: tuple[Candidate, ...]
+    reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        return self.candidates[1] if len(self.candidates) > 1 else None
+
+    @property
+    def difference_usd(self) -> float:
+        """What the runner-up loses more, over the horizon."""
+        if self.runner_up is None:
+            return 0.0
+        best, other = (one.loss_usd(self.worth_usd, self.horizon_s) for one in self.candidates[:2])
+        return other - best
+
+    @property
+    def words(self) -> str:
+        """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
+        others = [one for one in (self.runner_up, self.reference) if one is not None]
+        if not math.isfinite(self.best.step_s) or any(not math.isfinite(one.step_s) for one in others):
+            return "; ".join(one.words for one in (self.best, *others))
+        if not others:
+            return self.best.words
+        would = ", ".join(f"{one.name} {_usd(one.step_usd)}" for one in others[1:])
+        first = f"{others[0].name} would make it {_usd(others[0].step_usd)}"
+        return f"{self.best.words}; {first}{', ' if would else ''}{would}"
+
+
+def _usd(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def compare(
+    question: str, candidates: Sequence[Candidate], horizon_s: float, worth_usd: float | None = None
+) -> Comparison:
+    """Rank the candidates by what they lose. Of equals the first in order is best: put the present one first.
+
+    `worth_usd`: of a step; None: the least that one costs with a candidate.
+    """
+    costs = [one.step_usd for one in candidates if math.isfinite(one.step_s)]
+    worth = min(costs, default=0.0) if worth_usd is None else worth_usd
+    ranked = sorted(candidates, key=lambda one: (not one.in_time, one.loss_usd(worth, horizon_s)))
+    return Comparison(question, worth, horizon_s, tuple(ranked))
+
+
+# Sizes of the fleet.
+
+
+def rollouts_wanted(state: RunState, spec: RunSpec) -> int:
+    """Return how many rollout nodes there are to be on their own market."""
+    replicas = spec.rollout.replicas
+    return replicas.max if state.size.nodes is None else min(max(state.size.nodes, replicas.min), replicas.max)
+
+
+def hourly_prices(state: RunState) -> HourlyPrices:
+    """Return what the machines that are there cost; 0 where it is not known. Nodes: their average."""
+    trainer_usd, rollouts = 0.0, list[float]()
+    for node in state.nodes.values():
+        if node.role is Role.TRAINER and node.phase in LIVE_NODE and node.phase is not NodePhase.REQUESTED:
+            trainer_usd = max(trainer_usd, node.price_usd_per_h)
+        elif node.role is Role.ROLLOUT and node.phase in LIVE_NODE and not node.stand_in:
+            rollouts += [node.price_usd_per_h] if node.price_usd_per_h > 0 else []
+    return HourlyPrices(trainer_usd, sum(rollouts) / len(rollouts) if rollouts else 0.0)
+
+
+def compare_sizes(
+    shape: StepShape,
+    prices: HourlyPrices,
+    market: Market,
+    now: int,
+    bounds: tuple[int, int],
+    start_s: float,
+    horizon_s: float = 0.0,
+    zones: str = "",
+    on_demand_usd_per_h: float = 0.0,
+) -> Comparison:
+    """Compare sizes of the fleet within `bounds`; each node that is started or returned costs a start.
+
+    `horizon_s`: 0: no change pays. `zones`: where the present nodes are, for display. `on_demand_usd_per_h`: of a
+    node on demand, for reference; 0: there are none.
+    """
+    low, high = bounds
+    node_usd = prices.node_usd_per_h
+    noise_usd = NOISE_SHARE * (prices.beside_usd_per_h + now * node_usd) * horizon_s / 3600
+    where = "on spot" if market is Market.SPOT else "on demand"
+    candidates = [
+        Candidate(
+            name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
+            usd_per_h=prices.beside_usd_per_h + count * node_usd,
+            step_s=shape.seconds(max(1, count)),
+            change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
+            spot=count,
+            in_time=count >= low or not horizon_s,
+        )
+        for count in dict.fromkeys([now, *few_counts(shape, prices, low, high)])
+    ]
+    reference = None
+    if on_demand_usd_per_h > 0:
+        bought = HourlyPrices(prices.beside_usd_per_h, on_demand_usd_per_h)
+        count = best_count(shape, bought, low, max(low, high))
+        usd_per_h = bought.beside_usd_per_h + count * on_demand_usd_per_h
+        reference = Candidate(f"{count} on demand", usd_per_h, shape.seconds(count), on_demand=count)
+    return replace(compare("size", candidates, horizon_s), reference=reference)
+
+
+def few_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
+    """Return the counts worth comparing: all, or those around the best."""
+    if high - low < FEW:
+        return list(range(low, high + 1))
+    best = best_count(shape, prices, low, high)
+    return sorted({low, *(count for count in (best - 1, best, best + 1) if low <= count <= high), high})
+
+
+def zones_of(nodes: Sequence[Node]) -> str:
+    """` in us-east-1a and us-east-1b`; empty where there are more, or none is known."""
+    zones = sorted({node.pool.zone for node in nodes if node.pool is not None and node.pool.zone})
+    return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
+
+
+def size_words(shape: StepShape, prices: HourlyPrices) -> str:
+    """`a step is 60.0 s and 240.0 node-seconds of generation, ...: 2.6 make it cheapest`."""
+    beside = "and" if shape.ahead_s is None else "beside"
+    step = f"a step is {shape.fixed_s:.1f} s {beside} {shape.generation_node_s:.1f} node-seconds of generation"
+    usd = f"the trainer costs {prices.beside_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
+    return f"{step}, {usd}: {optimum(shape, prices):.1f} make it cheapest"
+
+
+def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
+    """Return what a step costs with the present size and with others, from what the journal knows."""
+    market, replicas, live = market_of(Role.ROLLOUT, spec), spec.rollout.replicas, state.live(Role.ROLLOUT)
+    bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
+    on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
+    usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
+    start_s, zones = boot_s(state), zones_of([node for node in live if not node.stand_in])
+    prices = hourly_prices(state)
+    return compare_sizes(shape, prices, market, now, bounds, start_s, zones=zones, on_demand_usd_per_h=usd).words

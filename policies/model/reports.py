@@ -1,0 +1,95 @@
+"""Reports: what a user learns once of each topic, and the one rule by which it is journalled once.
+
+A topic has a state, such as the store that is slow or has caught up. An event reports it. An event whose report
+equals the last one of its topic is not journalled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from policies.model.events import (
+    BudgetNeared,
+    BudgetRefused,
+    CapacityMissing,
+    DataSetAside,
+    DeadlineMissed,
+    Event,
+    NodesGenerate,
+    Noticed,
+    StoreCaughtUp,
+    StoreSlowed,
+    TrainerGenerates,
+)
+
+ASIDE, BUDGET, CAPACITY, DEADLINE, GENERATION, NOTICED, STORE = (
+    "set aside",
+    "budget",
+    "capacity",
+    "deadline",
+    "generation",
+    "noticed",
+    "store",
+)
+SLOW, BY_TRAINER = "slow", "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last report of a topic: its state, and when it was journalled."""
+
+    state: str
+    at_s: float
+
+
+Reports = Mapping[str, Report]
+
+
+def topic_of(event: Event) -> tuple[str, str] | None:
+    """Return the topic of which an event reports, and the topic's state; None for an event that is no report."""
+    match event:
+        case BudgetNeared():
+            return f"{BUDGET} neared", "neared"
+        case BudgetRefused():
+            return f"{BUDGET} refused {event.role}", "refused"
+        case CapacityMissing():
+            return f"{CAPACITY} {event.role}", "missing"
+        case DeadlineMissed():
+            return DEADLINE, "missed"
+        case Noticed():
+            return f"{NOTICED} {event.kind}", str(event.step)
+        case DataSetAside():
+            return f"{ASIDE} {event.key}", event.why
+        case StoreSlowed():
+            return STORE, SLOW
+        case StoreCaughtUp():
+            return STORE, "caught up"
+        case TrainerGenerates():
+            return GENERATION, BY_TRAINER
+        case NodesGenerate():
+            return GENERATION, "nodes"
+        case _:
+            return None
+
+
+def is_news(reports: Reports, event: Event) -> bool:
+    """Whether an event differs from the last report of its topic."""
+    found = topic_of(event)
+    if found is None:
+        return True
+    topic, state = found
+    return topic not in reports or reports[topic].state != state
+
+
+def with_report(reports: Reports, event: Event, time_s: float) -> Reports:
+    """Return the reports with that of an event."""
+    found = topic_of(event)
+    return reports if found is None else MappingProxyType({**reports, found[0]: Report(found[1], time_s)})
+
+
+def without(reports: Reports, *topics: str) -> Reports:
+    """Return the reports without these topics and all below them: what happens next is news again."""
+    kept = {name: report for name, report in reports.items() if not name.startswith(topics)}
+    return reports if len(kept) == len(reports) else MappingProxyType(kept)

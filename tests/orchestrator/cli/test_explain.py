@@ -1,0 +1,83 @@
+"""`grpo-orch explain`: market, candidates, choice and pending changes, from the store alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpoint.records import documents
+from orchestrator.control.plan_writer import EVERY_S, PlanWriter
+from policies.fleet.explain import explain
+from policies.fleet.steps import StepShape
+from policies.model import exit_codes
+from tests.generators.views_world import World as Views
+from tests.rigs.command_line import Cli
+from tests.stand_ins.world import World, spec, two_markets
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Views:
+    monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path))
+    views = Views()
+    views.starts()
+    return views
+
+
+def measured(**world: object) -> World:
+    made = two_markets(spec(4), shape=StepShape(60.0, 120.0), no_spot=False, **world)
+    made.let_pass(0.5)
+    return made
+
+
+def test_before_the_daemon_has_looked_there_is_no_plan(stored: Views, grpo_orch: Cli) -> None:
+    answer = grpo_orch("explain", stored.store.url)
+    assert answer.code == exit_codes.FAILED
+    assert "no plan is in the store yet" in answer.err
+
+
+def test_market_candidates_and_choice_are_printed(stored: Views, grpo_orch: Cli) -> None:
+    world = measured()
+    documents.PLAN.write(stored.store, explain(world.state, world.snapshot(), world.spec))
+    answer = grpo_orch("explain", stored.store.url)
+    lines = answer.out.splitlines()
+    assert answer.code == exit_codes.OK
+    assert any("on spot at 1.00 USD/h make a step" in line for line in lines)
+    assert any("rollout on demand" in line and "open" in line for line in lines)
+    (chosen,) = (line for line in lines if line.startswith("->"))
+    assert "on spot at 1.00 USD/h" in chosen
+
+
+def test_it_says_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:
+    world = measured()
+    world.no_spot = True
+    world.dry_up()
+    world.wait(60.0)
+    documents.PLAN.write(stored.store, explain(world.state, world.snapshot(), world.spec))
+    found = json.loads(grpo_orch("explain", "-o", "json", stored.store.url).out)
+    spot = next(offer for offer in found["offers"] if offer["kind"] == "rollout on spot")
+    assert spot["status"] in ("backing off", "broken")
+    assert spot["again_at_s"] > 0
+    assert "nothing to be had" in spot["why"]
+    (question,) = found["questions"]
+    assert question["name"] == "shortage of spot"
+    assert "waiting for spot" in [one["name"] for one in question["candidates"]]
+
+
+def test_plan_is_written_only_when_it_changes(stored: Views) -> None:
+    world = measured()
+    writer = PlanWriter(stored.store, world.spec)
+    for _ in range(3):
+        writer.ticked(world.state, world.snapshot())
+    first = documents.PLAN.read(stored.store)
+    world.wait(EVERY_S + 1.0)
+    writer.ticked(world.state, world.snapshot())
+    assert documents.PLAN.read(stored.store) == first, "nothing has changed"
+    world.dry_up()
+    world.wait(EVERY_S + 1.0)
+    writer.ticked(world.state, world.snapshot())
+    second = documents.PLAN.read(stored.store)
+    assert first is not None
+    assert second is not None
+    assert second.at_s - first.at_s > EVERY_S
