@@ -302,7 +302,7 @@ def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
         Candidate(
             name=_mix_words(spot, count),
             usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
-            step_s=math.inf if count + spot < enough else shape.seconds(spot + count),
+            step_s=None if count + spot < enough else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
             spot=spot,
             on_demand=count,
@@ -365,7 +365,8 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     ]
     worth_usd = _own_worth_usd(facts)
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
-        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, own_s))
+        step_s = own_s if math.isfinite(own_s) else None
+        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
     return compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
 
 
