@@ -141,9 +141,9 @@ class _Facts:
         parked = self.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_buy_fallback` goes
         if not (self.may_ask_both if parked else self.may_buy_fallback) or self.spot:
             return False
-        if self.market.is_paid_for(Role.ROLLOUT, Market.SPOT):
+        if self.market.is_paid_for(Market.SPOT):
             return False
-        return self.market.is_paid_for(Role.ROLLOUT, Market.ON_DEMAND)
+        return self.market.is_paid_for(Market.ON_DEMAND)
 
     def waited_s(self, since_s: float) -> float:
         return self.now_s - since_s
@@ -452,7 +452,7 @@ def _nothing_available(facts: _Facts) -> bool:
     if not facts.is_spot_too_expensive:
         asked.add(kind_of(Role.ROLLOUT, _own_market(facts)))
     # That there was no money for one once says nothing: what had taken it may be gone.
-    if facts.may_buy_fallback and facts.market.is_paid_for(Role.ROLLOUT, Market.ON_DEMAND):
+    if facts.may_buy_fallback and facts.market.is_paid_for(Market.ON_DEMAND):
         asked.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
     return all(kind in facts.state.kinds and facts.state.kinds[kind].fails for kind in asked)
 

@@ -39,7 +39,7 @@ def test_over_a_long_horizon_the_cheapest_size_wins(
 ) -> None:
     prices = HourlyPrices(beside, price)
     now = min(now, high)
-    found = compare_sizes(shape, prices, Market.SPOT, now, (1, high), 300.0, horizon_s=1e9)
+    found = compare_sizes(shape, prices, Market.SPOT, now, (1, high), 0.0, horizon_s=1e9)
     least = min(usd_a_step(shape, prices, count) for count in range(1, high + 1))
     assert usd_a_step(shape, prices, found.best.spot) * (1 - NOISE_SHARE) <= least * (1 + 1e-6)
 
