@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
+from typing import Any
 
 from rich.table import Table
 
@@ -13,8 +13,11 @@ from orchestrator.cli.options import AsJson, Output, Stop, Target, console, prin
 from orchestrator.cli.target import open_run
 from orchestrator.views.run_view import Looker
 from orchestrator.views.words import clock, duration, plain, usd
-from policies.fleet.explain import Explanation, OfferLine, Question
+from policies.fleet.explain import Explanation
+from policies.fleet.market import Offer
+from policies.fleet.objective import Candidate, Comparison
 from policies.model import exit_codes
+from policies.model.vocabulary import kind_of
 
 
 def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
@@ -24,7 +27,7 @@ def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
     if found is None:
         raise Stop("no plan is in the store yet: the daemon writes it with its first look", exit_codes.FAILED)
     if output is Output.JSON:
-        print_json(asdict(found))
+        print_json(_plain(found))
         return
     _print(found, Looker(store).settle())
 
@@ -36,41 +39,55 @@ def _print(found: Explanation, now_s: float) -> None:
     if found.offers:
         console.print("\nmarket", style="bold")
         console.print(_market(found.offers, now_s))
-    for question in found.questions:
-        console.print(f"\n{question.name}{_horizon(question)}", style="bold", highlight=False)
-        console.print(_candidates(question))
+    for compared in found.comparisons:
+        console.print(f"\n{compared.question}{_horizon(compared)}", style="bold", highlight=False)
+        console.print(_candidates(compared))
     console.print("\npending", style="bold")
     for line in found.pending or ("nothing",):
         console.print(f"  {plain(line)}", highlight=False, soft_wrap=True)
 
 
-def _market(offers: tuple[OfferLine, ...], now_s: float) -> Table:
+def _plain(found: Explanation) -> dict[str, Any]:
+    """The explanation as JSON, each candidate with what it loses."""
+    plain_found = asdict(found)
+    for document, compared in zip(plain_found["comparisons"], found.comparisons, strict=True):
+        for line, candidate in zip(document["candidates"], compared.candidates, strict=True):
+            line["loss_usd"] = candidate.loss_usd(compared.worth_usd, compared.horizon_s)
+    return plain_found
+
+
+def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
     table = _table("kind", "state", "USD/h at most", "start", "lasts", "where and why")
     for offer in offers:
-        again = "" if offer.again_at_s is None else f", again in {duration(max(0.0, offer.again_at_s - now_s))}"
+        again = "" if offer.until_s is None else f", again in {duration(max(0.0, offer.until_s - now_s))}"
         price = "not known" if offer.usd_per_h is None else usd(offer.usd_per_h)
-        lasts = duration(3600 * offer.lifetime_h)
-        why = "; ".join(part for part in (offer.place, offer.why) if part)
-        table.add_row(offer.kind, f"{offer.status}{again}", price, duration(offer.start_s), lasts, plain(why))
+        why = plain("; ".join(part for part in (offer.place, offer.why) if part))
+        times = duration(offer.start_s), duration(offer.lifetime_s)
+        table.add_row(kind_of(offer.role, offer.market), f"{offer.status}{again}", price, *times, why)
     return table
 
 
-def _horizon(question: Question) -> str:
-    step = f", a step is worth {question.worth_usd:.3f} USD" if question.worth_usd else ""
-    ahead = f", chosen by {question.difference_usd:.2f} USD" if len(question.candidates) > 1 else ""
-    return f", over {duration(max(0.0, question.horizon_s))}{step}{ahead}"
+def _horizon(compared: Comparison) -> str:
+    step = f", a step is worth {compared.worth_usd:.3f} USD" if compared.worth_usd else ""
+    ahead = f", chosen by {compared.difference_usd:.2f} USD" if compared.runner_up is not None else ""
+    return f", over {duration(max(0.0, compared.horizon_s))}{step}{ahead}"
 
 
-def _candidates(question: Question) -> Table:
+def _candidates(compared: Comparison) -> Table:
     table = _table("", "candidate", "loses USD", "USD a step", "s a step", "USD/h", "USD to change", "deadline")
-    for place, one in enumerate(question.candidates):
-        step_usd = "none" if one.step_usd is None else f"{one.step_usd:.3f}"
-        step_s = "none" if one.step_s is None else f"{one.step_s:.1f}"
-        loss = f"{one.loss_usd:.2f}" if math.isfinite(one.loss_usd) else ""
-        chosen, in_time = "" if place else "->", "" if one.in_time else "missed"
-        figures = (loss, step_usd, step_s, f"{one.usd_per_h:.2f}", f"{one.change_usd:.2f}", in_time)
-        table.add_row(chosen, one.name, *figures)
+    for place, candidate in enumerate(compared.candidates):
+        loss = f"{candidate.loss_usd(compared.worth_usd, compared.horizon_s):.2f}"
+        table.add_row("" if place else "->", candidate.name, loss, *_figures(candidate))
+    if compared.reference is not None:
+        table.add_row("", f"{compared.reference.name}, in a shortage", "", *_figures(compared.reference))
     return table
+
+
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    step_usd = "none" if candidate.step_s is None else f"{candidate.step_usd:.3f}"
+    step_s = "none" if candidate.step_s is None else f"{candidate.step_s:.1f}"
+    in_time = "" if candidate.in_time else "missed"
+    return step_usd, step_s, f"{candidate.usd_per_h:.2f}", f"{candidate.change_usd:.2f}", in_time
 
 
 def _table(*columns: str) -> Table:

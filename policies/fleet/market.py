@@ -414,16 +414,34 @@ class Offers:
 
     # Whether there is money for a machine.
 
-    def is_paid_for(self, role: Role, market: Market) -> bool:
-        """Whether there is money for one more machine, somewhere: once those that leave are gone, instead of
-        rollout nodes that are only requested, and with the trainer that a parked run will request again."""
-        if not caps_of(self._state, self._spec).are_set:
-            return True
-        purse = Purse(self._state, self._snapshot, self._spec, self._staying())
-        if self._state.phase is RunPhase.PARKED and role is not Role.TRAINER:
+    def is_paid_for(self, market: Market) -> bool:
+        """Whether there is money for one more rollout node on that market, once those that leave are gone."""
+        caps = caps_of(self._state, self._spec)
+        return not caps.are_set or not self._later_refusal(market, caps)
+
+    def excess_again(self, market: Market) -> str:
+        """Return how a rollout node on that market and the trainer's machine, with which a parked run would
+        continue, exceed `budget.usd`; empty: they do not, or their price is not known."""
+        usd = caps_of(self._state, self._spec).usd
+        is_unknown = usd is None or self._snapshot.prices is None
+        return "" if is_unknown else self._later_refusal(market, Caps(usd, None), unpriced=True)
+
+    def _later_refusal(self, market: Market, caps: Caps, *, unpriced: bool = False) -> str:
+        """Return why a rollout node would be refused next to the nodes that stay, without those that are only
+        requested, and with the trainer that a parked run will request again. `unpriced`: not for lack of a
+        price."""
+        nodes = [
+            node
+            for node in self._state.nodes.values()
+            if node.phase in FILLING_NODE and (node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED)
+        ]
+        purse = Purse(self._state, self._snapshot, self._spec, nodes, caps)
+        if self._state.phase is RunPhase.PARKED:
             self.reserve_trainer(purse)
-        usd_per_h = self.terms(role, market, partial(purse.fits, role)).usd_per_h
-        return not purse.refusal(role, kind_of(role, market), usd_per_h)
+        usd_per_h = self.terms(Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
+        if usd_per_h is None and unpriced:
+            return ""
+        return purse.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
 
     def has_room(self, purse: Purse, market: Market) -> bool:
         """Whether the purse has money for a rollout node on that market."""
@@ -440,22 +458,6 @@ class Offers:
         is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
         likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
         purse.reserve(Role.TRAINER, likely_usd, most_usd)
-
-    def excess_again(self, market: Market) -> str:
-        """Return how a rollout node on that market and the trainer's machine, with which a parked run would
-        continue, exceed `budget.usd`; empty: they do not, or their price is not known."""
-        caps = Caps(caps_of(self._state, self._spec).usd, None)
-        if caps.usd is None or self._snapshot.prices is None:
-            return ""
-        purse = Purse(self._state, self._snapshot, self._spec, self._staying(), caps)
-        self.reserve_trainer(purse)
-        usd_per_h = self.terms(Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
-        kind = kind_of(Role.ROLLOUT, market)
-        return "" if usd_per_h is None else purse.refusal(Role.ROLLOUT, kind, usd_per_h)
-
-    def _staying(self) -> list[Node]:
-        nodes = [node for node in self._state.nodes.values() if node.phase in FILLING_NODE]
-        return [node for node in nodes if node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED]
 
 
 def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:

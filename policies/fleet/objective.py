@@ -39,7 +39,7 @@ class Candidate:
 
     name: str
     usd_per_h: float
-    step_s: float = math.inf  # infinite: it makes no step
+    step_s: float | None = None  # None: it makes no step
     change_usd: float = 0.0
     spot: int = 0
     on_demand: int = 0
@@ -47,16 +47,17 @@ class Candidate:
 
     @property
     def step_usd(self) -> float:
-        return self.usd_per_h * self.step_s / 3600
+        """USD of a step; infinite where none is made."""
+        return math.inf if self.step_s is None else self.usd_per_h * self.step_s / 3600
 
     def loss_usd(self, worth_usd: float, horizon_s: float) -> float:
         """USD that are spent over the horizon and bring nothing, where a step is worth `worth_usd`."""
-        earned = worth_usd * 3600 / self.step_s if math.isfinite(self.step_s) else 0.0
+        earned = 0.0 if self.step_s is None else worth_usd * 3600 / self.step_s
         return (self.usd_per_h - earned) * horizon_s / 3600 + self.change_usd
 
     @property
     def words(self) -> str:
-        if math.isfinite(self.step_s):
+        if self.step_s is not None:
             return f"{self.name} make a step {_usd(self.step_usd)} USD"
         return f"{self.name} costs {self.usd_per_h:.2f} USD/h and makes no step"
 
@@ -91,7 +92,7 @@ class Comparison:
     def words(self) -> str:
         """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
         others = [one for one in (self.runner_up, self.reference) if one is not None]
-        if not math.isfinite(self.best.step_s) or any(not math.isfinite(one.step_s) for one in others):
+        if None in (self.best.step_s, *(one.step_s for one in others)):
             return "; ".join(one.words for one in (self.best, *others))
         if not others:
             return self.best.words
@@ -111,7 +112,7 @@ def compare(
 
     `worth_usd`: of a step; None: the least that one costs with a candidate.
     """
-    costs = [one.step_usd for one in candidates if math.isfinite(one.step_s)]
+    costs = [one.step_usd for one in candidates if one.step_s is not None]
     worth = min(costs, default=0.0) if worth_usd is None else worth_usd
     ranked = sorted(candidates, key=lambda one: (not one.in_time, one.loss_usd(worth, horizon_s)))
     return Comparison(question, worth, horizon_s, tuple(ranked))

@@ -141,9 +141,9 @@ class _Facts:
         parked = self.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_buy_fallback` goes
         if not (self.may_ask_both if parked else self.may_buy_fallback) or self.spot:
             return False
-        if self.market.is_paid_for(Role.ROLLOUT, Market.SPOT):
+        if self.market.is_paid_for(Market.SPOT):
             return False
-        return self.market.is_paid_for(Role.ROLLOUT, Market.ON_DEMAND)
+        return self.market.is_paid_for(Market.ON_DEMAND)
 
     def waited_s(self, since_s: float) -> float:
         return self.now_s - since_s
@@ -302,7 +302,7 @@ def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
         Candidate(
             name=_mix_words(spot, count),
             usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
-            step_s=math.inf if count + spot < enough else shape.seconds(spot + count),
+            step_s=None if count + spot < enough else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
             spot=spot,
             on_demand=count,
@@ -365,7 +365,8 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     ]
     worth_usd = _own_worth_usd(facts)
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
-        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, own_s))
+        step_s = own_s if math.isfinite(own_s) else None
+        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
     return compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
 
 
@@ -451,7 +452,7 @@ def _nothing_available(facts: _Facts) -> bool:
     if not facts.is_spot_too_expensive:
         asked.add(kind_of(Role.ROLLOUT, _own_market(facts)))
     # That there was no money for one once says nothing: what had taken it may be gone.
-    if facts.may_buy_fallback and facts.market.is_paid_for(Role.ROLLOUT, Market.ON_DEMAND):
+    if facts.may_buy_fallback and facts.market.is_paid_for(Market.ON_DEMAND):
         asked.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
     return all(kind in facts.state.kinds and facts.state.kinds[kind].fails for kind in asked)
 

@@ -56,13 +56,15 @@ def test_it_says_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:
     world.wait(60.0)
     documents.PLAN.write(stored.store, explain(world.state, world.snapshot(), world.spec))
     found = json.loads(grpo_orch("explain", "-o", "json", stored.store.url).out)
-    spot = next(offer for offer in found["offers"] if offer["kind"] == "rollout on spot")
+    spot = next(offer for offer in found["offers"] if offer["market"] == "spot")
     assert spot["status"] in ("backing off", "broken")
-    assert spot["again_at_s"] > 0
+    assert spot["until_s"] > 0
     assert "nothing to be had" in spot["why"]
-    (question,) = found["questions"]
-    assert question["name"] == "shortage of spot"
-    assert "waiting for spot" in [one["name"] for one in question["candidates"]]
+    (compared,) = found["comparisons"]
+    assert compared["question"] == "shortage of spot"
+    assert "waiting for spot" in [one["name"] for one in compared["candidates"]]
+    losses = [one["loss_usd"] for one in compared["candidates"]]
+    assert losses == sorted(losses)
 
 
 def test_plan_is_written_only_when_it_changes(stored: Views) -> None:

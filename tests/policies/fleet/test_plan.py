@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from policies.control.decide import decide
 from policies.control.snapshot import Snapshot
 from policies.fleet.explain import explain
 from policies.fleet.market import offers
-from policies.fleet.objective import Candidate, compare, compare_sizes
+from policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
 from policies.fleet.plan import IDLE_MIN_S, plan
 from policies.fleet.reconcile import release_order
 from policies.fleet.steps import HourlyPrices, StepShape, usd_a_step
@@ -21,7 +20,7 @@ from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import NodeRequested
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 from tests.budget import examples
 from tests.stand_ins.world import World, fallback_nodes, spec, two_markets
 
@@ -40,9 +39,9 @@ def test_over_a_long_horizon_the_cheapest_size_wins(
 ) -> None:
     prices = HourlyPrices(beside, price)
     now = min(now, high)
-    found = compare_sizes(shape, prices, Market.SPOT, now, (1, high), 300.0, horizon_s=1e9)
+    found = compare_sizes(shape, prices, Market.SPOT, now, (1, high), 0.0, horizon_s=1e9)
     least = min(usd_a_step(shape, prices, count) for count in range(1, high + 1))
-    assert usd_a_step(shape, prices, found.best.spot) <= 1.03 * least  # what a measurement is off by
+    assert usd_a_step(shape, prices, found.best.spot) * (1 - NOISE_SHARE) <= least * (1 + 1e-6)
 
 
 @given(shapes, usd, usd, st.integers(1, 8), st.floats(0.0, 1e5), st.floats(1.0, 900.0))
@@ -51,7 +50,7 @@ def test_a_change_of_size_pays_for_its_starts(
 ) -> None:
     found = compare_sizes(shape, HourlyPrices(beside, price), Market.SPOT, now, (1, 8), start_s, horizon_s)
     present = next(one for one in found.candidates if one.spot == now)
-    saved_usd = (present.step_usd - found.best.step_usd) * (horizon_s / present.step_s)
+    saved_usd = present.step_usd - found.best.step_usd
     if found.best.spot != now:
         assert found.best.change_usd >= abs(found.best.spot - now) * price * start_s / HOUR_S
         assert found.best.loss_usd(found.worth_usd, horizon_s) < present.loss_usd(found.worth_usd, horizon_s)
@@ -188,9 +187,7 @@ def test_no_history_passes_a_cap_an_hour(market: dict[str, object], acts: list[s
 
 @settings(max_examples=examples(8), deadline=None, derandomize=True)
 @given(markets, st.floats(0.5, 6.0))
-def test_returning_capacity_is_used_and_without_it_nothing_held(
-    market: dict[str, object], away_h: float
-) -> None:
+def test_returning_capacity_is_used_and_without_it_nothing_held(market: dict[str, object], away_h: float) -> None:
     world = world_of(market)
     world.let_pass(1.0, 20.0)
     world.dry_up()
@@ -214,10 +211,13 @@ def test_the_same_look_gives_the_same_plan_and_explains_it(market: dict[str, obj
     assert first == again
     assert decide(world.state, seen, world.spec) == decide(world.state, seen, world.spec)
     told = explain(world.state, seen, world.spec)
-    assert [question.name for question in told.questions] == [one.question for one in first.comparisons]
-    for question in told.questions:
-        losses = [one.loss_usd for one in question.candidates if one.in_time][: len(question.candidates) - 1]
-        assert question.candidates[0].loss_usd <= min(losses, default=math.inf) + 1e-9
+    assert told.comparisons == first.comparisons
+    for compared in told.comparisons:
+        losses = [
+            one.loss_usd(compared.worth_usd, compared.horizon_s) for one in compared.candidates if one.in_time
+        ]
+        assert losses == sorted(losses)
+        assert compared.difference_usd >= 0 or not compared.best.in_time
 
 
 @given(shapes, usd, usd, st.floats(0.3, 1.0), st.integers(1, 8))
@@ -229,7 +229,7 @@ def test_lower_price_never_makes_best_step_more_expensive(
         found = compare_sizes(shape, prices, Market.SPOT, 1, (1, high), 0.0, horizon_s=1e9)
         return found.best.step_usd
 
-    assert best_usd(share * price) <= best_usd(price) * 1.011
+    assert best_usd(share * price) * (1 - NOISE_SHARE) <= best_usd(price) * (1 + 1e-6)
 
 
 def test_more_money_buys_no_fewer_nodes() -> None:
@@ -247,7 +247,7 @@ def test_what_is_pending_is_explained(no_spot: bool) -> None:
     world = two_markets(spec(2), no_spot=no_spot)
     world.let_pass(0.02, 2.0)
     told = explain(world.state, world.snapshot(), world.spec)
-    kinds = {offer.kind: offer for offer in told.offers}
+    kinds = {kind_of(offer.role, offer.market): offer for offer in told.offers}
     assert set(kinds) == {"trainer on demand", "rollout on spot", "rollout on demand"}
     assert (kinds["rollout on spot"].status != "open") is no_spot
     assert no_spot is bool(kinds["rollout on spot"].why)
