@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.rig.local_run import make_tiny, run, tiny_spec
 from checkpoint.records.metrics import StepTiming, median_timing, step_timings
 
-STEPS, WARM_UP, ROUNDS = 20, 4, 1
+STEPS, WARM_UP, ROUNDS = 13, 2, 1
 TOKENS = 224  # at most
-COMPLETIONS, WINDOWS = 32, 4  # of a step
+COMPLETIONS, WINDOWS = 128, 4  # of a step
 G_OVER_T = (0.5, 1.0, 2.0)
-PLACES = (32, 8)  # requests that the node runs at a time
+PLACES = (128, 32)  # requests that the node runs at a time
 WAITS = """
 
 import time
