@@ -132,7 +132,7 @@ class RolloutSpec:
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
     recovery: Recovery = "continue"  # what happens to a completion whose node was lost
-    max_staleness: int = 0  # windows that a policy may be older than the one that is trained on its completions
+    max_staleness: int = 0  # steps that a policy is older than the one that is trained on its completions
     own_generation_after_s: float | None = 300.0  # so long without a node, and the trainer generates; None: never
 
 
