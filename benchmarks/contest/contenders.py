@@ -11,11 +11,11 @@ from benchmarks.contest.spot_hedge import spot_hedge
 from orchestrator.control.controller import Decide
 from orchestrator.simulate.world import ON_DEMAND, on_demand
 from policies.control.decide import decide
-from policies.control.snapshot import Decision, Launch, Snapshot
 from policies.model.events import Event, NodeRequested
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role
+from policies.tick.snapshot import Decision, Launch, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.snapshot import Action, Decision, Launch, Snapshot
 from policies.fleet.market import may_fall_back, offers
 from policies.fleet.objective import rollouts_wanted
 from policies.fleet.plan import plan
@@ -23,6 +22,7 @@ from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Replicas, RunSpec
 from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, node_id_of, slot_of
+from policies.tick.snapshot import Action, Decision, Launch, Snapshot
 
 EXTRA = 1
 ACTIVE_LEAST = 2

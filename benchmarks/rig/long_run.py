@@ -31,7 +31,6 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import files_below
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.events import (
     Diverged,
@@ -79,6 +78,7 @@ from policies.model.vocabulary import (
 )
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.wire import EngineWord
+from policies.tick.snapshot import Trainer
 
 TICK_S = 5.0  # what happens within one is one entry
 LIFE_S = 12 * 3600.0  # of a spot machine, on average

@@ -16,7 +16,6 @@ from checkpoint.store.document import Document, OptionalDocument, Unreadable
 from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from checkpoint.store.run_store import Store
 from policies.control.rollback.begin import RUN_START
-from policies.control.snapshot import Command, Trainer
 from policies.fleet.budget import BUDGET
 from policies.fleet.explain import Explanation
 from policies.ledger.rentals import ControllerRental
@@ -25,6 +24,7 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import Evaluation, PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.wire import labelled_version
+from policies.tick.snapshot import Command, Trainer
 
 SCHEMA = 1
 

@@ -20,8 +20,8 @@ from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
+from policies.costs.steps import MeasuredStep
 from policies.detect.divergence import Point
-from policies.fleet.steps import MeasuredStep
 
 READERS = 16  # requests at once; a store answers one in tens of milliseconds
 # Ours, beside TRL's names.

@@ -19,12 +19,13 @@ from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.launcher import TakenByAnother, start_daemon
-from policies.control.snapshot import Command
-from policies.control.stopping import DOWN, DOWN_NOW, STOP_WAIT_S
+from policies.control.stopping import DOWN, DOWN_NOW
+from policies.fleet.budget import STOP_WAIT_S
 from policies.model import exit_codes
 from policies.model.phases import TERMINAL_RUN
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.tick.snapshot import Command
 
 CLOUD_WAIT_S = 60.0  # an API server that has to be started takes ten seconds
 POLL_S = 0.2

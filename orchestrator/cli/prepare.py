@@ -28,7 +28,7 @@ from orchestrator.plan.model import to_json
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
 from orchestrator.plan.steps import Measured, measure
 from orchestrator.views import plan as views
-from policies.fleet.store_costs import Place
+from policies.costs.store_costs import Place
 from policies.model import exit_codes
 from policies.model.spec import RunSpec
 

@@ -54,10 +54,10 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.machines import FindSize, asked_once
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
-from policies.control.objective import effects
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
 from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
+from policies.model.loss import effects
 from policies.model.spec import RunSpec, processes_of
 from policies.model.state import Rollback, RunState
 from policies.model.timelines import Fork, forked_spec

@@ -30,7 +30,6 @@ import psutil
 from checkpoint.store.codec import from_json
 from checkpoint.store.errors import Corrupt
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from policies.control.snapshot import Machine
 from policies.fleet.market import market_of
 from policies.fleet.plan import wanted_slots
 from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, gpus_of, visible_names
@@ -39,6 +38,7 @@ from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, 
 from policies.model.pools import PoolOffer
 from policies.model.spec import Prices, RunSpec
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
+from policies.tick.snapshot import Machine
 
 
 class LocalCloud:

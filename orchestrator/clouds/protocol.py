@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from policies.control.snapshot import Machine
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import Market, Refusal, Role
+from policies.tick.snapshot import Machine
 
 
 class CloudRefused(Exception):

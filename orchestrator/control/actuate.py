@@ -25,7 +25,8 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.snapshot import (
+from policies.model.vocabulary import PolicyVersion, Refusal, role_of
+from policies.tick.snapshot import (
     Action,
     AskToStop,
     Confirm,
@@ -35,7 +36,6 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.model.vocabulary import PolicyVersion, Refusal, role_of
 
 log = structlog.get_logger()
 

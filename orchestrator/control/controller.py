@@ -21,10 +21,10 @@ from orchestrator.control.actuate import Actuator
 from orchestrator.control.observe import Observer
 from orchestrator.control.run_clock import Steadiness
 from policies.control.decide import decide, done
-from policies.control.snapshot import Decision, Snapshot
 from policies.model.events import CommandTaken, DataSetAside, Event
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
+from policies.tick.snapshot import Decision, Snapshot
 
 log = structlog.get_logger()
 

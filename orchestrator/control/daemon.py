@@ -41,13 +41,13 @@ from orchestrator.control.plan_writer import PlanWriter
 from orchestrator.control.run_clock import RunClock
 from orchestrator.home import HomeUnusable, all_secrets, handed_on, missing, run_token, secrets_for, token_mark
 from orchestrator.notify.notifier import DRAIN_S, start_notifier
-from policies.control.snapshot import Decision, Launch
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
 from policies.model.node_contract import ATTEMPT_ENV, DEAD_MAN_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Refusal, RunPhase, role_of
+from policies.tick.snapshot import Decision, Launch
 
 log = structlog.get_logger()
 

@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from checkpoint.records.metrics import Row, StepTiming
-from policies.control.snapshot import Snapshot
 from policies.fleet.budget import spent_usd
 from policies.model.events import Event, NodeMoved
 from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.tick.snapshot import Snapshot
 
 log = structlog.get_logger()
 

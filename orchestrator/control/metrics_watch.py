@@ -23,13 +23,13 @@ from checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
 from checkpoint.store import layout
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Trainer, Watched
+from policies.costs.steps import StepShape, own_shape_of, shape_of
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
-from policies.fleet.steps import StepShape, own_shape_of, shape_of
 from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Trainer, Watched
 
 log = structlog.get_logger()
 

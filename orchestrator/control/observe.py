@@ -23,7 +23,16 @@ from orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from orchestrator.control.metrics_watch import MetricsWatch
 from orchestrator.control.prices import Prices
 from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.control.snapshot import (
+from policies.fleet.market import may_fall_back
+from policies.ledger.rentals import ControllerRental
+from policies.model import exit_codes
+from policies.model.spec import Budget, RunSpec
+from policies.model.state import RunState
+from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.serving.gateway_status import GatewayStatus
+from policies.serving.joining import Stage, gets_on
+from policies.serving.wire import STATUS_S
+from policies.tick.snapshot import (
     Command,
     ControllerCost,
     Gateway,
@@ -34,15 +43,6 @@ from policies.control.snapshot import (
     Stored,
     Trainer,
 )
-from policies.fleet.market import may_fall_back
-from policies.ledger.rentals import ControllerRental
-from policies.model import exit_codes
-from policies.model.spec import Budget, RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.joining import Stage, gets_on
-from policies.serving.wire import STATUS_S
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from checkpoint.records import documents
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Snapshot
 from policies.fleet.explain import Explanation, explain
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
+from policies.tick.snapshot import Snapshot
 
 EVERY_S = 30.0  # at most that often, and only where something but the time has changed
 

@@ -40,11 +40,11 @@ from orchestrator.plan.model import (
 from orchestrator.plan.pitfalls import Seen, find_pitfalls
 from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
-from policies.fleet import disks
+from policies.costs import disks
+from policies.costs.list_prices import store_price
+from policies.costs.steps import StepShape
+from policies.costs.store_costs import GB, Place
 from policies.fleet.deadline import BOOT_S, Course, nodes_for, time_of
-from policies.fleet.list_prices import store_price
-from policies.fleet.steps import StepShape
-from policies.fleet.store_costs import GB, Place
 from policies.ledger.retention import STORE_BYTES_PER_S, most_kept
 from policies.model.spec import (
     ALTERNATIVES,

@@ -15,7 +15,7 @@ from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import kinds_in
 from orchestrator.plan.model import CloudPrice
-from policies.fleet.store_costs import Place
+from policies.costs.store_costs import Place
 from policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices

@@ -19,7 +19,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
 from orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from policies.fleet.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, usd_a_step
+from policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, usd_a_step
 from policies.ledger.accounting import surviving_rows
 from policies.model.gpus import engine_gpus
 from policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of

@@ -14,7 +14,6 @@ from checkpoint.stream.catalog import Catalog
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.simulate.store import Objects, SimulatedStore, Trouble
 from orchestrator.simulate.weather import DEAREST, Weather, Zone
-from policies.control.snapshot import Machine
 from policies.model.node_contract import TIMELINE_ENV
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import (
@@ -28,6 +27,7 @@ from policies.model.vocabulary import (
     precedence_of,
     role_of,
 )
+from policies.tick.snapshot import Machine
 
 EPOCH_S = 1.7e9  # of the simulated clocks' zero
 

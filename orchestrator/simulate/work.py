@@ -19,7 +19,6 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.stream.catalog import Checkpoint, Revision
 from orchestrator.simulate.cloud import EPOCH_S, Box, SimulatedCloud
 from policies.control.rollback.choice import choose_start
-from policies.control.snapshot import OWN_GENERATION, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, versions_to_retire
 from policies.model import exit_codes
@@ -27,6 +26,7 @@ from policies.model.spec import CheckpointsSpec, RunSpec, generates_itself
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
+from policies.tick.snapshot import OWN_GENERATION, Trainer
 
 TOKENS_A_STEP = 1e6
 

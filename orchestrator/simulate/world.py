@@ -34,10 +34,9 @@ from policies.control.decide import decide
 from policies.control.decide import decide as production
 from policies.control.observed import MACHINE_LOST_S
 from policies.control.rollback.choice import choose_start, target_before_step
-from policies.control.snapshot import Machine
-from policies.control.stopping import DOWN, STOP_WAIT_S
-from policies.fleet import disks
-from policies.fleet.budget import TEARDOWN_S
+from policies.control.stopping import DOWN
+from policies.costs import disks
+from policies.fleet.budget import STOP_WAIT_S, TEARDOWN_S
 from policies.model.events import RunCreated
 from policies.model.node_contract import TIMELINE_ENV
 from policies.model.phases import TERMINAL_RUN
@@ -45,6 +44,7 @@ from policies.model.pools import PoolOffer
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
+from policies.tick.snapshot import Machine
 
 if TYPE_CHECKING:
     pass

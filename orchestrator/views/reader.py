@@ -24,7 +24,6 @@ from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator.control.lease import LeaseWatch
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.measured import NodeState, phase_state
-from policies.control.snapshot import Trainer
 from policies.ledger.accounting import split_by_line, surviving_rows
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event, NodeMoved, NodeRequested
@@ -33,6 +32,7 @@ from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
+from policies.tick.snapshot import Trainer
 
 EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)

@@ -36,9 +36,9 @@ from orchestrator.views.words import (
     thrown_away_words,
     usd,
 )
+from policies.costs.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
 from policies.detect.divergence import Health
 from policies.fleet.budget import not_counted
-from policies.fleet.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
 from policies.ledger.accounting import (
     Fault,
     FaultCost,

@@ -35,11 +35,10 @@ from orchestrator.views.model import (
 )
 from orchestrator.views.reader import Reader
 from orchestrator.views.words import stage_words
-from policies.control.snapshot import Trainer
+from policies.costs.steps import optimum, shape_of
 from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from policies.fleet.deadline import course_of, nodes_for, time_of
 from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_words
-from policies.fleet.steps import optimum, shape_of
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, generates_itself
@@ -47,6 +46,7 @@ from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import Stage
+from policies.tick.snapshot import Trainer
 
 RECENT_STEPS = 120  # what the sparklines show
 PACE_STEPS = 20  # steps that tell how fast the run is now

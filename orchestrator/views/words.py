@@ -16,15 +16,15 @@ from rich.text import Text
 
 from checkpoint.stream.catalog import Checkpoint
 from orchestrator.config.rules import LOGGING_STEPS
-from policies.control.objective import TRL_DEFAULTS
 from policies.control.rollback.begin import NAME_A_TARGET
-from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, rules_keeping
+from policies.model.loss import TRL_DEFAULTS
 from policies.model.spec import RunSpec
 from policies.model.state import Rollback
 from policies.model.timelines import Fork, Skipped, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion, RollbackStage, RunPhase
+from policies.tick.snapshot import Trainer
 
 NOT_KNOWN = "–"
 _BARS = "▁▂▃▄▅▆▇█"

@@ -24,11 +24,11 @@ from checkpoint.stream.catalog import Checkpoint
 from orchestrator.views.events import EventLine, lines, rehearsed_line
 from orchestrator.views.model import RunView
 from orchestrator.views.run_view import Looker
-from policies.control.snapshot import Trainer
 from policies.ledger.rentals import ControllerRental
 from policies.model.events import Event
 from policies.model.state import RunState
 from policies.serving.gateway_status import GatewayStatus
+from policies.tick.snapshot import Trainer
 
 # Between two looks at a run that goes on, a dozen requests each; a gateway that is heard from less often counts as
 # silent (`control.observe.FRESH_S`).

@@ -7,9 +7,21 @@ an action that was lost with a daemon is simply requested again by the next one.
 from __future__ import annotations
 
 from policies.control.lifecycle import run_lifecycle
-from policies.control.observed import HEARTBEAT_FRESH_S, replace_overdue, update_node_phases
+from policies.control.observed import replace_overdue, update_node_phases
 from policies.control.rollback.stages import steer_timeline
-from policies.control.snapshot import (
+from policies.control.stopping import release_machines, stop_requests
+from policies.fleet.budget import Purse
+from policies.fleet.market import breakers, offers
+from policies.fleet.plan import plan
+from policies.fleet.reconcile import reconcile
+from policies.fleet.report import report
+from policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
+from policies.model.spec import RunSpec
+from policies.model.state import Node, RunState
+from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
+from policies.tick.draft import Tick
+from policies.tick.snapshot import (
+    HEARTBEAT_FRESH_S,
     Action,
     Confirm,
     Decision,
@@ -20,17 +32,6 @@ from policies.control.snapshot import (
     Terminate,
     WriteFork,
 )
-from policies.control.stopping import release_machines, stop_requests
-from policies.control.tick import Tick
-from policies.fleet.budget import Purse
-from policies.fleet.market import breakers, offers
-from policies.fleet.plan import plan
-from policies.fleet.reconcile import reconcile
-from policies.fleet.report import report
-from policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
 
 BUSY_TICK_S = 0.25  # while something has just changed: the next change is often near
 BUSY_S = 10.0  # a launch, a boot or a return that takes longer takes minutes, and each look costs store requests

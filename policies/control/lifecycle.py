@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from policies.control.observed import HEARTBEAT_FRESH_S, HEARTBEAT_LOST_S, MACHINE_LOST_S
+from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback.begin import begin_by_hand
-from policies.control.snapshot import BEFORE_TRAINING
 from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_at_once
-from policies.control.tick import Tick
 from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.buying import REFUSALS, MachineKind
@@ -23,6 +21,8 @@ from policies.model.phases import LIVE_RUN
 from policies.model.state import Node
 from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
 from policies.serving.fitness import STARTS_MAX
+from policies.tick.draft import Tick
+from policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0

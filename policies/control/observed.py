@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.control.snapshot import Machine
-from policies.control.tick import Tick
 from policies.model import exit_codes
 from policies.model.events import RebalanceRecommended
 from policies.model.fold import NOTICED
@@ -13,8 +11,9 @@ from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
 from policies.serving import joining
 from policies.serving.joining import Coming
+from policies.tick.draft import Tick
+from policies.tick.snapshot import HEARTBEAT_FRESH_S, Machine
 
-HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
 # A trainer that is silent for longer hangs, if the gateway beside it is heard: its machine works, and reaches the
 # store.
 HEARTBEAT_LOST_S = 120.0

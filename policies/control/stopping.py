@@ -6,16 +6,14 @@ The trainer needs no rollout node for that: it leaves its present step and saves
 from __future__ import annotations
 
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.snapshot import AskToStop, Snapshot
-from policies.control.tick import Tick
+from policies.fleet.budget import STOP_WAIT_S
 from policies.model import exit_codes
 from policies.model.phases import LIVE_NODE, UNTRAINED_ROLLBACK
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.tick.draft import Tick
+from policies.tick.snapshot import AskToStop, Snapshot
 
-# From the word to stop until something must have got on, and again after it did: weights and optimizer of 32
-# billion parameters are up to 525 GB, of which a store may take 1 GB/s, or 100 MB/s.
-STOP_WAIT_S = 900.0
 LEAST_USD = 0.01  # of which it is worth a word
 DOWN = "down"
 # With these a trainer has ended as it should, or for what another attempt on its machine would not mend.

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from policies.control.snapshot import Snapshot
-from policies.control.stopping import STOP_WAIT_S
-from policies.fleet import disks
+from policies.costs import disks
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Role
+from policies.tick.snapshot import Snapshot
 
 BUDGET = "budget"  # a command: sets `budget.usd`
+# From the word to stop until something must have got on, and again after it did: weights and optimizer of 32
+# billion parameters are up to 525 GB, of which a store may take 1 GB/s, or 100 MB/s.
+STOP_WAIT_S = 900.0
 TEARDOWN_S = 600.0  # from the order to give a machine back until it is known to be gone; SkyPilot is given 300 s
 PRICES_UNKNOWN = "prices are not known yet, and there is a budget"
 

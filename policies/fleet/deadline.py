@@ -15,11 +15,11 @@ import math
 from calendar import timegm  # arithmetic on dates; it reads no clock
 from dataclasses import dataclass
 
-from policies.control.snapshot import BEFORE_TRAINING, Trainer
-from policies.fleet.steps import StepShape
+from policies.costs.steps import StepShape
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Role, kind_of
+from policies.tick.snapshot import BEFORE_TRAINING, Trainer
 
 CHANGES = 2  # of machine: so many are kept in reserve, and a run that is behind is first so far ahead again
 RESERVE_SHARE = 0.1  # of the whole time: a reserve is no larger

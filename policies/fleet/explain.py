@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.control.snapshot import Snapshot
 from policies.fleet.market import Offer, market_of, may_fall_back, offers
 from policies.fleet.objective import Comparison
 from policies.fleet.plan import plan
@@ -13,6 +12,7 @@ from policies.model.phases import LIVE_RUN
 from policies.model.spec import RunSpec, generates_itself
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, NodePhase, Role
+from policies.tick.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

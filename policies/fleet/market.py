@@ -20,8 +20,7 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
-from policies.control.snapshot import Snapshot
-from policies.fleet import disks
+from policies.costs import disks
 from policies.fleet.budget import Caps, Purse, caps_of
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped
@@ -30,6 +29,7 @@ from policies.model.pools import Pool, PoolOffer, PoolRecord
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
+from policies.tick.snapshot import Snapshot
 
 # Before anything was seen. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
 LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}

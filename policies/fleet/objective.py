@@ -21,9 +21,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from policies.costs.steps import HourlyPrices, StepShape, best_count, optimum
 from policies.fleet.deadline import boot_s
 from policies.fleet.market import market_of, may_fall_back
-from policies.fleet.steps import HourlyPrices, StepShape, best_count, optimum
 from policies.model.phases import LIVE_NODE
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState

@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from policies.control.objective import steps_of_generation
-from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.snapshot import GENERATES, Snapshot, Trainer
+from policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
 from policies.fleet.budget import Purse, caps_of
 from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
@@ -31,12 +29,13 @@ from policies.fleet.objective import (
     size_words,
     zones_of,
 )
-from policies.fleet.steps import HourlyPrices, StepShape, best_count, usd_a_step
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S, PROBE_MAX_S
+from policies.model.loss import steps_of_generation
 from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
+from policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Trainer
 
 WAIT_MIN_S = 60.0  # zones that refuse for a moment are no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long

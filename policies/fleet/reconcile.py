@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from policies.control.snapshot import GENERATES, Snapshot
 from policies.fleet.budget import PRICES_UNKNOWN, Caps, Purse
 from policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
 from policies.fleet.objective import rollouts_wanted
@@ -36,6 +35,7 @@ from policies.model.reports import is_news
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
+from policies.tick.snapshot import GENERATES, Snapshot
 
 RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
 

@@ -5,8 +5,6 @@ Each is a topic with a state. It is journalled when the state differs from the l
 
 from __future__ import annotations
 
-from policies.control.snapshot import GENERATING, OWN_GENERATION
-from policies.control.tick import Tick
 from policies.fleet.budget import Purse, caps_of
 from policies.fleet.deadline import course_of
 from policies.model.events import (
@@ -20,6 +18,8 @@ from policies.model.events import (
 from policies.model.phases import LIVE_RUN
 from policies.model.reports import NOTICED
 from policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
+from policies.tick.draft import Tick
+from policies.tick.snapshot import GENERATING, OWN_GENERATION
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once it is spent the user is notified, while there is time to raise it
 MISSING_S = 3600.0  # without a machine of a role; shorter shortages are usual, and pass

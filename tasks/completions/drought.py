@@ -13,8 +13,8 @@ from typing import Protocol
 
 import structlog
 
-from policies.control.snapshot import OWN_GENERATION
 from policies.serving.wire import Batch, Completion, CompletionRequest
+from policies.tick.snapshot import OWN_GENERATION
 from tasks.completions.gateway_client import Generated, NobodyServes
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts

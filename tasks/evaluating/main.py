@@ -25,9 +25,9 @@ from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
+from policies.tick.snapshot import Trainer
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
 from tasks.machine.exit_note import leave_exit_code

@@ -20,10 +20,10 @@ from checkpoint.records.documents import newest_timeline
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import BEFORE_TRAINING, Trainer
 from policies.detect.divergence import Verdict
 from policies.model import exit_codes
 from policies.serving.joining import Stage
+from policies.tick.snapshot import BEFORE_TRAINING, Trainer
 from tasks.machine.leaving import Leaving
 
 log = structlog.get_logger()

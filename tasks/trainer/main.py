@@ -28,12 +28,12 @@ from checkpoint.security.redaction import guard_output
 from checkpoint.security.vouched import NotVouched
 from checkpoint.store.errors import NotFound, NothingWhole, StoreError
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, model_settings
 from policies.model.timelines import Fork, forked_spec, lineage
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
+from policies.tick.snapshot import Trainer
 from tasks.completions.gateway_client import GenerationFailed
 from tasks.completions.refused_prompts import BadPrompts
 from tasks.machine.children import end_with_parent

@@ -17,7 +17,6 @@ from orchestrator.views.model import RunView
 from orchestrator.views.reader import Reader
 from orchestrator.views.report import Report, build_report
 from orchestrator.views.run_view import view_of
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.events import (
     Diverged,
@@ -49,6 +48,7 @@ from policies.model.spec import (
 from policies.model.timelines import Fork, Skipped
 from policies.model.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RunPhase
 from policies.serving.gateway_status import GatewayStatus
+from policies.tick.snapshot import Trainer
 
 T0 = 1_700_000_000.0
 EVIDENCE = ("KL 3.21, 41 times its calm level of 0.078", "reward 0.1, down from 0.8")

@@ -21,12 +21,12 @@ from orchestrator.simulate.world import Broken
 from policies.control import decide as deciding
 from policies.control.decide import done
 from policies.control.rollback import begin as rollback_begin
-from policies.control.snapshot import Decision, Snapshot, Terminate
 from policies.fleet import budget, market
 from policies.ledger.retention import StoredCheckpoint
 from policies.model.buying import MachineKind
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Decision, Snapshot, Terminate
 from tests.stand_ins.world import spec
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quiet_log")]

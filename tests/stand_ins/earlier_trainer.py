@@ -7,7 +7,7 @@ import time
 
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Trainer
+from policies.tick.snapshot import Trainer
 
 
 def leave_heartbeat(store: Store) -> None:

@@ -15,28 +15,10 @@ from typing import Any, TypeVar
 from orchestrator.simulate.work import stored
 from policies.control.decide import decide, done
 from policies.control.rollback.choice import choose_start
-from policies.control.snapshot import (
-    Action,
-    AskToStop,
-    Command,
-    Confirm,
-    Export,
-    Gateway,
-    Launch,
-    LaunchRefused,
-    Machine,
-    Measured,
-    Snapshot,
-    Stored,
-    Terminate,
-    Trainer,
-    Watched,
-    WriteFork,
-)
+from policies.costs.steps import StepShape
 from policies.detect.divergence import Health, Verdict
 from policies.fleet.budget import spent_usd
 from policies.fleet.plan import IDLE_MIN_S
-from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.events import (
     Event,
@@ -75,6 +57,24 @@ from policies.model.vocabulary import (
     slot_and_incarnation,
 )
 from policies.serving.gateway_status import MemberStatus
+from policies.tick.snapshot import (
+    Action,
+    AskToStop,
+    Command,
+    Confirm,
+    Export,
+    Gateway,
+    Launch,
+    LaunchRefused,
+    Machine,
+    Measured,
+    Snapshot,
+    Stored,
+    Terminate,
+    Trainer,
+    Watched,
+    WriteFork,
+)
 
 E = TypeVar("E", bound=Event)
 BOOT_S = 5.0

@@ -33,12 +33,12 @@ from orchestrator.clouds.sky.work import (
 )
 from orchestrator.clouds.wheel import build_wheel
 from orchestrator.home import run_dir
-from policies.control.snapshot import Machine
 from policies.fleet.market import market_of
 from policies.fleet.plan import wanted_slots
 from policies.model import exit_codes
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
+from policies.tick.snapshot import Machine
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot

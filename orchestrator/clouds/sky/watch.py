@@ -30,7 +30,7 @@ from orchestrator.clouds.protocol import CloudUnavailable
 from orchestrator.clouds.sky.aws import GONE_EVERY_S
 from orchestrator.clouds.sky.calls import timed
 from orchestrator.clouds.sky.records import Cluster, ClusterState, Instance
-from policies.fleet.store_costs import are_reports_listed
+from policies.costs.store_costs import are_reports_listed
 
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.control.objective import effects, pieces_keep_gradient, value_of
-from policies.control.observed import HEARTBEAT_FRESH_S
 from policies.control.rollback.choice import (
     Target,
     budget_spent,
@@ -15,16 +13,17 @@ from policies.control.rollback.choice import (
     choose_target,
     target_before_step,
 )
-from policies.control.snapshot import Command
-from policies.control.tick import Tick
 from policies.detect.divergence import Health
 from policies.model import exit_codes
 from policies.model.events import HealthyChosen, Noticed, RollbackBegun
+from policies.model.loss import effects, pieces_keep_gradient, value_of
 from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
 from policies.model.spec import fixes_accumulation, processes_of
 from policies.model.state import RunState
 from policies.model.timelines import Fork, Skipped, forked_spec
 from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
+from policies.tick.draft import Tick
+from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 
 # A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
 # It is waited for so long, and again whenever the upload has got on. One that may be about to trip is waited for

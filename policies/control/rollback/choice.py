@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policies.control.objective import CLIPPING_LOSSES, is_on_policy, loss_of, value_of, weight_cap
+from policies.model.loss import CLIPPING_LOSSES, is_on_policy, loss_of, value_of, weight_cap
 from policies.model.spec import OnRollback, RollbackBudget
 from policies.model.state import Rollback
 from policies.model.timelines import Fork, lineage, on_lineage

@@ -7,8 +7,6 @@ dies between any two stages the next one continues, whatever had happened.
 from __future__ import annotations
 
 from policies.control.rollback.begin import answer_divergence, answer_memory
-from policies.control.snapshot import BEFORE_TRAINING
-from policies.control.tick import Tick
 from policies.detect.divergence import Health, Verdict
 from policies.model.events import (
     Diverged,
@@ -28,6 +26,8 @@ from policies.model.spec import generates_itself
 from policies.model.state import Rollback
 from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
 from policies.serving.wire import labelled_version
+from policies.tick.draft import Tick
+from policies.tick.snapshot import BEFORE_TRAINING
 
 # An old trainer stops at its next look at the store, and a process that hangs ends itself (after 20 s). A machine
 # on which neither happens is given up.

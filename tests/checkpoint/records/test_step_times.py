@@ -14,7 +14,7 @@ from checkpoint.records.metrics import (
     Row,
     step_times,
 )
-from policies.fleet.steps import MeasuredStep
+from policies.costs.steps import MeasuredStep
 
 
 def row(

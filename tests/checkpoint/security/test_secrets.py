@@ -27,10 +27,10 @@ from orchestrator.config.load import ConfigError, load
 from orchestrator.config.rules import looks_like_secret
 from orchestrator.control import daemon
 from orchestrator.home import all_secrets, handed_on, missing, run_id_of, secrets_for, usual
-from policies.control.snapshot import Machine
 from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import Market, Role
+from policies.tick.snapshot import Machine
 from tests.generators.config_world import changed, furnish
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec

@@ -27,9 +27,9 @@ from checkpoint.records.documents import GatewayAddress
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
 from orchestrator.gateway.nodes.connection import Pool
-from policies.control.snapshot import Trainer
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.serving.wire import Announce
+from policies.tick.snapshot import Trainer
 from tasks.completions.gateway_client import GatewayClient, GenerationFailed
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable

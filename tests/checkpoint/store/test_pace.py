@@ -14,7 +14,7 @@ import pytest
 from checkpoint.records.metrics import MetricsWriter, Row
 from checkpoint.store import run_store
 from checkpoint.store.run_store import Pace, Store, interval_of
-from policies.control.snapshot import Trainer
+from policies.tick.snapshot import Trainer
 from tasks.storing.heartbeat import Heartbeat
 
 

@@ -25,12 +25,12 @@ from checkpoint.stream.transfer import Export
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from orchestrator.views.model import to_json as view_json
-from policies.control.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.fleet.budget import BUDGET
 from policies.model.events import DataSetAside, HealthyChosen, RunCreated
 from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
+from policies.tick.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from tests.budget import examples
 from tests.generators.views_world import run_view
 from tests.stand_ins.world import spec

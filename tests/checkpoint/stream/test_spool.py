@@ -16,12 +16,12 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from checkpoint.stream.spool import Seal, Spool, UploaderState
 from checkpoint.stream.uploader import Uploader
-from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict
 from policies.model.node_contract import SPOOL
 from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
+from policies.tick.snapshot import Trainer
 from tasks.machine import spooling
 from tasks.machine.spooling import GIB, NoRoom, find_spool, make_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat

@@ -14,12 +14,12 @@ from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Checkpoint
 from checkpoint.stream.spool import Seal
 from orchestrator.simulate.work import stored
-from policies.control.snapshot import Trainer
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import keep_before, keep_since
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Trainer
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.uploader import _retention, is_replaced
 

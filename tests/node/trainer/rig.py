@@ -24,7 +24,6 @@ from checkpoint.stream import manifest
 from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.manifest import Manifest
 from checkpoint.stream.transfer import read_manifest
-from policies.control.snapshot import Trainer
 from policies.model.node_contract import TRAINER
 from policies.model.spec import (
     CheckpointsSpec,
@@ -39,6 +38,7 @@ from policies.model.spec import (
     TrainerSpec,
 )
 from policies.model.vocabulary import Evaluation, PolicyVersion
+from policies.tick.snapshot import Trainer
 from tasks.machine.launching import trainer_argv
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv

@@ -15,12 +15,12 @@ from checkpoint.records import metrics, rollouts
 from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from policies.control.snapshot import Trainer
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.pieces import in_pieces
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
+from policies.tick.snapshot import Trainer
 from tasks.completions import gateway_client
 from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts

@@ -16,13 +16,13 @@ from transformers import TrainerCallback
 from checkpoint.records import metrics
 from checkpoint.records.documents import RunRecord, write_fork
 from checkpoint.store.codec import from_json
-from policies.control.snapshot import Trainer
 from policies.detect.divergence import Detector, Health, Verdict, follow
 from policies.detect.symptoms import WITNESS
 from policies.model import exit_codes
 from policies.model.spec import CheckpointsSpec, KlPolicy
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Trainer
 from tasks.machine.exit_note import take_exit_code
 from tasks.machine.spooling import find_spool
 from tasks.storing.heartbeat import Heartbeat

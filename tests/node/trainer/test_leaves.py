@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from checkpoint.records import documents, metrics
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Trainer
 from tasks.machine.spooling import find_spool
 from tests.budget import HANG_S
 from tests.node.trainer.rig import STATES, Rig, open_rig

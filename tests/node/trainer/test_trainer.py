@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from checkpoint.records import documents, metrics
 from checkpoint.store import layout
-from policies.control.snapshot import Trainer
 from policies.model import exit_codes
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
+from policies.tick.snapshot import Trainer
 from tasks.machine.spooling import find_spool
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.storing.saving import read_detector

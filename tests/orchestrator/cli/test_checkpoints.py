@@ -20,11 +20,11 @@ from checkpoint.stream.catalog import Catalog
 from checkpoint.stream.chunks import CHUNK_BYTES
 from checkpoint.stream.manifest import files_below
 from orchestrator.views.words import kept_as
-from policies.control.snapshot import Trainer
 from policies.detect.divergence import Health, Verdict
 from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
+from policies.tick.snapshot import Trainer
 from tests.rigs.command_line import Answer, Cli
 from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec

@@ -11,11 +11,11 @@ from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from orchestrator.cli.down import Stopping, _at_work
-from policies.control.snapshot import Trainer
 from policies.control.stopping import DOWN, DOWN_NOW
 from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from policies.serving.joining import Stage
+from policies.tick.snapshot import Trainer
 from tests.stand_ins.control_plane import Run
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from checkpoint.records import documents
 from orchestrator.control.plan_writer import EVERY_S, PlanWriter
+from policies.costs.steps import StepShape
 from policies.fleet.explain import explain
-from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from tests.generators.views_world import World as Views
 from tests.rigs.command_line import Cli

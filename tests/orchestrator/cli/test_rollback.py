@@ -16,10 +16,10 @@ from checkpoint.stream.catalog import Catalog
 from orchestrator.cli import start
 from orchestrator.cli import start as rollback
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot, Stored
 from policies.model import exit_codes
 from policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
 from policies.model.vocabulary import Cause, RunPhase
+from policies.tick.snapshot import Snapshot, Stored
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
-from policies.control.snapshot import Machine
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
+from policies.tick.snapshot import Machine
 from tests.budget import until
 from tests.stand_ins.control_plane import EXIT, CloudWorld, LocalWorld, SkyWorld
 

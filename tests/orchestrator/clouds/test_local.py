@@ -17,10 +17,10 @@ import pytest
 from orchestrator.clouds.local import MARK, LocalCloud, carries_mark, marked_processes, on_record
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.control.lease import process_started
-from policies.control.snapshot import Machine
 from policies.model.linux import is_between_programs
 from policies.model.spec import Prices, Rehearsal
 from policies.model.vocabulary import MachineState, Market, Role, role_of
+from policies.tick.snapshot import Machine
 from tests.budget import until
 from tests.stand_ins.control_plane import LocalWorld
 from tests.stand_ins.world import spec

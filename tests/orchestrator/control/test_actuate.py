@@ -17,9 +17,9 @@ from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.control import actuate
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
-from policies.control.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, PolicyVersion, Refusal
+from policies.tick.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
 from tests.budget import HANG_S, until
 
 LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)

@@ -15,11 +15,11 @@ from checkpoint.store.backends import BytesLike
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from orchestrator.control.controller import Controller
-from policies.control.snapshot import Action, Confirm, Decision, LaunchRefused, Machine, Snapshot
 from policies.model.events import Noticed
 from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
+from policies.tick.snapshot import Action, Confirm, Decision, LaunchRefused, Machine, Snapshot
 from tests.stand_ins.world import World
 
 names = itertools.count()

@@ -18,10 +18,10 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from orchestrator.control import metrics_watch
 from orchestrator.control.metrics_watch import OBJECTS_A_LOOK, MetricsWatch
-from policies.control.snapshot import Trainer, Watched
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork
+from policies.tick.snapshot import Trainer, Watched
 
 names = itertools.count()
 LIMIT = 0.5

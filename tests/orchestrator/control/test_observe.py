@@ -23,7 +23,6 @@ from orchestrator.control.observe import (
     TrainerWatch,
 )
 from orchestrator.control.prices import Prices
-from policies.control.snapshot import Command, Machine, Trainer
 from policies.model import exit_codes
 from policies.model.events import Diverged
 from policies.model.pools import PoolOffer
@@ -32,6 +31,7 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import MachineState, PolicyVersion
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import Stage
+from policies.tick.snapshot import Command, Machine, Trainer
 from tests.stand_ins.world import spec
 
 names = itertools.count()

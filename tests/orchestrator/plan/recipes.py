@@ -14,7 +14,7 @@ from orchestrator.plan.machines import KnownModel, know_model
 from orchestrator.plan.model import Plan
 from orchestrator.plan.prices import by_catalog, by_rehearsal
 from orchestrator.plan.steps import Measured
-from policies.fleet.store_costs import Place
+from policies.costs.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize

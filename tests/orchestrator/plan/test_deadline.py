@@ -7,8 +7,8 @@ import pytest
 from orchestrator.plan.gather import plan_deadline
 from orchestrator.plan.model import DeadlinePlan
 from orchestrator.views.plan import _deadline_words
+from policies.costs.steps import StepShape
 from policies.fleet.deadline import BOOT_S
-from policies.fleet.steps import StepShape
 from policies.model.spec import (
     Dataset,
     FleetPolicy,

@@ -13,7 +13,7 @@ from orchestrator.clouds import CloudMissing
 from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.records import PriceList
 from orchestrator.plan.prices import by_catalog, by_offers, by_rehearsal, cloud_prices, clouds_of, store_place
-from policies.fleet.store_costs import Place
+from policies.costs.store_costs import Place
 from policies.model.spec import Prices as Rehearsed
 from policies.model.spec import Rehearsal, RunSpec
 from policies.model.vocabulary import Market, Role

@@ -15,7 +15,7 @@ from orchestrator.plan.model import MachinePlan, Plan, to_json
 from orchestrator.plan.prices import PriceBook
 from orchestrator.plan.steps import Measured
 from orchestrator.views.plan import render
-from policies.fleet.steps import StepShape
+from policies.costs.steps import StepShape
 from policies.model.spec import Replicas, RunSpec
 from policies.model.vocabulary import Role
 from policies.sizing.memory import GIB

@@ -11,7 +11,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.model import CheckpointPlan
 from orchestrator.plan.prices import PriceBook
 from orchestrator.views.plan import stored_words
-from policies.fleet.store_costs import Place
+from policies.costs.store_costs import Place
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of
 from policies.weights.disks import ModelSize

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
-from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.snapshot import Confirm, Decision, Gateway, Launch, LaunchRefused, Machine, Terminate
 from policies.fleet.market import market_of
 from policies.model.buying import back_off_s
 from policies.model.events import (
@@ -24,6 +22,16 @@ from policies.model.events import (
     StoreSlowed,
 )
 from policies.model.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
+from policies.tick.snapshot import (
+    HEARTBEAT_FRESH_S,
+    Confirm,
+    Decision,
+    Gateway,
+    Launch,
+    LaunchRefused,
+    Machine,
+    Terminate,
+)
 from tests.stand_ins.world import BOOT_S, World, spec, until_training
 
 

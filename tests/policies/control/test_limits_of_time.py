@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.snapshot import Decision, Gateway, Machine, Snapshot, Stored, Trainer
 from policies.model.buying import MachineKind
 from policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
 from policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
@@ -26,6 +25,7 @@ from policies.model.vocabulary import (
     slot_and_incarnation,
 )
 from policies.serving.gateway_status import MemberStatus
+from policies.tick.snapshot import Decision, Gateway, Machine, Snapshot, Stored, Trainer
 from tests.stand_ins.world import spec
 
 NOW_S = 100_000.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.observed import HEARTBEAT_FRESH_S
 from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
-from policies.control.snapshot import Command, Stored
 from policies.model import exit_codes
 from policies.model.events import (
     CommandTaken,
@@ -22,6 +20,7 @@ from policies.model.events import (
 from policies.model.spec import OnRollback, RollbackBudget
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
+from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command, Stored
 from tests.stand_ins.world import World, spec, with_kl, world_of
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.snapshot import Launch, Watched, WriteFork
 from policies.detect.pitfalls import Pitfall
 from policies.model.events import (
     Diverged,
@@ -24,6 +23,7 @@ from policies.model.events import (
 )
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Role, RunPhase
+from policies.tick.snapshot import Launch, Watched, WriteFork
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [

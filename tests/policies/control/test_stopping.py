@@ -8,11 +8,11 @@ import pytest
 
 from policies.control.decide import decide
 from policies.control.observed import HEARTBEAT_LOST_S
-from policies.control.snapshot import AskToStop, Command
-from policies.control.stopping import STOP_WAIT_S
+from policies.fleet.budget import STOP_WAIT_S
 from policies.model.events import MachineBought, RunMoved
 from policies.model.spec import Budget
 from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from policies.tick.snapshot import AskToStop, Command
 from tests.stand_ins.world import World, until_training
 
 

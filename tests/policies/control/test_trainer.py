@@ -10,10 +10,10 @@ import pytest
 from policies.control.decide import decide
 from policies.control.lifecycle import NOTICE_TAKES_S
 from policies.control.observed import MACHINE_LOST_S
-from policies.control.snapshot import Gateway, Launch, Terminate, Trainer
 from policies.model import exit_codes
 from policies.model.events import JobExited
 from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.tick.snapshot import Gateway, Launch, Terminate, Trainer
 from tests.stand_ins.world import HOUR_S, World, spec, until_training
 
 

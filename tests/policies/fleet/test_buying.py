@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.snapshot import Trainer
 from policies.fleet.plan import IDLE_MIN_S
 from policies.model import exit_codes
 from policies.model.buying import (
@@ -32,6 +31,7 @@ from policies.model.events import (
     SpecProved,
 )
 from policies.model.vocabulary import NodePhase, Role, RunPhase
+from policies.tick.snapshot import Trainer
 from tests.stand_ins.world import HOUR_S, World, capped, priced, spec, until_training
 
 KIND = "rollout on spot"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from orchestrator.gateway.routing.members import COMERS_MAX, Comers
-from policies.control.snapshot import Snapshot
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase, Refusal, Role
 from policies.serving.joining import (
@@ -17,6 +16,7 @@ from policies.serving.joining import (
     HUB,
     Stage,
 )
+from policies.tick.snapshot import Snapshot
 from tests.stand_ins.world import HOUR_S, World, spec
 
 OF_70B_BYTES = 141_000_000_000  # in bfloat16

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot
+from policies.costs.steps import StepShape
 from policies.fleet.plan import STAYS_S
-from policies.fleet.steps import StepShape
 from policies.model import exit_codes
 from policies.model.buying import HELD_S
 from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
@@ -23,6 +22,7 @@ from policies.model.fold import fold
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from policies.tick.snapshot import Snapshot
 from tests.budget import examples
 from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, fallback_nodes, spec, two_markets
 

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot
+from policies.costs.steps import HourlyPrices, StepShape, usd_a_step
 from policies.fleet.explain import explain
 from policies.fleet.market import offers
 from policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
 from policies.fleet.plan import IDLE_MIN_S, plan
 from policies.fleet.reconcile import release_order
-from policies.fleet.steps import HourlyPrices, StepShape, usd_a_step
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import NodeRequested
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
+from policies.tick.snapshot import Snapshot
 from tests.budget import examples
 from tests.stand_ins.world import World, fallback_nodes, spec, two_markets
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.snapshot import Measured, Snapshot, Terminate
+from policies.costs.steps import StepShape
 from policies.fleet.objective import rollouts_wanted
 from policies.fleet.plan import SETTLES_S
 from policies.fleet.reconcile import RETURN_WITHIN_S
-from policies.fleet.steps import StepShape
 from policies.model.events import FleetSized, MachineBought, NodeMoved
 from policies.model.vocabulary import Market, NodePhase, Role
+from policies.tick.snapshot import Measured, Snapshot, Terminate
 from tests.stand_ins.world import World, spec, until_training
 
 FLAT = StepShape(60.0, 30.0)  # at 3.96 and 2.38 USD/h 0.9 nodes are cheapest

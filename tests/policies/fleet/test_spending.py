@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.snapshot import Command, LaunchRefused, Snapshot
 from policies.fleet.budget import BUDGET, on_demand_usd
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
@@ -16,6 +15,7 @@ from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeM
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from policies.tick.snapshot import Command, LaunchRefused, Snapshot
 from tests.stand_ins.world import DISKS, capped, priced, with_disks
 
 

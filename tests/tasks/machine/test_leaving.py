@@ -11,8 +11,8 @@ from checkpoint.records import documents
 from checkpoint.store.run_store import Store
 from checkpoint.stream.spool import Seal, Spool
 from policies.control.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
-from policies.control.snapshot import Trainer
 from policies.model.spec import CheckpointsSpec
+from policies.tick.snapshot import Trainer
 from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import make_spool

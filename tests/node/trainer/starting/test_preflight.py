@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from policies.control.snapshot import BEFORE_TRAINING
 from policies.model import exit_codes
+from policies.tick.snapshot import BEFORE_TRAINING
 from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.rewards.guard import guarded
 from tasks.trainer import reports

@@ -20,9 +20,9 @@ from orchestrator.clouds.sky import watch as suspicion
 from orchestrator.clouds.sky.cloud import SkyCloud
 from orchestrator.clouds.sky.records import Cluster, ClusterState
 from orchestrator.home import run_dir
-from policies.control.snapshot import Machine
 from policies.model import exit_codes
 from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
+from policies.tick.snapshot import Machine
 from tests.budget import HANG_S
 from tests.budget import until as wait_until
 from tests.stand_ins.control_plane import PREFIX, SkyWorld

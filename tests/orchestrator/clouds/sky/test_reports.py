@@ -13,7 +13,7 @@ from checkpoint.records.documents import MachineReport
 from checkpoint.store import layout
 from checkpoint.store.run_store import Entry, Store
 from orchestrator.clouds.sky.watch import DATED_TO_S, Reports
-from policies.fleet.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
+from policies.costs.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
 
 names = itertools.count()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.fleet.store_costs import (
+from policies.costs.store_costs import (
     Place,
     Stored,
     checkpoint_bytes,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from policies.fleet import disks
+from policies.costs import disks
+from policies.costs.list_prices import MONTH_H, disk_usd_per_h
 from policies.fleet.budget import not_counted
-from policies.fleet.list_prices import MONTH_H, disk_usd_per_h
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Market, Role

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.control.snapshot import Machine, Snapshot
-from policies.fleet import disks
+from policies.costs import disks
 from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
 from policies.model.fold import apply, draft
 from policies.model.reports import is_news
 from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import NodePhase, Refusal, RunPhase
+from policies.tick.snapshot import Machine, Snapshot
 
 
 @dataclass(slots=True)

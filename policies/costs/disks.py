@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policies.fleet.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
+from policies.costs.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
 from policies.model.pools import Pool
 from policies.model.spec import RunSpec, alternatives_of, generates_itself
 from policies.model.vocabulary import Role

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from policies.fleet.list_prices import OWN, store_price
+from policies.costs.list_prices import OWN, store_price
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import Role
 from policies.weights.disks import checkpoint_bytes_each

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.steps import (
+from policies.costs.steps import (
     ENOUGH,
     HourlyPrices,
     MeasuredStep,

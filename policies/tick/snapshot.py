@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from policies.costs.steps import StepShape
 from policies.detect.divergence import Verdict
 from policies.detect.pitfalls import Pitfall
-from policies.fleet.steps import StepShape
 from policies.model.events import Event
 from policies.model.pools import Pool, PoolOffer
 from policies.model.state import Node
@@ -25,6 +25,7 @@ from policies.model.vocabulary import (
 from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
+HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
 OWN_GENERATION = "generating by itself"  # of one that replaces rollout nodes
 GENERATING = "generating"  # nodes make what it requests

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator import config
-from policies.control.objective import (
+from policies.control.rollback.begin import changes_to_save_memory
+from policies.control.rollback.choice import changes_on_rollback
+from policies.model.loss import (
     DEFAULT_LOSS,
     TRL_DEFAULTS,
     effects,
@@ -20,8 +22,6 @@ from policies.control.objective import (
     pieces_keep_gradient,
     value_of,
 )
-from policies.control.rollback.begin import changes_to_save_memory
-from policies.control.rollback.choice import changes_on_rollback
 from policies.model.spec import OnRollback, fixes_accumulation
 from tests.stand_ins.world import spec
 
