@@ -162,11 +162,11 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
     held = _without_trainer(facts)
     compared = tuple(one for one in (sized, shortage, idle, held) if one is not None)
     changed = size != rollouts_wanted(state, spec)
-    asks_again = _asks_spot_again(facts) and fallback == len(facts.fallback)
+    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts, fallback)
     return Allocation(
         trainer=True,
         spot=size,
-        on_demand=fallback - asks_again,
+        on_demand=len(facts.fallback) - 1 if asks_again else fallback,
         size_reason=f"{sized.words}; {_size_reason(facts)}" if changed and sized is not None else "",
         parks=_parking_reason(facts) if idle is not None and idle.best.name == PARK else "",
         releases=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
@@ -320,10 +320,10 @@ def _spot_usd_per_h(facts: _Facts) -> float:
     return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
 
 
-def _asks_spot_again(facts: _Facts) -> bool:
+def _asks_spot_again(facts: _Facts, fallback: int) -> bool:
     """Whether an on-demand node is returned because a spot machine would fit under the cap an hour instead of it:
-    not while machines come or go, nor before each has served for STAYS_S, nor where the deadline depends on the
-    only one."""
+    not while machines come or go, or one of `fallback` nodes can still be bought, nor before each has served for
+    STAYS_S, nor where the deadline depends on the only one."""
     spec, state, snapshot = facts.spec, facts.state, facts.snapshot
     if not facts.fallback or caps_of(state, spec).usd_per_h is None or state.phase is not RunPhase.TRAINING:
         return False
@@ -342,6 +342,8 @@ def _asks_spot_again(facts: _Facts) -> bool:
     leaves = max(facts.fallback, key=lambda node: node.usd_per_h)
     without = [node for node in state.nodes.values() if node is not leaves]
     with_all, with_others = (Purse(state, snapshot, spec, nodes) for nodes in (None, without))
+    if fallback > len(facts.fallback) and facts.market.has_room(with_all, Market.ON_DEMAND):
+        return False
     return not facts.market.has_room(with_all, Market.SPOT) and facts.market.has_room(with_others, Market.SPOT)
 
 

@@ -323,6 +323,7 @@ def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
     again=st.booleans(),
 )
 @example(cap=ONE, low=1, more=1, shape=None, away_h=0.5, again=False)  # the only node goes back for it
+@example(cap=ONE, low=0, more=2, shape=StepShape(1.0, 100.0), away_h=1.0, again=False)  # two would be better
 @example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
 def test_spot_that_comes_back_is_found_under_any_cap(
     cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
