@@ -86,6 +86,7 @@ class _Left:
 
     batch: Batch
     requests: dict[Hashable, Asked]
+    open: set[Asked]  # those that are counted: a task is done a little before its callbacks are called
     ends: asyncio.TimerHandle | None = None
 
 
@@ -104,10 +105,9 @@ class Kept:
 
     def keep(self, batch: Batch, requests: list[Asked]) -> None:
         """Go on with these, which are counted as open requests of the policy where they are not done."""
-        left = _Left(batch, {one.key: one for one in requests})
-        for one in requests:
-            if not one.task.done():
-                one.task.add_done_callback(partial(self._done, left, one))
+        left = _Left(batch, {one.key: one for one in requests}, {one for one in requests if not one.task.done()})
+        for one in left.open:
+            one.task.add_done_callback(partial(self._done, left, one))
         self._left.append(left)
         self._end_after(left, KEPT_S)
 
@@ -115,9 +115,8 @@ class Kept:
         """Hand over a request; its new asker counts it."""
         for left in self._left:
             if (found := left.requests.pop(key, None)) is not None:
-                if not found.task.done():
-                    self._members.finish(left.batch.policy.label, 1)
-                elif found.task.exception() is not None:
+                self._finish(left, {found})
+                if found.task.done() and found.task.exception() is not None:
                     return None  # whatever it was, the answer of today counts
                 return found
         return None
@@ -208,17 +207,22 @@ class Kept:
         self._ledger.owed += tokens
         if tokens:
             log.warning("batch_given_up", policy=left.batch.policy.label, tokens=tokens)
-        if running := sum(not one.task.done() for one in requests):
-            self._members.finish(left.batch.policy.label, running)
+        self._finish(left, set(requests))
         ending = asyncio.ensure_future(_end_all(requests))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     def _done(self, left: _Left, asked: Asked, task: asyncio.Future[Finished]) -> None:
-        if left.requests.get(asked.key) is asked:
-            self._members.finish(left.batch.policy.label, 1)
+        if asked in left.open:
+            self._finish(left, {asked})
             if not task.cancelled():
                 task.exception()  # whoever asks for the same is told of today's
+
+    def _finish(self, left: _Left, requests: set[Asked]) -> None:
+        """These are done, or somebody else's: they are counted no more."""
+        if counted := left.open & requests:
+            left.open -= counted
+            self._members.finish(left.batch.policy.label, len(counted))
 
 
 async def cancel(requests: list[Asked]) -> None:
