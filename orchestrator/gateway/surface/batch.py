@@ -104,7 +104,9 @@ class BatchRun:
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
             if not ended:
-                self._deliver()
+                self._complete = True
+                for one in self._asked:
+                    self._deliver(one)
                 yield _encode(BatchLine(end=self._progress())) + b"\n"
         finally:
             starting.cancel()
@@ -145,7 +147,7 @@ class BatchRun:
                 size = 0 if number else PROMPT_TOKEN_SIZE * len(prompt.token_ids)
                 asked = self._begin(prompt.token_ids, sample, group, size)
                 self._asked.append(asked)
-                asked.task.add_done_callback(partial(self._done, sample.index, asked.job))
+                asked.task.add_done_callback(partial(self._done, sample.index, asked))
 
     def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> Asked:
         key = key_of(self._batch, self._sampling, group, sample.seed)
@@ -156,10 +158,13 @@ class BatchRun:
         job = job_of(self._batch, prompt, group, sample.seed, size)
         return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
 
-    def _done(self, index: int, job: Job, task: asyncio.Future[Finished]) -> None:
+    def _done(self, index: int, asked: Asked, task: asyncio.Future[Finished]) -> None:
         """Put a request's line into the answer."""
         if not (self._closed or task.cancelled()):
-            self._say(_line(index, job, task))
+            line = _line(index, asked.job, task)
+            if line.completion is not None:
+                self._deliver(asked)
+            self._say(line)
 
     def _cut(self) -> list[BatchLine]:
         """What there is of each that is not done. All of them wait, and may be gone on with."""
@@ -199,12 +204,10 @@ class BatchRun:
             return f"no node could serve policy {policy} {within}; {held or 'there is no member'}{failure}"
         return f"policy {policy}: no token came {within}{failure}"
 
-    def _deliver(self) -> None:
-        """All lines are on their way."""
-        self._complete = True
-        for one in self._asked:
-            self._ledger.delivered += 0 if one.delivered else len(one.job.token_ids)
-            one.delivered = True
+    def _deliver(self, asked: Asked) -> None:
+        """Its line is on its way. Its asker may store it before the batch is over, and not ask for it again."""
+        self._ledger.delivered += 0 if asked.delivered else len(asked.job.token_ids)
+        asked.delivered = True
 
     def _leave(self) -> None:
         """Its asker has gone, and was told of nothing that was lost: the next batch tells it."""

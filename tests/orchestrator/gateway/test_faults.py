@@ -106,6 +106,31 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     await world.until(lambda: world.members._demand._open == {})
 
 
+async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of several is trained on while the others are made; then the trainer dies."""
+    monkeypatch.setattr(kept_module, "PASSED_S", 0.0)
+    node = await world.node("a", max_requests=4, event_s=0.01)
+    batch, newer = make_batch("0-0"), make_batch("0-1", requests=1)
+    lines = world.lines(batch)
+    while (await anext(lines)).completion is None:
+        pass
+    node.change(stalls=1)
+    await leave(lines)
+    await world.until(lambda: world.gateway.kept._left)
+    node.change(stalls=FOREVER)
+    left = world.gateway.kept._left[0]
+    assert len(left.open) >= 16
+    stored = [one for one in left.requests.values() if one.delivered]
+    assert stored
+    await world.until(lambda: not left.open)
+    lost = sum(len(one.job.token_ids) for one in left.requests.values()) - 16 * len(stored)
+    node.loads = True
+    heard = [await world.complete(newer), await world.complete(newer)]
+    assert sum(one.end.discarded for one in heard if one.end is not None) == lost
+
+
 @pytest.mark.parametrize("newer", [PolicyRef("1-0", "p"), PolicyRef("0-1", "p"), PolicyRef("0-0", "p", "f" * 32)])
 async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
     newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
