@@ -60,6 +60,7 @@ class BatchRun:
         self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
         self._kept = kept
         self._kept_tokens = 0
+        self._gave_way = 0  # how often members were at work for another policy, and none for this one
         self._asked: list[Asked] = []
         self._sampling = msgspec.json.encode(batch.sampling)
         self._closed = False
@@ -192,8 +193,10 @@ class BatchRun:
 
     def _progress(self) -> Progress:
         waiting = sum(one.job.waiting for one in self._asked) + self._count - len(self._asked)
-        moves = self._members.comers.moves
-        return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves, self._kept_tokens)
+        serving = self._serving()
+        self._gave_way += not serving and self._members.work_at_others(self._policy)
+        moves = self._members.comers.moves + self._gave_way
+        return Progress(self._tokens(), self._discarded(), serving, waiting, moves, self._kept_tokens)
 
     def _too_late(self) -> str:
         policy, within = self._policy, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"

@@ -106,6 +106,18 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     await world.until(lambda: world.members._demand._open == {})
 
 
+async def test_batch_is_not_too_late_while_all_nodes_work_at_the_policy_before_it(world: World) -> None:
+    """A window ahead, of the newest policy, on a fleet of one node."""
+    node = await world.node("a", loads=True, event_s=0.1, max_requests=4)
+    older = asyncio.ensure_future(world.complete(make_batch("0-0", requests=12)))
+    await world.until(lambda: node.row.running)
+    newer = replace(make_batch("0-1", requests=2), deadline_s=1.0)
+    began_s = time.monotonic()
+    check_complete(newer, await world.complete(newer))
+    assert time.monotonic() - began_s > newer.deadline_s
+    assert older.done()
+
+
 async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_lost(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
