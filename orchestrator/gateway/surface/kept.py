@@ -20,6 +20,7 @@ import structlog
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
+from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, HandOver, labelled_version
 
 log = structlog.get_logger()
@@ -154,17 +155,17 @@ class Kept:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("requests_not_loaded", why=str(error))
             return
-        batches: dict[str, list[_Saved]] = {}
-        for one in saved:
-            if labelled_version(one.batch.policy.label).timeline == timeline:
-                batches.setdefault(one.batch.policy.label, []).append(one)
-        for of_policy in batches.values():
-            asked = [self._begin(one) for one in of_policy]
+        batches: dict[bytes, list[_Saved]] = {}
+        for one in sorted(saved, key=_version):  # the newest is wanted last
+            if _version(one).timeline == timeline:
+                batches.setdefault(msgspec.json.encode(one.batch), []).append(one)
+        for of_batch in batches.values():
+            batch, asked = of_batch[0].batch, [self._begin(one) for one in of_batch]
             running = sum(not one.task.done() for one in asked)
-            self._members.want(of_policy[0].batch.policy, running, of_policy[0].batch.recovery)
-            self.keep(of_policy[0].batch, asked)
+            self._members.want(batch.policy, running, batch.recovery)
+            self.keep(batch, asked)
             tokens = sum(len(one.job.token_ids) for one in asked)
-            log.info("batch_taken_over", policy=of_policy[0].batch.policy.label, tokens=tokens, running=running)
+            log.info("batch_taken_over", policy=batch.policy.label, tokens=tokens, running=running)
 
     def _begin(self, one: _Saved) -> Asked:
         prompt = array("I", one.prompt_token_ids)
@@ -259,6 +260,10 @@ def _saved(left: _Left) -> Iterator[_Saved]:
             )
             got = one.task.result() if one.task.done() else None
             yield made if got is None else replace(made, finish_reason=got.finish_reason, node=got.node)
+
+
+def _version(one: _Saved) -> PolicyVersion:
+    return labelled_version(one.batch.policy.label)
 
 
 def _finished(job: Job, one: _Saved) -> Finished:

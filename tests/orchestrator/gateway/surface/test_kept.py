@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.kept import Asked, Kept, job_of, key_of
+from orchestrator.gateway.surface.kept import Asked, Kept, group_of, job_of, key_of
 from policies.serving.wire import Batch, PolicyRef
 
 BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)
@@ -27,9 +30,11 @@ class Completes(Completer):
         return Finished([], [], "stop", None, None, None, job.policy, "a", 0, 0.0, 0.0)
 
 
-def asked(completer: Completer, seed: int = 0) -> Asked:
-    job = job_of(BATCH, array("I", [1]), 1, seed, 4)
-    return Asked(key_of(BATCH, b"{}", 1, seed), job, asyncio.ensure_future(completer.complete(job)))
+def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> Asked:
+    tokens = array("I", [prompt])
+    job = job_of(batch, tokens, group_of(tokens), 0, 4)
+    key = key_of(batch, msgspec.json.encode(batch.sampling), job.group, 0)  # type: ignore[arg-type]
+    return Asked(key, job, asyncio.ensure_future(completer.complete(job)))
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -56,3 +61,27 @@ async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever
     await coming
     await asyncio.wait([one.task])
     assert members._demand._open == {}
+
+
+async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_policy_is_wanted(
+    tmp_path: Path,
+) -> None:
+    """A step and an evaluation are of one policy, and the second gateway ends before anybody asks it."""
+    file, completer = tmp_path / "left", Completes()
+    newer = replace(BATCH, policy=PolicyRef("0-1", "p"))
+    batches = [newer, replace(BATCH, sampling={"max_tokens": 8}), replace(BATCH, sampling={"max_tokens": 9})]
+    completer.may.set()
+    kept = Kept(Members("secret"), completer, Ledger())
+    for batch in batches:
+        one = asked(completer, batch)
+        await one.task
+        kept.keep(batch, [one])
+    for _ in range(2):
+        kept.save(file)
+        kept = Kept(members := Members("secret"), completer, Ledger())
+        kept.load(file, 0)
+        assert members.wanted == newer.policy
+    for batch in batches:
+        found = kept.take(asked(completer, batch).key)
+        assert found is not None
+        assert found.job.body.get("max_tokens") == batch.sampling.get("max_tokens")
