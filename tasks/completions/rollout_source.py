@@ -484,8 +484,9 @@ class RolloutSource:
     def _note_new(self, call: Call) -> None:
         """A call is made anew, so its step leads to other weights than before, unless all nodes compute alike to
         the last bit: what is stored of later policies is not used any more."""
-        if self._new_at_step is None:
-            self._new_at_step = call.at.step
+        known = self._new_at_step
+        # A window ahead may be new before a later turn of the present step is.
+        self._new_at_step = call.at.step if known is None else min(known, call.at.step)
 
     def _next_call(self, at: PolicyVersion, training: bool) -> int:
         if at != self._at:
