@@ -114,6 +114,8 @@ class BatchRun:
             self._closed = True
             if self._complete or ended:
                 self._finish(self._open)
+                if ended:
+                    self._give_up()
                 self._kept.keep(self._batch, [one for one in self._asked if one.task.done()])
                 await cancel(self._asked)
             else:
@@ -212,11 +214,21 @@ class BatchRun:
         self._ledger.delivered += 0 if asked.delivered else len(asked.job.token_ids)
         asked.delivered = True
 
-    def _leave(self) -> None:
-        """Its asker has gone, and was told of nothing that was lost: the next batch tells it."""
-        self._ledger.owed += self._discarded()
+    def _give_up(self) -> None:
+        """It ends with an error, and what is under way with it."""
+        tokens = sum(len(one.job.token_ids) for one in self._asked if not one.task.done())
+        self._ledger.discarded += tokens
+        self._owe(tokens)
+
+    def _owe(self, tokens: int = 0) -> None:
+        """Its asker was told of nothing that was lost: the next batch tells it, and of these tokens."""
+        self._ledger.owed += tokens + self._discarded()
         for one in self._asked:
             one.job.discarded = 0
+
+    def _leave(self) -> None:
+        """Its asker has gone."""
+        self._owe()
         running = sum(not one.task.done() for one in self._asked)
         self._finish(self._open - running)
         self._kept.keep(self._batch, self._asked)

@@ -106,6 +106,17 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     await world.until(lambda: world.members._demand._open == {})
 
 
+async def test_tokens_under_way_in_a_batch_that_fails_are_told_as_lost_by_the_next(world: World) -> None:
+    node = await world.node("a", stalls=2)
+    failed = await world.complete(make_batch("0-0", requests=4, deadline_s=1.0))
+    assert failed.error is not None
+    assert (lost := world.ledger.discarded) >= 4 * 2
+    node.change(stalls=FOREVER)
+    heard = await world.complete(make_batch("0-0", requests=4))
+    assert heard.end is not None
+    assert (heard.end.discarded, heard.end.kept, world.ledger.delivered) == (lost, 0, 4 * 16)
+
+
 async def test_batch_is_not_too_late_while_all_nodes_work_at_the_policy_before_it(world: World) -> None:
     """A window ahead, of the newest policy, on a fleet of one node."""
     node = await world.node("a", loads=True, event_s=0.1, max_requests=4)
