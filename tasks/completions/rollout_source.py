@@ -460,7 +460,7 @@ class RolloutSource:
     def _awaited(self, begun: _Begun, requests: list[CompletionRequest], policies: Policies) -> _Generated:
         """Wait for a call that was begun; make it here if no node is there for it. Raises what else ended it."""
         began_s = looked_s = time.monotonic()
-        nobody_s = 0.0
+        nobody_s, nobody = 0.0, None
         try:
             while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
@@ -468,11 +468,13 @@ class RolloutSource:
                 before_s, looked_s = looked_s, time.monotonic()
                 nobody_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
-        except NobodyServes as nobody:
-            return self._generated(begun.call, requests, begun.digest, policies, nobody)
+        except NobodyServes as told:
+            nobody = told
         finally:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
+        if nobody is not None:
+            return self._generated(begun.call, requests, begun.digest, policies, nobody)
         # Calls that were begun together are made one after the other, as far as their number allows.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
