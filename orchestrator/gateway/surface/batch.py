@@ -19,7 +19,7 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefus
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, cancel, group_of, job_of, key_of
+from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, begin, cancel, group_of, job_of, key_of
 from policies.serving.member import Row
 from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
@@ -159,7 +159,7 @@ class BatchRun:
             found.job.prompt_token_ids = found.job.body["prompt"] = prompt  # its own, since that one is emptied
             return found
         job = job_of(self._batch, prompt, group, sample.seed, size)
-        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
+        return begin(self._completer, key, job)
 
     def _done(self, index: int, asked: Asked, task: asyncio.Future[Finished]) -> None:
         """Put a request's line into the answer."""

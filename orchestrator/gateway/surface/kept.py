@@ -42,6 +42,18 @@ class Asked:
     delivered: bool = False  # all of it, to some asker
 
 
+def begin(completer: Completer, key: Hashable, job: Job) -> Asked:
+    """Have a job completed. What it fails with is told to its asker, if there is one by then."""
+    task = asyncio.ensure_future(completer.complete(job))
+    task.add_done_callback(_hear)
+    return Asked(key, job, task)
+
+
+def _hear(task: asyncio.Future[Finished]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
 def key_of(batch: Batch, sampling: bytes, group: int, seed: int) -> Hashable:
     """What a request asks for; `sampling` is the batch's, encoded, and `group` tells its prompt from others."""
     return batch.policy.label, sampling, batch.recovery, group, seed
@@ -183,7 +195,7 @@ class Kept:
         else:
             job.discarded = job.start_over()
             self._ledger.discarded += job.discarded
-        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
+        return begin(self._completer, key, job)
 
     def _end_after(self, left: _Left, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -213,11 +225,8 @@ class Kept:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _done(self, left: _Left, asked: Asked, task: asyncio.Future[Finished]) -> None:
-        if asked in left.open:
-            self._finish(left, {asked})
-            if not task.cancelled():
-                task.exception()  # whoever asks for the same is told of today's
+    def _done(self, left: _Left, asked: Asked, _: asyncio.Future[Finished]) -> None:
+        self._finish(left, {asked})
 
     def _finish(self, left: _Left, requests: set[Asked]) -> None:
         """These are done, or somebody else's: they are counted no more."""

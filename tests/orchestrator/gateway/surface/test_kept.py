@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.gateway.job import Finished, Job
+from orchestrator.gateway.job import Finished, Job, RequestRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.surface.admission import Prompt
+from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.kept import Asked, Kept, group_of, job_of, key_of
-from policies.serving.wire import Batch, PolicyRef
+from policies.serving.wire import Batch, PolicyRef, Sample
 
 BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)
 
@@ -85,3 +88,34 @@ async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_po
         found = kept.take(asked(completer, batch).key)
         assert found is not None
         assert found.job.body.get("max_tokens") == batch.sampling.get("max_tokens")
+
+
+class Fails(Completes):
+    async def complete(self, job: Job) -> Finished:
+        await super().complete(job)
+        raise RequestRefused("too long")
+
+
+async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault_of_the_gateway() -> None:
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
+    members, completer = Members("secret"), Fails()
+    kept = Kept(members, completer, Ledger())
+    prompt = Prompt(array("I", [1]), [Sample(0, 0)])
+    chunks = BatchRun(BATCH, [prompt], members, completer, Ledger(), kept).chunks()
+    await anext(chunks)
+
+    async def leaves() -> None:
+        await completer.may.wait()
+        await chunks.aclose()
+
+    leaving = asyncio.ensure_future(leaves())
+    await asyncio.sleep(0)
+    completer.may.set()
+    await leaving
+    kept.ask("1-0")
+    while kept._left or kept._ending:
+        await asyncio.sleep(0)
+    gc.collect()
+    assert said == []
+    assert members._demand._open == {}
