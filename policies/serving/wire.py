@@ -229,7 +229,7 @@ class Progress:
     discarded: int  # tokens thrown away with a lost node or, before this batch, with a lost asker
     members: int  # that may serve it
     waiting: int  # requests that no member has taken
-    moves: int = 0  # how often nodes that are of no use yet have got on, since the gateway's start
+    moves: int = 0  # how often nodes that are of no use yet have got on, or have worked at another policy
     kept: int = 0  # of `tokens`, those that were there when the batch was asked for: made for an earlier asker
 
 

@@ -460,7 +460,7 @@ class RolloutSource:
     def _awaited(self, begun: _Begun, requests: list[CompletionRequest], policies: Policies) -> _Generated:
         """Wait for a call that was begun; make it here if no node is there for it. Raises what else ended it."""
         began_s = looked_s = time.monotonic()
-        nobody_s = 0.0
+        nobody_s, nobody = 0.0, None
         try:
             while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
@@ -468,11 +468,13 @@ class RolloutSource:
                 before_s, looked_s = looked_s, time.monotonic()
                 nobody_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
-        except NobodyServes as nobody:
-            return self._generated(begun.call, requests, begun.digest, policies, nobody)
+        except NobodyServes as told:
+            nobody = told
         finally:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
+        if nobody is not None:
+            return self._generated(begun.call, requests, begun.digest, policies, nobody)
         # Calls that were begun together are made one after the other, as far as their number allows.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
@@ -484,8 +486,9 @@ class RolloutSource:
     def _note_new(self, call: Call) -> None:
         """A call is made anew, so its step leads to other weights than before, unless all nodes compute alike to
         the last bit: what is stored of later policies is not used any more."""
-        if self._new_at_step is None:
-            self._new_at_step = call.at.step
+        known = self._new_at_step
+        # A window ahead may be new before a later turn of the present step is.
+        self._new_at_step = call.at.step if known is None else min(known, call.at.step)
 
     def _next_call(self, at: PolicyVersion, training: bool) -> int:
         if at != self._at:

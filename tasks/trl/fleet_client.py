@@ -204,7 +204,9 @@ class FleetClient:
         policies are there are begun."""
         window = windows.present
         if self._turn[0] != window:
-            if self._turn[0] < 0 or windows.begins_round(window):
+            if self._turn[0] < 0:
+                windows.start()
+            if windows.begins_round(window):
                 self._rollouts.begin(windows.calls(samples, sampling), self._policy)
             self._turn = window, 0
         return {"policy": windows.policy_of(window), "number": windows.number_of(*self._turn)}

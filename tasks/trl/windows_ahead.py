@@ -9,7 +9,7 @@ data and policies, and never from timing: a restarted trainer requests the same,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from policies.model.vocabulary import PolicyVersion
@@ -31,6 +31,12 @@ class WindowsAhead:
         self._trainer, self._timeline = trainer, timeline
         self._since_step, self._staleness = since_step, staleness
         self._walk = walk_of(trainer.args, len(trainer.train_dataset))
+        self._first, self._first_step = 0, 0  # the first window that this trainer has made, and the steps before
+
+    def start(self) -> None:
+        """The first window is about to be made. A timeline that begins in the middle of a window makes that one
+        anew: it is one of the windows of the present step then, and those before it are over."""
+        self._first, self._first_step = self.present, self._trainer.state.global_step
 
     @property
     def present(self) -> int:
@@ -44,10 +50,11 @@ class WindowsAhead:
 
     def policy_of(self, window: int) -> PolicyVersion:
         """The policy that a window is sampled from."""
-        first = self._round_of(window).start
+        steps_before = self._walk.steps_before  # whatever this trainer began with: the next one comes to the same
+        first = _round_of(window, steps_before).start
         for _ in range(self._staleness):
-            first = self._round_of(max(0, first - 1)).start
-        return PolicyVersion(self._timeline, max(self._since_step, self._walk.steps_before(first)))
+            first = _round_of(max(0, first - 1), steps_before).start
+        return PolicyVersion(self._timeline, max(self._since_step, steps_before(first)))
 
     def number_of(self, window: int, turn: int = 0) -> int:
         """Of a window's generate call, counted from 0, among all those of its step: known before any is made."""
@@ -64,11 +71,11 @@ class WindowsAhead:
 
         Those that begin after the last step are left out.
         """
-        window, state = self._round_of(self.present).start, self._trainer.state
+        window = self._round_of(self.present).start
         for _ in range(self._staleness + 1):
             windows = self._round_of(window)
-            at = max(state.global_step, self._walk.steps_before(window))
-            if at >= state.max_steps:
+            at = self._steps_before(window)
+            if at >= self._trainer.state.max_steps:
                 return
             for window in windows:
                 version, number = PolicyVersion(self._timeline, at), self.number_of(window)
@@ -77,13 +84,12 @@ class WindowsAhead:
 
     def _round_of(self, window: int) -> range:
         """The windows that begin in the same step."""
-        steps_before = self._walk.steps_before
-        first = end = window
-        while first > 0 and steps_before(first - 1) == steps_before(window):
-            first -= 1
-        while steps_before(end) == steps_before(window):
-            end += 1
-        return range(first, end)
+        return _round_of(window, self._steps_before)
+
+    def _steps_before(self, window: int) -> int:
+        """How many steps are done when a window is made."""
+        steps = self._walk.steps_before(window)
+        return steps if window < self._first else max(steps, self._first_step)
 
     def _prompts(self, window: int) -> list[list[int]]:
         """The prompts of a window as TRL will ask for them: token ids, one list a prompt."""
@@ -91,3 +97,12 @@ class WindowsAhead:
         rows = [other.get(row, row) for row in self._walk.rows_of(window)]
         prompts = [trainer.train_dataset[row]["prompt"] for row in rows]
         return [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+
+
+def _round_of(window: int, steps_before: Callable[[int], int]) -> range:
+    first = end = window
+    while first > 0 and steps_before(first - 1) == steps_before(window):
+        first -= 1
+    while steps_before(end) == steps_before(window):
+        end += 1
+    return range(first, end)

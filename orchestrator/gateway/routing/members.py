@@ -190,6 +190,10 @@ class Members:
         """Whether more than one policy is asked for."""
         return self._demand.has_older
 
+    def work_at_others(self, policy: str) -> bool:
+        """Whether a member works at requests of another policy than this one, which are to end first."""
+        return any(row.running and row.policy != policy and not row.unfit for row in self._table.rows)
+
     def is_to_leave(self, node: str, policy: str) -> bool:
         """Whether a member is to hold another policy than this one."""
         row = self._table.row(node)

@@ -19,7 +19,7 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefus
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, cancel, group_of, job_of, key_of
+from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, begin, cancel, group_of, job_of, key_of
 from policies.serving.member import Row
 from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
@@ -60,6 +60,7 @@ class BatchRun:
         self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
         self._kept = kept
         self._kept_tokens = 0
+        self._gave_way = 0  # how often members were at work for another policy, and none for this one
         self._asked: list[Asked] = []
         self._sampling = msgspec.json.encode(batch.sampling)
         self._closed = False
@@ -104,13 +105,17 @@ class BatchRun:
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
             if not ended:
-                self._deliver()
+                self._complete = True
+                for one in self._asked:
+                    self._deliver(one)
                 yield _encode(BatchLine(end=self._progress())) + b"\n"
         finally:
             starting.cancel()
             self._closed = True
             if self._complete or ended:
                 self._finish(self._open)
+                if ended:
+                    self._give_up()
                 self._kept.keep(self._batch, [one for one in self._asked if one.task.done()])
                 await cancel(self._asked)
             else:
@@ -145,7 +150,7 @@ class BatchRun:
                 size = 0 if number else PROMPT_TOKEN_SIZE * len(prompt.token_ids)
                 asked = self._begin(prompt.token_ids, sample, group, size)
                 self._asked.append(asked)
-                asked.task.add_done_callback(partial(self._done, sample.index, asked.job))
+                asked.task.add_done_callback(partial(self._done, sample.index, asked))
 
     def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> Asked:
         key = key_of(self._batch, self._sampling, group, sample.seed)
@@ -154,12 +159,15 @@ class BatchRun:
             found.job.prompt_token_ids = found.job.body["prompt"] = prompt  # its own, since that one is emptied
             return found
         job = job_of(self._batch, prompt, group, sample.seed, size)
-        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
+        return begin(self._completer, key, job)
 
-    def _done(self, index: int, job: Job, task: asyncio.Future[Finished]) -> None:
+    def _done(self, index: int, asked: Asked, task: asyncio.Future[Finished]) -> None:
         """Put a request's line into the answer."""
         if not (self._closed or task.cancelled()):
-            self._say(_line(index, job, task))
+            line = _line(index, asked.job, task)
+            if line.completion is not None:
+                self._deliver(asked)
+            self._say(line)
 
     def _cut(self) -> list[BatchLine]:
         """What there is of each that is not done. All of them wait, and may be gone on with."""
@@ -187,8 +195,10 @@ class BatchRun:
 
     def _progress(self) -> Progress:
         waiting = sum(one.job.waiting for one in self._asked) + self._count - len(self._asked)
-        moves = self._members.comers.moves
-        return Progress(self._tokens(), self._discarded(), self._serving(), waiting, moves, self._kept_tokens)
+        serving = self._serving()
+        self._gave_way += not serving and self._members.work_at_others(self._policy)
+        moves = self._members.comers.moves + self._gave_way
+        return Progress(self._tokens(), self._discarded(), serving, waiting, moves, self._kept_tokens)
 
     def _too_late(self) -> str:
         policy, within = self._policy, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
@@ -199,18 +209,26 @@ class BatchRun:
             return f"no node could serve policy {policy} {within}; {held or 'there is no member'}{failure}"
         return f"policy {policy}: no token came {within}{failure}"
 
-    def _deliver(self) -> None:
-        """All lines are on their way."""
-        self._complete = True
-        for one in self._asked:
-            self._ledger.delivered += 0 if one.delivered else len(one.job.token_ids)
-            one.delivered = True
+    def _deliver(self, asked: Asked) -> None:
+        """Its line is on its way. Its asker may store it before the batch is over, and not ask for it again."""
+        self._ledger.delivered += 0 if asked.delivered else len(asked.job.token_ids)
+        asked.delivered = True
 
-    def _leave(self) -> None:
-        """Its asker has gone, and was told of nothing that was lost: the next batch tells it."""
-        self._ledger.owed += self._discarded()
+    def _give_up(self) -> None:
+        """It ends with an error, and what is under way with it."""
+        tokens = sum(len(one.job.token_ids) for one in self._asked if not one.task.done())
+        self._ledger.discarded += tokens
+        self._owe(tokens)
+
+    def _owe(self, tokens: int = 0) -> None:
+        """Its asker was told of nothing that was lost: the next batch tells it, and of these tokens."""
+        self._ledger.owed += tokens + self._discarded()
         for one in self._asked:
             one.job.discarded = 0
+
+    def _leave(self) -> None:
+        """Its asker has gone."""
+        self._owe()
         running = sum(not one.task.done() for one in self._asked)
         self._finish(self._open - running)
         self._kept.keep(self._batch, self._asked)

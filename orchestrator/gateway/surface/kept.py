@@ -20,6 +20,7 @@ import structlog
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
+from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, HandOver, labelled_version
 
 log = structlog.get_logger()
@@ -39,6 +40,18 @@ class Asked:
     job: Job
     task: asyncio.Future[Finished]
     delivered: bool = False  # all of it, to some asker
+
+
+def begin(completer: Completer, key: Hashable, job: Job) -> Asked:
+    """Have a job completed. What it fails with is told to its asker, if there is one by then."""
+    task = asyncio.ensure_future(completer.complete(job))
+    task.add_done_callback(_hear)
+    return Asked(key, job, task)
+
+
+def _hear(task: asyncio.Future[Finished]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def key_of(batch: Batch, sampling: bytes, group: int, seed: int) -> Hashable:
@@ -86,6 +99,7 @@ class _Left:
 
     batch: Batch
     requests: dict[Hashable, Asked]
+    open: set[Asked]  # those that are counted: a task is done a little before its callbacks are called
     ends: asyncio.TimerHandle | None = None
 
 
@@ -104,10 +118,9 @@ class Kept:
 
     def keep(self, batch: Batch, requests: list[Asked]) -> None:
         """Go on with these, which are counted as open requests of the policy where they are not done."""
-        left = _Left(batch, {one.key: one for one in requests})
-        for one in requests:
-            if not one.task.done():
-                one.task.add_done_callback(partial(self._done, left, one))
+        left = _Left(batch, {one.key: one for one in requests}, {one for one in requests if not one.task.done()})
+        for one in left.open:
+            one.task.add_done_callback(partial(self._done, left, one))
         self._left.append(left)
         self._end_after(left, KEPT_S)
 
@@ -115,9 +128,8 @@ class Kept:
         """Hand over a request; its new asker counts it."""
         for left in self._left:
             if (found := left.requests.pop(key, None)) is not None:
-                if not found.task.done():
-                    self._members.finish(left.batch.policy.label, 1)
-                elif found.task.exception() is not None:
+                self._finish(left, {found})
+                if found.task.done() and found.task.exception() is not None:
                     return None  # whatever it was, the answer of today counts
                 return found
         return None
@@ -155,17 +167,17 @@ class Kept:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("requests_not_loaded", why=str(error))
             return
-        batches: dict[str, list[_Saved]] = {}
-        for one in saved:
-            if labelled_version(one.batch.policy.label).timeline == timeline:
-                batches.setdefault(one.batch.policy.label, []).append(one)
-        for of_policy in batches.values():
-            asked = [self._begin(one) for one in of_policy]
+        batches: dict[bytes, list[_Saved]] = {}
+        for one in sorted(saved, key=_version):  # the newest is wanted last
+            if _version(one).timeline == timeline:
+                batches.setdefault(msgspec.json.encode(one.batch), []).append(one)
+        for of_batch in batches.values():
+            batch, asked = of_batch[0].batch, [self._begin(one) for one in of_batch]
             running = sum(not one.task.done() for one in asked)
-            self._members.want(of_policy[0].batch.policy, running, of_policy[0].batch.recovery)
-            self.keep(of_policy[0].batch, asked)
+            self._members.want(batch.policy, running, batch.recovery)
+            self.keep(batch, asked)
             tokens = sum(len(one.job.token_ids) for one in asked)
-            log.info("batch_taken_over", policy=of_policy[0].batch.policy.label, tokens=tokens, running=running)
+            log.info("batch_taken_over", policy=batch.policy.label, tokens=tokens, running=running)
 
     def _begin(self, one: _Saved) -> Asked:
         prompt = array("I", one.prompt_token_ids)
@@ -183,7 +195,7 @@ class Kept:
         else:
             job.discarded = job.start_over()
             self._ledger.discarded += job.discarded
-        return Asked(key, job, asyncio.ensure_future(self._completer.complete(job)))
+        return begin(self._completer, key, job)
 
     def _end_after(self, left: _Left, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -208,17 +220,19 @@ class Kept:
         self._ledger.owed += tokens
         if tokens:
             log.warning("batch_given_up", policy=left.batch.policy.label, tokens=tokens)
-        if running := sum(not one.task.done() for one in requests):
-            self._members.finish(left.batch.policy.label, running)
+        self._finish(left, set(requests))
         ending = asyncio.ensure_future(_end_all(requests))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _done(self, left: _Left, asked: Asked, task: asyncio.Future[Finished]) -> None:
-        if left.requests.get(asked.key) is asked:
-            self._members.finish(left.batch.policy.label, 1)
-            if not task.cancelled():
-                task.exception()  # whoever asks for the same is told of today's
+    def _done(self, left: _Left, asked: Asked, _: asyncio.Future[Finished]) -> None:
+        self._finish(left, {asked})
+
+    def _finish(self, left: _Left, requests: set[Asked]) -> None:
+        """These are done, or somebody else's: they are counted no more."""
+        if counted := left.open & requests:
+            left.open -= counted
+            self._members.finish(left.batch.policy.label, len(counted))
 
 
 async def cancel(requests: list[Asked]) -> None:
@@ -255,6 +269,10 @@ def _saved(left: _Left) -> Iterator[_Saved]:
             )
             got = one.task.result() if one.task.done() else None
             yield made if got is None else replace(made, finish_reason=got.finish_reason, node=got.node)
+
+
+def _version(one: _Saved) -> PolicyVersion:
+    return labelled_version(one.batch.policy.label)
 
 
 def _finished(job: Job, one: _Saved) -> Finished:

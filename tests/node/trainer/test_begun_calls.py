@@ -144,3 +144,22 @@ def test_time_without_a_serving_node_counts_while_the_trainer_works(world: World
     found = world.costs.take()
     assert found["orch/unserved_s"] >= 0.3
     assert (found["orch/wait_s"], found["orch/staleness"]) == (0, 1)
+
+
+def test_nothing_is_replayed_behind_a_turn_that_is_made_anew_after_a_window_ahead_was(world: World) -> None:
+    """A tool answers otherwise than before: the weights behind that step are not those of the records."""
+    behind = PolicyVersion(0, 5)
+
+    def complete(source: RolloutSource, at: PolicyVersion, number: int, policy: PolicyVersion) -> int:
+        before = len(world.gateway.asked)
+        source.complete(at, PROMPTS, 2, SAMPLING, training=True, policies=ref, policy=policy, number=number)
+        return len(world.gateway.asked) - before
+
+    world.gateway.open()
+    assert complete(world.source(), behind, 0, NEXT) == 4
+    source = world.source((0, 1, 2))
+    source.begin([ahead()], ref)
+    take(source)
+    assert complete(source, NOW, 1, NOW) == 4
+    assert complete(source, behind, 0, NEXT) == 4
+    world.gateway.close()

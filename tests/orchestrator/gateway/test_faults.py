@@ -106,6 +106,54 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     await world.until(lambda: world.members._demand._open == {})
 
 
+async def test_tokens_under_way_in_a_batch_that_fails_are_told_as_lost_by_the_next(world: World) -> None:
+    node = await world.node("a", stalls=2)
+    failed = await world.complete(make_batch("0-0", requests=4, deadline_s=1.0))
+    assert failed.error is not None
+    assert (lost := world.ledger.discarded) >= 4 * 2
+    node.change(stalls=FOREVER)
+    heard = await world.complete(make_batch("0-0", requests=4))
+    assert heard.end is not None
+    assert (heard.end.discarded, heard.end.kept, world.ledger.delivered) == (lost, 0, 4 * 16)
+
+
+async def test_batch_is_not_too_late_while_all_nodes_work_at_the_policy_before_it(world: World) -> None:
+    """A window ahead, of the newest policy, on a fleet of one node."""
+    node = await world.node("a", loads=True, event_s=0.1, max_requests=4)
+    older = asyncio.ensure_future(world.complete(make_batch("0-0", requests=12)))
+    await world.until(lambda: node.row.running)
+    newer = replace(make_batch("0-1", requests=2), deadline_s=1.0)
+    began_s = time.monotonic()
+    check_complete(newer, await world.complete(newer))
+    assert time.monotonic() - began_s > newer.deadline_s
+    assert older.done()
+
+
+async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of several is trained on while the others are made; then the trainer dies."""
+    monkeypatch.setattr(kept_module, "PASSED_S", 0.0)
+    node = await world.node("a", max_requests=4, event_s=0.01)
+    batch, newer = make_batch("0-0"), make_batch("0-1", requests=1)
+    lines = world.lines(batch)
+    while (await anext(lines)).completion is None:
+        pass
+    node.change(stalls=1)
+    await leave(lines)
+    await world.until(lambda: world.gateway.kept._left)
+    node.change(stalls=FOREVER)
+    left = world.gateway.kept._left[0]
+    assert len(left.open) >= 16
+    stored = [one for one in left.requests.values() if one.delivered]
+    assert stored
+    await world.until(lambda: not left.open)
+    lost = sum(len(one.job.token_ids) for one in left.requests.values()) - 16 * len(stored)
+    node.loads = True
+    heard = [await world.complete(newer), await world.complete(newer)]
+    assert sum(one.end.discarded for one in heard if one.end is not None) == lost
+
+
 @pytest.mark.parametrize("newer", [PolicyRef("1-0", "p"), PolicyRef("0-1", "p"), PolicyRef("0-0", "p", "f" * 32)])
 async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
     newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch

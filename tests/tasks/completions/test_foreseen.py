@@ -13,9 +13,9 @@ from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import Batch, Completion, PolicyRef
 from tasks.completions.drought import OwnTurn
-from tasks.completions.gateway_client import Generated
+from tasks.completions.gateway_client import Generated, NobodyServes
 from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import RolloutSource
+from tasks.completions.rollout_source import Call, RolloutSource
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.step_costs import StepCosts
 
@@ -136,3 +136,26 @@ def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatc
     assert told[WAIT_S] == told[UNSERVED_S] == 0.3
     assert told[STALENESS] == 0
     assert told[GENERATE_NODE_S] == told[GENERATE_S] == pytest.approx(0.4 + 0.1 - 0.3)
+
+
+class Comes(Gateway):
+    """Has no node for what is begun, and has one when the trainer waits for it."""
+
+    def complete_aside(self, *_: object) -> Generated:
+        raise NobodyServes([], [], 0, 0.0)
+
+    def go_on(self, *_: object) -> None: ...
+
+    def complete(self, batch: Batch) -> Generated:
+        time.sleep(0.3)
+        return super().complete(batch)
+
+
+def test_time_of_a_begun_call_that_nobody_made_counts_once(store: Store) -> None:
+    costs = StepCosts()
+    rollouts = source(store, Comes(), costs)
+    sampling = {"temperature": 1.0}
+    rollouts.begin([Call(AT, 0, AT, [[1, 2]], SAMPLES, sampling)], lambda _: PolicyRef(str(AT), "p"))
+    began_s = time.monotonic()
+    asked(rollouts, [[1, 2]], training=True)
+    assert 0.3 <= costs.generated_s <= time.monotonic() - began_s

@@ -1,0 +1,121 @@
+"""What nobody takes any more, request by request: counted as open exactly while it is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from orchestrator.gateway.job import Finished, Job, RequestRefused
+from orchestrator.gateway.routing.dispatch import Completer, Ledger
+from orchestrator.gateway.routing.members import Members
+from orchestrator.gateway.surface.admission import Prompt
+from orchestrator.gateway.surface.batch import BatchRun
+from orchestrator.gateway.surface.kept import Asked, Kept, group_of, job_of, key_of
+from policies.serving.wire import Batch, PolicyRef, Sample
+
+BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)
+
+
+class Completes(Completer):
+    """Completes all jobs at once, when it is told."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+
+    async def complete(self, job: Job) -> Finished:
+        await self.may.wait()
+        return Finished([], [], "stop", None, None, None, job.policy, "a", 0, 0.0, 0.0)
+
+
+def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> Asked:
+    tokens = array("I", [prompt])
+    job = job_of(batch, tokens, group_of(tokens), 0, 4)
+    key = key_of(batch, msgspec.json.encode(batch.sampling), job.group, 0)  # type: ignore[arg-type]
+    return Asked(key, job, asyncio.ensure_future(completer.complete(job)))
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever(taken: bool) -> None:
+    """Its task is done, and whoever waits for that has not heard of it yet."""
+    members, completer = Members("secret"), Completes()
+    kept = Kept(members, completer, Ledger())
+    one = asked(completer)
+    members.want(BATCH.policy, 1)
+    await asyncio.sleep(0)  # it waits
+    kept.keep(BATCH, [one])
+
+    async def comes() -> None:
+        await completer.may.wait()
+        assert one.task.done()
+        if taken:
+            assert kept.take(one.key) is one
+        else:
+            kept._end(kept._left[0])
+
+    coming = asyncio.ensure_future(comes())
+    await asyncio.sleep(0)
+    completer.may.set()
+    await coming
+    await asyncio.wait([one.task])
+    assert members._demand._open == {}
+
+
+async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_policy_is_wanted(
+    tmp_path: Path,
+) -> None:
+    """A step and an evaluation are of one policy, and the second gateway ends before anybody asks it."""
+    file, completer = tmp_path / "left", Completes()
+    newer = replace(BATCH, policy=PolicyRef("0-1", "p"))
+    batches = [newer, replace(BATCH, sampling={"max_tokens": 8}), replace(BATCH, sampling={"max_tokens": 9})]
+    completer.may.set()
+    kept = Kept(Members("secret"), completer, Ledger())
+    for batch in batches:
+        one = asked(completer, batch)
+        await one.task
+        kept.keep(batch, [one])
+    for _ in range(2):
+        kept.save(file)
+        kept = Kept(members := Members("secret"), completer, Ledger())
+        kept.load(file, 0)
+        assert members.wanted == newer.policy
+    for batch in batches:
+        found = kept.take(asked(completer, batch).key)
+        assert found is not None
+        assert found.job.body.get("max_tokens") == batch.sampling.get("max_tokens")
+
+
+class Fails(Completes):
+    async def complete(self, job: Job) -> Finished:
+        await super().complete(job)
+        raise RequestRefused("too long")
+
+
+async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault_of_the_gateway() -> None:
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
+    members, completer = Members("secret"), Fails()
+    kept = Kept(members, completer, Ledger())
+    prompt = Prompt(array("I", [1]), [Sample(0, 0)])
+    chunks = BatchRun(BATCH, [prompt], members, completer, Ledger(), kept).chunks()
+    await anext(chunks)
+
+    async def leaves() -> None:
+        await completer.may.wait()
+        await chunks.aclose()
+
+    leaving = asyncio.ensure_future(leaves())
+    await asyncio.sleep(0)
+    completer.may.set()
+    await leaving
+    kept.ask("1-0")
+    while kept._left or kept._ending:
+        await asyncio.sleep(0)
+    gc.collect()
+    assert said == []
+    assert members._demand._open == {}
