@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
 from policies.control.observed import HEARTBEAT_FRESH_S
-from policies.control.snapshot import Confirm, Decision, Gateway, Launch, LaunchRefused, Machine, Terminate
+from policies.control.snapshot import (
+    Command,
+    Confirm,
+    Decision,
+    Gateway,
+    Launch,
+    LaunchRefused,
+    Machine,
+    Terminate,
+)
 from policies.fleet.market import market_of
 from policies.model.buying import back_off_s
 from policies.model.events import (
@@ -190,6 +199,16 @@ def test_orphans_are_taken_down_and_known_machines_are_not() -> None:
     world = until_training(World())
     world.machines["rollout-7-i3"] = Machine("rollout-7-i3", MachineState.UP)
     assert decide(world.state, world.snapshot(), world.spec).actions == (Terminate("rollout-7-i3"),)
+
+
+def test_launch_that_no_listing_shows_is_taken_down_with_its_run() -> None:
+    """Its answer was lost, and listings are old: the cloud is asked once before the node is believed gone."""
+    world = World()
+    world.tick(journal_only=True)
+    assert list(world.state.nodes) == ["trainer-0-i1"]
+    world.commands.append(Command("1", "down"))
+    decision = decide(world.state, world.snapshot(), world.spec)
+    assert decision.actions == (Terminate("trainer-0-i1"),)
 
 
 @pytest.mark.parametrize(
