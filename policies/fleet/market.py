@@ -39,6 +39,7 @@ PRIOR_LAUNCHES = 2.0
 CROWDED = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
+REFUSES_MAX_H = 24.0  # after a refusal, in which a pool's price is not counted on
 POOLS_UNKNOWN = "waits for the cloud's list of offers"
 # Refusals that another pool may not repeat; None: the machine was taken back before it served.
 _OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
@@ -379,6 +380,23 @@ class Offers:
             if offer.usd_per_h and fits(offer.usd_per_h + disk_usd[offer.pool.cloud, offer.pool.region])
         ]
         return self._terms(role, market, self._choice(role, market, cheaper)) if cheaper else best
+
+    def next_usd_per_h(self, role: Role, market: Market) -> float:
+        """What one machine more costs where one is to be had, without its disk; 0: not known. A pool that refused
+        the last is not counted on, though it is asked: its price is none that can be paid."""
+        pools = self._pools(role, market)
+        gives = [one for one in pools if not self._refuses(one.pool) and not self._refuses(one.pool.anywhere)]
+        choice = self._choice(role, market, gives or pools)
+        return 0.0 if choice is None else choice.offer.usd_per_h
+
+    def _refuses(self, pool: Pool) -> bool:
+        """Whether the pool refused its last machine: for longer with each in a row, so that a fleet does not grow
+        again and again for a price that is not to be had."""
+        record = self._state.pools.get(str(pool))
+        if record is None or not record.refused_in_a_row:
+            return False
+        lasts_h = self._half.launches_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
+        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, REFUSES_MAX_H)
 
     def add(self, role: Role, terms: Terms) -> None:
         """Count a machine that was requested on these terms."""

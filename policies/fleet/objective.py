@@ -148,20 +148,28 @@ def compare_sizes(
     horizon_s: float = 0.0,
     zones: str = "",
     on_demand_usd_per_h: float = 0.0,
+    nodes_usd_per_h: Sequence[float] = (),
+    next_usd_per_h: float = 0.0,
 ) -> Comparison:
     """Compare sizes of the fleet within `bounds`; each node that is started or returned costs a start.
 
     `horizon_s`: 0: no change pays. `zones`: where the present nodes are, for display. `on_demand_usd_per_h`: of a
-    node on demand, for reference; 0: there are none.
+    node on demand, for reference; 0: there are none. `nodes_usd_per_h`: of each present node; the most expensive
+    go first. `next_usd_per_h`: of a further one; 0: as much as the average.
     """
     low, high = bounds
     node_usd = prices.node_usd_per_h
     noise_usd = NOISE_SHARE * (prices.beside_usd_per_h + now * node_usd) * horizon_s / 3600
     where = "on spot" if market is Market.SPOT else "on demand"
+    cheapest, next_usd = sorted(nodes_usd_per_h), next_usd_per_h or node_usd
+
+    def nodes_usd(count: int) -> float:
+        return sum(cheapest[:count]) + max(0, count - len(cheapest)) * next_usd
+
     candidates = [
         Candidate(
             name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
-            usd_per_h=prices.beside_usd_per_h + count * node_usd,
+            usd_per_h=prices.beside_usd_per_h + nodes_usd(count),
             step_s=shape.seconds(max(1, count)),
             change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,

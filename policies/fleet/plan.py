@@ -196,7 +196,17 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     start_s = facts.market.start_s(Role.ROLLOUT, market)
     on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
     found = compare_sizes(
-        shape, prices, market, now, (low, replicas.max), start_s, horizon_s, zones_of(facts.spot), on_demand_usd
+        shape,
+        prices,
+        market,
+        now,
+        (low, replicas.max),
+        start_s,
+        horizon_s,
+        zones_of(facts.spot),
+        on_demand_usd,
+        [node.price_usd_per_h for node in facts.spot if node.price_usd_per_h > 0],
+        facts.market.next_usd_per_h(Role.ROLLOUT, market),
     )
     return (found.best.spot if horizon_s else now), found
 
