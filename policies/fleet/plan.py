@@ -290,7 +290,18 @@ def _lacks_spot_s(facts: _Facts, present: int) -> float:
         return lasts_s
     if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
         return 0.0  # another market would not help machines that never serve
-    return min(facts.waited_s(max(short_s, trainers[0].since_s)), lasts_s)
+    since_s = max(short_s, trainers[0].since_s, _last_asked_s(facts))
+    return min(facts.waited_s(since_s), lasts_s)
+
+
+def _last_asked_s(facts: _Facts) -> float:
+    """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
+    fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
+    held = any(node.phase is NodePhase.SERVING and facts.waited_s(node.since_s) >= HELD_S for node in facts.spot)
+    if not held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
+        return 0.0
+    asked = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
+    return min(asked, default=facts.now_s)
 
 
 def _least(facts: _Facts, spot: int) -> int:

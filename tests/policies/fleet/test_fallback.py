@@ -24,7 +24,16 @@ from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.budget import examples
-from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, fallback_nodes, spec, two_markets
+from tests.stand_ins.world import (
+    HOUR_S,
+    ON_DEMAND,
+    USD,
+    World,
+    capped,
+    fallback_nodes,
+    spec,
+    two_markets,
+)
 
 
 @pytest.mark.parametrize("failed", [1, 2])
@@ -343,3 +352,19 @@ def test_spot_that_comes_back_is_found_under_any_cap(
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
+
+
+def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
+    """That spot was short once, hours ago, says nothing of the nodes that are asked for now."""
+    base = spec(4)
+    run = replace(base, rollout=replace(base.rollout, replicas=Replicas(min=1, max=4)))
+    world = two_markets(run, no_spot=False, shape=StepShape(100.0, 20.0), launch_s=120.0)
+    world.let_pass(0.2)
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.let_pass(6.0)
+    assert len(world.up(Role.ROLLOUT)) == 1
+    world.shape = StepShape(20.0, 400.0)
+    world.let_pass(1.0)
+    assert len(world.serving_on_spot) == 4
+    assert world.stood_in == []
