@@ -21,6 +21,7 @@ from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
 from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
 from policies.fleet.objective import (
+    NOISE_SHARE,
     Candidate,
     Comparison,
     compare,
@@ -252,6 +253,12 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
         return None
     most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
     candidates = _mixes(facts, len(held), range(_least(facts, len(held)), most + 1))
+    # The present number is in front by what a measurement may be off, or noise would buy and return a node.
+    present_usd = sum(one.usd_per_h for one in candidates if one.on_demand == len(facts.fallback))
+    noise_usd = NOISE_SHARE * present_usd * HELD_S / 3600
+    candidates = [
+        one if one.on_demand == len(facts.fallback) else replace(one, change_usd=noise_usd) for one in candidates
+    ]
     return compare("return on demand", candidates, HELD_S) if candidates else None
 
 

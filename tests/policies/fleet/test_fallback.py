@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.control.decide import decide
-from policies.control.snapshot import Snapshot
+from policies.control.snapshot import Launch, Snapshot
 from policies.fleet.plan import STAYS_S
 from policies.fleet.steps import StepShape
 from policies.model import exit_codes
@@ -31,6 +31,7 @@ from tests.stand_ins.world import (
     World,
     capped,
     fallback_nodes,
+    on_two_markets,
     spec,
     two_markets,
 )
@@ -368,3 +369,23 @@ def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
     world.let_pass(1.0)
     assert len(world.serving_on_spot) == 4
     assert world.stood_in == []
+
+
+class OneSpot(World):
+    """Spot has one machine for rollouts."""
+
+    def _refuses(self, launch: Launch) -> bool:
+        there = [name for name in self.up(Role.ROLLOUT) if name != launch.node]
+        taken = any(self.markets[name] is Market.SPOT for name in there)
+        return super()._refuses(launch) or (taken and launch.market is Market.SPOT)
+
+
+def test_noise_of_measured_steps_buys_and_returns_no_node() -> None:
+    """Next to one spot node a node on demand changes a step's price by less than a measurement is off."""
+    base = spec(2)
+    run = replace(base, rollout=replace(base.rollout, replicas=Replicas(min=1, max=2)))
+    world = OneSpot(run, **on_two_markets(no_spot=False))
+    for measured in range(16):
+        world.shape = StepShape(10.0, 84.0 if measured % 2 else 78.0)
+        world.let_pass(0.5)
+    assert len(world.stood_in) <= 1
