@@ -214,7 +214,7 @@ class Status(StrEnum):
     BROKEN = "broken"  # the last machines failed: one is requested at `until_s`, to see whether the kind works
     TESTING = "testing"  # none has served yet, and as many are on their way as may fail
     TOO_EXPENSIVE = "too expensive"  # the budget has no room
-    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet
+    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet, or a price that a budget needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,15 +309,15 @@ class Offers:
         if not self.room(role, market):
             until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
             return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
-        if refusal := self._refusal(role, market, self.terms(role, market, lambda _: True).usd_per_h):
-            return Status.TOO_EXPENSIVE, None, refusal
+        purse = Purse(self._state, self._snapshot, self._spec)
+        usd_per_h = self.terms(role, market, partial(purse.fits, role)).usd_per_h
+        if refusal := purse.refusal(role, kind_of(role, market), usd_per_h):
+            is_known = usd_per_h is not None and self._snapshot.prices is not None
+            return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal
         until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
         if kind.refused_in_a_row and until_s > self._now_s:
             return Status.BACKING_OFF, until_s, why
         return Status.OPEN, None, why
-
-    def _refusal(self, role: Role, market: Market, usd_per_h: float | None) -> str:
-        return Purse(self._state, self._snapshot, self._spec).refusal(role, kind_of(role, market), usd_per_h)
 
     # Whether a machine may be requested.
 

@@ -71,6 +71,7 @@ class Comparison:
     horizon_s: float
     candidates: tuple[Candidate, ...]
     reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
+    lacks: str = ""  # what is not known, in place of which a guess was compared: no figure of it is shown
 
     @property
     def best(self) -> Candidate:
@@ -92,6 +93,8 @@ class Comparison:
     def words(self) -> str:
         """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
         others = [one for one in (self.runner_up, self.reference) if one is not None]
+        if self.lacks:
+            return f"{' rather than '.join(one.name for one in (self.best, *others))}: {self.lacks}"
         if None in (self.best.step_s, *(one.step_s for one in others)):
             return "; ".join(one.words for one in (self.best, *others))
         if not others:

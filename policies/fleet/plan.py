@@ -44,6 +44,7 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
 STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
 TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
+NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
 
 
@@ -73,7 +74,16 @@ class Allocation:
             return self.parks
         if self.releases:
             return self.releases
+        if not self.trainer:
+            return f"parked: {_asked_words(self.probes)}"
         return self.comparisons[-1].words if self.comparisons else ""
+
+
+def _asked_words(probes: Sequence[Market]) -> str:
+    if not probes:
+        return "no rollout node is asked for now, for machines come or go"
+    where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in probes)
+    return f"one rollout node is asked for now and then, {where}, and the trainer's machine once it is there"
 
 
 # What a plan starts from.
@@ -259,7 +269,7 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
     candidates = [
         one if one.on_demand == len(facts.fallback) else replace(one, change_usd=noise_usd) for one in candidates
     ]
-    return compare("return on demand", candidates, HELD_S) if candidates else None
+    return _guessed(facts, compare("return on demand", candidates, HELD_S)) if candidates else None
 
 
 def _fallback_to_buy(facts: _Facts) -> Comparison | None:
@@ -284,7 +294,11 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
         candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
-    return compare("shortage of spot", candidates, horizon_s)
+    return _guessed(facts, compare("shortage of spot", candidates, horizon_s))
+
+
+def _guessed(facts: _Facts, compared: Comparison) -> Comparison:
+    return compared if facts.snapshot.measured.step is not None else replace(compared, lacks=NOT_MEASURED)
 
 
 def _lacks_spot_s(facts: _Facts, present: int) -> float:
@@ -395,7 +409,8 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
         step_s = own_s if math.isfinite(own_s) else None
         candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
-    return compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
+    compared = compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
+    return compared if facts.prices.beside_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
 
 def _restart_usd(facts: _Facts, node: Node) -> float:
@@ -498,7 +513,8 @@ def _without_trainer(facts: _Facts) -> Comparison | None:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
     candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]
-    return compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
+    compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
+    return compared if facts.prices.node_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
 
 def _trainerless_since_s(facts: _Facts) -> float | None:

@@ -22,7 +22,7 @@ from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 from tests.budget import examples
-from tests.stand_ins.world import World, fallback_nodes, spec, two_markets
+from tests.stand_ins.world import World, capped, fallback_nodes, parked, priced, spec, two_markets
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
@@ -252,3 +252,22 @@ def test_what_is_pending_is_explained(no_spot: bool) -> None:
     assert (kinds["rollout on spot"].status != "open") is no_spot
     assert no_spot is bool(kinds["rollout on spot"].why)
     assert fallback_nodes(world.state) == []
+
+
+def test_what_is_not_known_is_explained_as_that() -> None:
+    """No step of an hour, no node of 1 USD, no market that is too expensive at a price that nobody knows."""
+    unmeasured = two_markets(spec(2))
+    unmeasured.let_pass(0.2)
+    [compared] = explain(unmeasured.state, unmeasured.snapshot(), unmeasured.spec).comparisons
+    assert compared.words == "1 on demand rather than 2 on demand: no steps are measured yet"
+    unpriced = priced(capped(10**4), max_steps=10**6)
+    unpriced.let_pass(0.1)
+    unpriced.most = None
+    told = explain(unpriced.state, unpriced.snapshot(), unpriced.spec)
+    assert {offer.status for offer in told.offers} == {"unknown"}
+
+
+def test_parked_run_explains_what_it_waits_for() -> None:
+    dry = parked()
+    told = explain(dry.state, dry.snapshot(), dry.spec)
+    assert told.plan.startswith("parked: one rollout node is asked for now and then, on spot")
