@@ -217,6 +217,15 @@ def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
     bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
     on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
     usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    start_s, zones = boot_s(state), zones_of([node for node in live if not node.stand_in])
-    prices = hourly_prices(state)
-    return compare_sizes(shape, prices, market, now, bounds, start_s, zones=zones, on_demand_usd_per_h=usd).words
+    own = [node for node in live if not node.stand_in]
+    return compare_sizes(
+        shape,
+        hourly_prices(state),
+        market,
+        now,
+        bounds,
+        boot_s(state),
+        zones=zones_of(own),
+        on_demand_usd_per_h=usd,
+        nodes_usd_per_h=[node.price_usd_per_h for node in own if node.price_usd_per_h > 0],
+    ).words

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from policies.control.decide import decide
 from policies.control.snapshot import Launch, Machine, Measured, Snapshot, Terminate
-from policies.fleet.objective import rollouts_wanted
+from policies.fleet.objective import rollouts_wanted, size_sentence
 from policies.fleet.plan import SETTLES_S
 from policies.fleet.reconcile import RETURN_WITHIN_S
 from policies.fleet.steps import StepShape
@@ -136,3 +136,12 @@ def test_fleet_does_not_grow_for_a_price_that_is_not_to_be_had() -> None:
     bought = [event.node for event in world.of(MachineBought) if event.node.startswith(Role.ROLLOUT)]
     assert len(bought) <= 2
     assert len(world.up(Role.ROLLOUT)) == 1
+
+
+def test_status_prices_smaller_fleet_without_its_most_expensive_node() -> None:
+    world = until_training(World(spec(2), max_steps=10**6))
+    usd = {"trainer-0-i1": 4.0, "rollout-0-i1": 1.0, "rollout-1-i1": 4.0}
+    bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
+    world.journal(tuple(bought))
+    said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
+    assert said.endswith("1 on spot would make it 0.139")  # 5 USD an hour for 100 s
