@@ -293,15 +293,18 @@ class Offers:
 
     def offer(self, role: Role, market: Market) -> Offer:
         """Return the line of a role and a market."""
-        terms = self.terms(role, market, lambda _: True)
+        purse = Purse(self._state, self._snapshot, self._spec)
+        terms = self.terms(role, market, partial(purse.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
         losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
-        status, until_s, why = self._status(role, market)
+        status, until_s, why = self._status(role, market, purse, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
         start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
         return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, why)
 
-    def _status(self, role: Role, market: Market) -> tuple[Status, float | None, str]:
+    def _status(
+        self, role: Role, market: Market, purse: Purse, usd_per_h: float | None
+    ) -> tuple[Status, float | None, str]:
         kind = self.kind(role, market)
         why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}" if kind.failures_in_a_row else ""
         if not self.are_known:
@@ -309,8 +312,6 @@ class Offers:
         if not self.room(role, market):
             until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
             return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
-        purse = Purse(self._state, self._snapshot, self._spec)
-        usd_per_h = self.terms(role, market, partial(purse.fits, role)).usd_per_h
         if refusal := purse.refusal(role, kind_of(role, market), usd_per_h):
             is_known = usd_per_h is not None and self._snapshot.prices is not None
             return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal

@@ -18,6 +18,7 @@ from policies.fleet.reconcile import release_order
 from policies.fleet.steps import HourlyPrices, StepShape, usd_a_step
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import NodeRequested
+from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
@@ -271,3 +272,19 @@ def test_parked_run_explains_what_it_waits_for() -> None:
     dry = parked()
     told = explain(dry.state, dry.snapshot(), dry.spec)
     assert told.plan.startswith("parked: one rollout node is asked for now and then, on spot")
+
+
+def test_market_is_open_at_the_price_that_fits_under_the_cap() -> None:
+    dear, cheap = (Pool("aws", "r", zone, "g", "L4:1", Market.SPOT) for zone in ("a", "b"))
+    offered = [PoolOffer(Role.ROLLOUT, dear, 2.0), PoolOffer(Role.ROLLOUT, cheap, 1.2, rank=1)]
+    offered.append(PoolOffer(Role.TRAINER, replace(dear, market=Market.ON_DEMAND), 4.0))
+    # The cap has room for the trainer at 4 USD and a node of each price.
+    run = replace(spec(2), budget=Budget(usd_per_h=7.3))
+    run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
+    world = two_markets(run, no_spot=False, offers=tuple(offered))
+    world.until(lambda it: bool(it.state.live(Role.ROLLOUT)))
+    one_less = {name: node for name, node in world.state.nodes.items() if node.pool != cheap}
+    assert len(one_less) == 2
+    market = offers(replace(world.state, nodes=one_less), world.snapshot(), run)
+    offer = market.offer(Role.ROLLOUT, Market.SPOT)
+    assert (offer.status, offer.usd_per_h, offer.place) == ("open", 1.2, str(cheap))
