@@ -70,6 +70,8 @@ def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
 def _horizon(compared: Comparison) -> str:
     step = f", a step is worth {compared.worth_usd:.3f} USD" if compared.worth_usd else ""
     ahead = f", chosen by {compared.difference_usd:.2f} USD" if compared.runner_up is not None else ""
+    if compared.lacks:
+        return f", over {duration(max(0.0, compared.horizon_s))}: {compared.lacks}"
     return f", over {duration(max(0.0, compared.horizon_s))}{step}{ahead}"
 
 
@@ -77,17 +79,23 @@ def _candidates(compared: Comparison) -> Table:
     table = _table("", "candidate", "loses USD", "USD a step", "s a step", "USD/h", "USD to change", "deadline")
     for place, candidate in enumerate(compared.candidates):
         loss = f"{candidate.loss_usd(compared.worth_usd, compared.horizon_s):.2f}"
-        table.add_row("" if place else "->", candidate.name, loss, *_figures(candidate))
+        figures = ("",) * 4 if compared.lacks else _figures(candidate)
+        table.add_row(
+            "" if place else "->", candidate.name, "" if compared.lacks else loss, *figures, _late(candidate)
+        )
     if compared.reference is not None:
-        table.add_row("", f"{compared.reference.name}, in a shortage", "", *_figures(compared.reference))
+        table.add_row("", f"{compared.reference.name}, in a shortage", "", *_figures(compared.reference), "")
     return table
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:
     step_usd = "none" if candidate.step_s is None else f"{candidate.step_usd:.3f}"
     step_s = "none" if candidate.step_s is None else f"{candidate.step_s:.1f}"
-    in_time = "" if candidate.in_time else "missed"
-    return step_usd, step_s, f"{candidate.usd_per_h:.2f}", f"{candidate.change_usd:.2f}", in_time
+    return step_usd, step_s, f"{candidate.usd_per_h:.2f}", f"{candidate.change_usd:.2f}"
+
+
+def _late(candidate: Candidate) -> str:
+    return "" if candidate.in_time else "missed"
 
 
 def _table(*columns: str) -> Table:

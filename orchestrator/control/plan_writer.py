@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 
 from checkpoint.records import documents
@@ -22,14 +23,15 @@ class PlanWriter:
     def __init__(self, store: Store, spec: RunSpec) -> None:
         self._store, self._spec = store, spec
         self._written: Explanation | None = None
+        self._looked_at_s = -math.inf
 
     def ticked(self, state: RunState, snapshot: Snapshot) -> None:
         before = self._written
-        if before is not None and snapshot.now_s - before.at_s < EVERY_S:
+        if snapshot.now_s - self._looked_at_s < EVERY_S:
             return
         found = explain(state, snapshot, self._spec)
-        is_new = before is None or replace(found, at_s=before.at_s) != before
-        self._written = found
-        if is_new:
-            with contextlib.suppress(StoreError):
+        self._looked_at_s = snapshot.now_s
+        if before is None or replace(found, at_s=before.at_s) != before:
+            with contextlib.suppress(StoreError):  # it is written half a minute later
                 documents.PLAN.write(self._store, found)
+                self._written = found

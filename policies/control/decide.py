@@ -96,7 +96,7 @@ def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
         machine = snapshot.machines.get(node.id)
         if _launch_due(node, machine):
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline, node.pool))
-        elif node.phase is NodePhase.TERMINATING and machine is not None:
+        elif node.phase is NodePhase.TERMINATING:  # listed or not: a listing may be older than its launch
             actions.append(Terminate(node.id))
         elif machine is not None and (ask := stop_requests(state, node, snapshot)):
             actions += ask

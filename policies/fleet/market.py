@@ -39,6 +39,7 @@ PRIOR_LAUNCHES = 2.0
 CROWDED = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
+REFUSES_MAX_H = 24.0  # after a refusal, in which a pool's price is not counted on
 POOLS_UNKNOWN = "waits for the cloud's list of offers"
 # Refusals that another pool may not repeat; None: the machine was taken back before it served.
 _OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
@@ -213,7 +214,7 @@ class Status(StrEnum):
     BROKEN = "broken"  # the last machines failed: one is requested at `until_s`, to see whether the kind works
     TESTING = "testing"  # none has served yet, and as many are on their way as may fail
     TOO_EXPENSIVE = "too expensive"  # the budget has no room
-    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet
+    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet, or a price that a budget needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +293,18 @@ class Offers:
 
     def offer(self, role: Role, market: Market) -> Offer:
         """Return the line of a role and a market."""
-        terms = self.terms(role, market, lambda _: True)
+        purse = Purse(self._state, self._snapshot, self._spec)
+        terms = self.terms(role, market, partial(purse.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
         losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
-        status, until_s, why = self._status(role, market)
+        status, until_s, why = self._status(role, market, purse, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
         start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
         return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, why)
 
-    def _status(self, role: Role, market: Market) -> tuple[Status, float | None, str]:
+    def _status(
+        self, role: Role, market: Market, purse: Purse, usd_per_h: float | None
+    ) -> tuple[Status, float | None, str]:
         kind = self.kind(role, market)
         why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}" if kind.failures_in_a_row else ""
         if not self.are_known:
@@ -308,15 +312,13 @@ class Offers:
         if not self.room(role, market):
             until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
             return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
-        if refusal := self._refusal(role, market, self.terms(role, market, lambda _: True).usd_per_h):
-            return Status.TOO_EXPENSIVE, None, refusal
+        if refusal := purse.refusal(role, kind_of(role, market), usd_per_h):
+            is_known = usd_per_h is not None and self._snapshot.prices is not None
+            return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal
         until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
         if kind.refused_in_a_row and until_s > self._now_s:
             return Status.BACKING_OFF, until_s, why
         return Status.OPEN, None, why
-
-    def _refusal(self, role: Role, market: Market, usd_per_h: float | None) -> str:
-        return Purse(self._state, self._snapshot, self._spec).refusal(role, kind_of(role, market), usd_per_h)
 
     # Whether a machine may be requested.
 
@@ -379,6 +381,23 @@ class Offers:
             if offer.usd_per_h and fits(offer.usd_per_h + disk_usd[offer.pool.cloud, offer.pool.region])
         ]
         return self._terms(role, market, self._choice(role, market, cheaper)) if cheaper else best
+
+    def next_usd_per_h(self, role: Role, market: Market) -> float:
+        """What one machine more costs where one is to be had, without its disk; 0: not known. A pool that refused
+        the last is not counted on, though it is asked: its price is none that can be paid."""
+        pools = self._pools(role, market)
+        gives = [one for one in pools if not self._refuses(one.pool) and not self._refuses(one.pool.anywhere)]
+        choice = self._choice(role, market, gives or pools)
+        return 0.0 if choice is None else choice.offer.usd_per_h
+
+    def _refuses(self, pool: Pool) -> bool:
+        """Whether the pool refused its last machine: for longer with each in a row, so that a fleet does not grow
+        again and again for a price that is not to be had."""
+        record = self._state.pools.get(str(pool))
+        if record is None or not record.refused_in_a_row:
+            return False
+        lasts_h = self._half.launches_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
+        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, REFUSES_MAX_H)
 
     def add(self, role: Role, terms: Terms) -> None:
         """Count a machine that was requested on these terms."""

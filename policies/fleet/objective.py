@@ -71,6 +71,7 @@ class Comparison:
     horizon_s: float
     candidates: tuple[Candidate, ...]
     reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
+    lacks: str = ""  # what is not known, in place of which a guess was compared: no figure of it is shown
 
     @property
     def best(self) -> Candidate:
@@ -92,6 +93,8 @@ class Comparison:
     def words(self) -> str:
         """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
         others = [one for one in (self.runner_up, self.reference) if one is not None]
+        if self.lacks:
+            return f"{' rather than '.join(one.name for one in (self.best, *others))}: {self.lacks}"
         if None in (self.best.step_s, *(one.step_s for one in others)):
             return "; ".join(one.words for one in (self.best, *others))
         if not others:
@@ -148,20 +151,28 @@ def compare_sizes(
     horizon_s: float = 0.0,
     zones: str = "",
     on_demand_usd_per_h: float = 0.0,
+    nodes_usd_per_h: Sequence[float] = (),
+    next_usd_per_h: float = 0.0,
 ) -> Comparison:
     """Compare sizes of the fleet within `bounds`; each node that is started or returned costs a start.
 
     `horizon_s`: 0: no change pays. `zones`: where the present nodes are, for display. `on_demand_usd_per_h`: of a
-    node on demand, for reference; 0: there are none.
+    node on demand, for reference; 0: there are none. `nodes_usd_per_h`: of each present node; the most expensive
+    go first. `next_usd_per_h`: of a further one; 0: as much as the average.
     """
     low, high = bounds
     node_usd = prices.node_usd_per_h
     noise_usd = NOISE_SHARE * (prices.beside_usd_per_h + now * node_usd) * horizon_s / 3600
     where = "on spot" if market is Market.SPOT else "on demand"
+    cheapest, next_usd = sorted(nodes_usd_per_h), next_usd_per_h or node_usd
+
+    def nodes_usd(count: int) -> float:
+        return sum(cheapest[:count]) + max(0, count - len(cheapest)) * next_usd
+
     candidates = [
         Candidate(
             name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
-            usd_per_h=prices.beside_usd_per_h + count * node_usd,
+            usd_per_h=prices.beside_usd_per_h + nodes_usd(count),
             step_s=shape.seconds(max(1, count)),
             change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,
@@ -206,6 +217,15 @@ def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
     bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
     on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
     usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    start_s, zones = boot_s(state), zones_of([node for node in live if not node.stand_in])
-    prices = hourly_prices(state)
-    return compare_sizes(shape, prices, market, now, bounds, start_s, zones=zones, on_demand_usd_per_h=usd).words
+    own = [node for node in live if not node.stand_in]
+    return compare_sizes(
+        shape,
+        hourly_prices(state),
+        market,
+        now,
+        bounds,
+        boot_s(state),
+        zones=zones_of(own),
+        on_demand_usd_per_h=usd,
+        nodes_usd_per_h=[node.price_usd_per_h for node in own if node.price_usd_per_h > 0],
+    ).words

@@ -19,6 +19,7 @@ from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
 from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
 from policies.fleet.objective import (
+    NOISE_SHARE,
     Candidate,
     Comparison,
     compare,
@@ -42,6 +43,7 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
 STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
 TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
+NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
 
 
@@ -71,7 +73,16 @@ class Allocation:
             return self.parks
         if self.releases:
             return self.releases
+        if not self.trainer:
+            return f"parked: {_asked_words(self.probes)}"
         return self.comparisons[-1].words if self.comparisons else ""
+
+
+def _asked_words(probes: Sequence[Market]) -> str:
+    if not probes:
+        return "no rollout node is asked for now, for machines come or go"
+    where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in probes)
+    return f"one rollout node is asked for now and then, {where}, and the trainer's machine once it is there"
 
 
 # What a plan starts from.
@@ -195,7 +206,17 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     start_s = facts.market.start_s(Role.ROLLOUT, market)
     on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
     found = compare_sizes(
-        shape, prices, market, now, (low, replicas.max), start_s, horizon_s, zones_of(facts.spot), on_demand_usd
+        shape,
+        prices,
+        market,
+        now,
+        (low, replicas.max),
+        start_s,
+        horizon_s,
+        zones_of(facts.spot),
+        on_demand_usd,
+        [node.price_usd_per_h for node in facts.spot if node.price_usd_per_h > 0],
+        facts.market.next_usd_per_h(Role.ROLLOUT, market),
     )
     return (found.best.spot if horizon_s else now), found
 
@@ -241,7 +262,13 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
         return None
     most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
     candidates = _mixes(facts, len(held), range(_least(facts, len(held)), most + 1))
-    return compare("return on demand", candidates, HELD_S) if candidates else None
+    # The present number is in front by what a measurement may be off, or noise would buy and return a node.
+    present_usd = sum(one.usd_per_h for one in candidates if one.on_demand == len(facts.fallback))
+    noise_usd = NOISE_SHARE * present_usd * HELD_S / 3600
+    candidates = [
+        one if one.on_demand == len(facts.fallback) else replace(one, change_usd=noise_usd) for one in candidates
+    ]
+    return _guessed(facts, compare("return on demand", candidates, HELD_S)) if candidates else None
 
 
 def _fallback_to_buy(facts: _Facts) -> Comparison | None:
@@ -266,7 +293,11 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
         candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
-    return compare("shortage of spot", candidates, horizon_s)
+    return _guessed(facts, compare("shortage of spot", candidates, horizon_s))
+
+
+def _guessed(facts: _Facts, compared: Comparison) -> Comparison:
+    return compared if facts.snapshot.measured.step is not None else replace(compared, lacks=NOT_MEASURED)
 
 
 def _lacks_spot_s(facts: _Facts, present: int) -> float:
@@ -279,7 +310,18 @@ def _lacks_spot_s(facts: _Facts, present: int) -> float:
         return lasts_s
     if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
         return 0.0  # another market would not help machines that never serve
-    return min(facts.waited_s(max(short_s, trainers[0].since_s)), lasts_s)
+    since_s = max(short_s, trainers[0].since_s, _last_asked_s(facts))
+    return min(facts.waited_s(since_s), lasts_s)
+
+
+def _last_asked_s(facts: _Facts) -> float:
+    """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
+    fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
+    held = any(node.phase is NodePhase.SERVING and facts.waited_s(node.since_s) >= HELD_S for node in facts.spot)
+    if not held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
+        return 0.0
+    asked = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
+    return min(asked, default=facts.now_s)
 
 
 def _least(facts: _Facts, spot: int) -> int:
@@ -368,7 +410,8 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
         step_s = own_s if math.isfinite(own_s) else None
         candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
-    return compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
+    compared = compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
+    return compared if facts.prices.beside_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
 
 def _restart_usd(facts: _Facts, node: Node) -> float:
@@ -471,7 +514,8 @@ def _without_trainer(facts: _Facts) -> Comparison | None:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
     candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]
-    return compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
+    compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
+    return compared if facts.prices.node_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
 
 def _trainerless_since_s(facts: _Facts) -> float | None:

@@ -11,6 +11,7 @@ requested once the trainer's machine is there; loading the model takes it about 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,9 +346,13 @@ class _Reconciler:
         if Purse(self.state, self.snapshot, self.spec, nodes, total).excess_with(Role.TRAINER, trainer_usd_per_h):
             return []
         rollouts = sorted((node for node in nodes if node.role is Role.ROLLOUT), key=lambda node: -node.usd_per_h)
-        for count in range(1, len(rollouts) + 1):
-            idle = rollouts[:count]
-            stay = [node for node in nodes if node not in idle]
-            if not Purse(self.state, self.snapshot, self.spec, stay).excess_with(Role.TRAINER, trainer_usd_per_h):
-                return idle
-        return []
+        others = [node for node in nodes if node.role is not Role.ROLLOUT]
+
+        def has_room(without: int) -> bool:
+            stay = [*others, *rollouts[without:]]
+            return not Purse(self.state, self.snapshot, self.spec, stay).excess_with(
+                Role.TRAINER, trainer_usd_per_h
+            )
+
+        count = bisect_left(range(len(rollouts) + 1), True, lo=1, key=has_room)  # each that goes makes more room
+        return rollouts[:count] if count <= len(rollouts) else []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.records import documents
+from checkpoint.store.errors import StoreUnavailable
 from orchestrator.control.plan_writer import EVERY_S, PlanWriter
 from policies.costs.steps import StepShape
 from policies.fleet.explain import explain
@@ -83,3 +84,19 @@ def test_plan_is_written_only_when_it_changes(stored: Views) -> None:
     assert first is not None
     assert second is not None
     assert second.at_s - first.at_s > EVERY_S
+
+
+def test_plan_that_could_not_be_written_is_written_later(stored: Views, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = measured()
+    writer = PlanWriter(stored.store, world.spec)
+
+    def fails(*_: object) -> None:
+        raise StoreUnavailable("no answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(stored.store, "put", fails)
+        writer.ticked(world.state, world.snapshot())
+    assert documents.PLAN.read(stored.store) is None
+    world.wait(EVERY_S + 1.0)
+    writer.ticked(world.state, world.snapshot())
+    assert documents.PLAN.read(stored.store) is not None

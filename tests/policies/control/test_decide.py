@@ -24,6 +24,7 @@ from policies.model.events import (
 from policies.model.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
 from policies.tick.snapshot import (
     HEARTBEAT_FRESH_S,
+    Command,
     Confirm,
     Decision,
     Gateway,
@@ -198,6 +199,16 @@ def test_orphans_are_taken_down_and_known_machines_are_not() -> None:
     world = until_training(World())
     world.machines["rollout-7-i3"] = Machine("rollout-7-i3", MachineState.UP)
     assert decide(world.state, world.snapshot(), world.spec).actions == (Terminate("rollout-7-i3"),)
+
+
+def test_launch_that_no_listing_shows_is_taken_down_with_its_run() -> None:
+    """Its answer was lost, and listings are old: the cloud is asked once before the node is believed gone."""
+    world = World()
+    world.tick(journal_only=True)
+    assert list(world.state.nodes) == ["trainer-0-i1"]
+    world.commands.append(Command("1", "down"))
+    decision = decide(world.state, world.snapshot(), world.spec)
+    assert decision.actions == (Terminate("trainer-0-i1"),)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,19 @@ from policies.model.fold import fold
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
-from policies.tick.snapshot import Snapshot
+from policies.tick.snapshot import Launch, Snapshot
 from tests.budget import examples
-from tests.stand_ins.world import HOUR_S, ON_DEMAND, USD, World, capped, fallback_nodes, spec, two_markets
+from tests.stand_ins.world import (
+    HOUR_S,
+    ON_DEMAND,
+    USD,
+    World,
+    capped,
+    fallback_nodes,
+    on_two_markets,
+    spec,
+    two_markets,
+)
 
 
 @pytest.mark.parametrize("failed", [1, 2])
@@ -344,3 +354,39 @@ def test_spot_that_comes_back_is_found_under_any_cap(
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
+
+
+def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
+    """That spot was short once, hours ago, says nothing of the nodes that are asked for now."""
+    base = spec(4)
+    run = replace(base, rollout=replace(base.rollout, replicas=Replicas(min=1, max=4)))
+    world = two_markets(run, no_spot=False, shape=StepShape(100.0, 20.0), launch_s=120.0)
+    world.let_pass(0.2)
+    for node in world.up(Role.ROLLOUT):
+        world.lose(node)
+    world.let_pass(6.0)
+    assert len(world.up(Role.ROLLOUT)) == 1
+    world.shape = StepShape(20.0, 400.0)
+    world.let_pass(1.0)
+    assert len(world.serving_on_spot) == 4
+    assert world.stood_in == []
+
+
+class OneSpot(World):
+    """Spot has one machine for rollouts."""
+
+    def _refuses(self, launch: Launch) -> bool:
+        there = [name for name in self.up(Role.ROLLOUT) if name != launch.node]
+        taken = any(self.markets[name] is Market.SPOT for name in there)
+        return super()._refuses(launch) or (taken and launch.market is Market.SPOT)
+
+
+def test_noise_of_measured_steps_buys_and_returns_no_node() -> None:
+    """Next to one spot node a node on demand changes a step's price by less than a measurement is off."""
+    base = spec(2)
+    run = replace(base, rollout=replace(base.rollout, replicas=Replicas(min=1, max=2)))
+    world = OneSpot(run, **on_two_markets(no_spot=False))
+    for measured in range(16):
+        world.shape = StepShape(10.0, 84.0 if measured % 2 else 78.0)
+        world.let_pass(0.5)
+    assert len(world.stood_in) <= 1

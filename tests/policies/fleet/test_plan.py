@@ -17,12 +17,13 @@ from policies.fleet.plan import IDLE_MIN_S, plan
 from policies.fleet.reconcile import release_order
 from policies.model.buying import BACK_OFF_MAX_EXTRA_S
 from policies.model.events import NodeRequested
+from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Budget, Replicas, RunSpec
 from policies.model.state import Node
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
 from policies.tick.snapshot import Snapshot
 from tests.budget import examples
-from tests.stand_ins.world import World, fallback_nodes, spec, two_markets
+from tests.stand_ins.world import World, capped, fallback_nodes, parked, priced, spec, two_markets
 
 usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
@@ -252,3 +253,38 @@ def test_what_is_pending_is_explained(no_spot: bool) -> None:
     assert (kinds["rollout on spot"].status != "open") is no_spot
     assert no_spot is bool(kinds["rollout on spot"].why)
     assert fallback_nodes(world.state) == []
+
+
+def test_what_is_not_known_is_explained_as_that() -> None:
+    """No step of an hour, no node of 1 USD, no market that is too expensive at a price that nobody knows."""
+    unmeasured = two_markets(spec(2))
+    unmeasured.let_pass(0.2)
+    [compared] = explain(unmeasured.state, unmeasured.snapshot(), unmeasured.spec).comparisons
+    assert compared.words == "1 on demand rather than 2 on demand: no steps are measured yet"
+    unpriced = priced(capped(10**4), max_steps=10**6)
+    unpriced.let_pass(0.1)
+    unpriced.most = None
+    told = explain(unpriced.state, unpriced.snapshot(), unpriced.spec)
+    assert {offer.status for offer in told.offers} == {"unknown"}
+
+
+def test_parked_run_explains_what_it_waits_for() -> None:
+    dry = parked()
+    told = explain(dry.state, dry.snapshot(), dry.spec)
+    assert told.plan.startswith("parked: one rollout node is asked for now and then, on spot")
+
+
+def test_market_is_open_at_the_price_that_fits_under_the_cap() -> None:
+    dear, cheap = (Pool("aws", "r", zone, "g", "L4:1", Market.SPOT) for zone in ("a", "b"))
+    offered = [PoolOffer(Role.ROLLOUT, dear, 2.0), PoolOffer(Role.ROLLOUT, cheap, 1.2, rank=1)]
+    offered.append(PoolOffer(Role.TRAINER, replace(dear, market=Market.ON_DEMAND), 4.0))
+    # The cap has room for the trainer at 4 USD and a node of each price.
+    run = replace(spec(2), budget=Budget(usd_per_h=7.3))
+    run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
+    world = two_markets(run, no_spot=False, offers=tuple(offered))
+    world.until(lambda it: bool(it.state.live(Role.ROLLOUT)))
+    one_less = {name: node for name, node in world.state.nodes.items() if node.pool != cheap}
+    assert len(one_less) == 2
+    market = offers(replace(world.state, nodes=one_less), world.snapshot(), run)
+    offer = market.offer(Role.ROLLOUT, Market.SPOT)
+    assert (offer.status, offer.usd_per_h, offer.place) == ("open", 1.2, str(cheap))

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from policies.control.decide import decide
 from policies.costs.steps import StepShape
-from policies.fleet.objective import rollouts_wanted
+from policies.fleet.objective import rollouts_wanted, size_sentence
 from policies.fleet.plan import SETTLES_S
 from policies.fleet.reconcile import RETURN_WITHIN_S
 from policies.model.events import FleetSized, MachineBought, NodeMoved
+from policies.model.pools import Pool, PoolOffer
+from policies.model.spec import Replicas
 from policies.model.vocabulary import Market, NodePhase, Role
-from policies.tick.snapshot import Measured, Snapshot, Terminate
-from tests.stand_ins.world import World, spec, until_training
+from policies.tick.snapshot import Launch, Machine, Measured, Snapshot, Terminate
+from tests.stand_ins.world import World, on_two_markets, spec, until_training
 
 FLAT = StepShape(60.0, 30.0)  # at 3.96 and 2.38 USD/h 0.9 nodes are cheapest
 STEEP = StepShape(60.0, 1200.0)  # 5.8
@@ -100,3 +102,46 @@ def test_a_lost_node_is_replaced_up_to_that_size_alone() -> None:
         tick(world, FLAT)
         world.advance()
     assert len(world.up(Role.ROLLOUT)) == 1
+
+
+LISTED = {"cheap": 1.0, "dear": 4.0}  # USD an hour
+
+
+class OneCheap(World):
+    """The cheap zone has one machine for rollouts, the dear one many."""
+
+    def _refuses(self, launch: Launch) -> bool:
+        there = [pool for name, pool in self.pools.items() if name in self.machines and name != launch.node]
+        is_full = any(pool is not None and (pool.zone, pool.market) == ("cheap", Market.SPOT) for pool in there)
+        return launch.pool is not None and launch.pool.zone == "cheap" and is_full
+
+    def _seen(self, machine: Machine) -> Machine:
+        seen = super()._seen(machine)
+        is_spot = seen.pool is not None and seen.pool.market is Market.SPOT
+        return replace(seen, price_usd_per_h=LISTED[seen.pool.zone]) if seen.pool and is_spot else seen
+
+
+def test_fleet_does_not_grow_for_a_price_that_is_not_to_be_had() -> None:
+    """One node is cheap, the next costs four times as much: it is not bought at the average, and again and again
+    once that one is back."""
+    base = spec(4)
+    rollout = replace(base.rollout, resources={"use_spot": True}, replicas=Replicas(min=1, max=4))
+    places = [Pool("aws", "r", zone, "g", "L4:1", Market.SPOT) for zone in LISTED]
+    offers = [PoolOffer(Role.ROLLOUT, pool, LISTED[pool.zone]) for pool in places]
+    offers.append(PoolOffer(Role.TRAINER, replace(places[1], market=Market.ON_DEMAND), 4.0))
+    steps = StepShape(50.0, 50.0)
+    usual = on_two_markets(no_spot=False, shape=steps, offers=tuple(offers))
+    world = OneCheap(replace(base, rollout=rollout), **usual)
+    world.let_pass(3.0)
+    bought = [event.node for event in world.of(MachineBought) if event.node.startswith(Role.ROLLOUT)]
+    assert len(bought) <= 2
+    assert len(world.up(Role.ROLLOUT)) == 1
+
+
+def test_status_prices_smaller_fleet_without_its_most_expensive_node() -> None:
+    world = until_training(World(spec(2), max_steps=10**6))
+    usd = {"trainer-0-i1": 4.0, "rollout-0-i1": 1.0, "rollout-1-i1": 4.0}
+    bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
+    world.journal(tuple(bought))
+    said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
+    assert said.endswith("1 on spot would make it 0.139")  # 5 USD an hour for 100 s

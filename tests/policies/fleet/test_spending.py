@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.control.decide import decide
 from policies.fleet.budget import BUDGET, on_demand_usd
 from policies.ledger.rentals import bill, rentals, spent_over_time
 from policies.model import exit_codes
@@ -251,3 +253,16 @@ def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
     gone = [event.reason for event in world.of(NodeMoved) if event.phase is NodePhase.GONE]
     assert len(gone) == 3
     assert all(reason.startswith("taken down, after ") and reason.endswith(" USD") for reason in gone)
+
+
+def test_room_for_a_trainer_among_hundreds_of_nodes_is_found_at_once() -> None:
+    """No number of returned nodes makes room here; it once took a tick the cube of their number."""
+    nodes = 300
+    world = priced(capped(None, 40.0 + 4.0 * nodes, nodes), max_steps=10**6, proved=True)
+    world.wait(60.0, 5.0)
+    assert len(world.up(Role.ROLLOUT)) == nodes
+    world.lose("trainer-0-i1")
+    world.most = {"trainer on demand": 10.0**6, "rollout on spot": 4.0}
+    snapshot, began_s = world.snapshot(), process_time()
+    assert any(isinstance(event, BudgetReached) for event in decide(world.state, snapshot, world.spec).events)
+    assert process_time() - began_s < 1.5
