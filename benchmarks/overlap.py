@@ -87,10 +87,8 @@ def seconds(made: list[StepTiming]) -> float:
 
 def shares(made: list[StepTiming]) -> tuple[float, float]:
     """Of a step, in which the trainer waits, and in which the node has nothing to do."""
-    trainer, fleet = (
-        mean(idle_s / one.step_s for one, idle_s in ((one, getattr(one, name)) for one in made))
-        for name in ("trainer_idle_s", "fleet_idle_s")
-    )
+    trainer = mean(one.trainer_idle_s / one.step_s for one in made)
+    fleet = mean(one.fleet_idle_s / one.step_s for one in made)
     return round(trainer, 3), round(fleet, 3)
 
 

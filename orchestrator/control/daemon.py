@@ -127,7 +127,6 @@ def steer(
     exporter = Exporter(record.spec.name)
     if record.spec.metrics_port is not None:
         exporter.serve(record.spec.metrics_port)
-
     plans = PlanWriter(store, record.spec)
 
     def ticked(before: RunState, decision: Decision, took_s: float) -> None:
@@ -135,8 +134,8 @@ def steer(
             notifier.wake()
         if controller.seen is not None:
             plans.ticked(controller.state, controller.seen)
-            newest = observer.newest_row(), observer.newest_timing()
-            seen = Seen(controller.state, controller.seen, *newest, took_s)
+            row, timing = observer.newest_row(), observer.newest_timing()
+            seen = Seen(controller.state, controller.seen, row, timing, took_s)
             exporter.ticked(before, decision.events, seen)
 
     drain_s = 0.0

@@ -72,9 +72,11 @@ def steer_fleet(tick: Tick) -> None:
 
 def _plan_fleet(tick: Tick) -> None:
     snapshot, spec = tick.snapshot, tick.spec
-    for event, reason in breakers(offers(tick.state, snapshot, spec), tick.state, snapshot.now_s):
-        tick.emit(event, reason)
     market = offers(tick.state, snapshot, spec)
+    if opened := list(breakers(market, tick.state, snapshot.now_s)):
+        for event, reason in opened:
+            tick.emit(event, reason)
+        market = offers(tick.state, snapshot, spec)
     changes = reconcile(plan(market, tick.state, snapshot, spec), market, tick.state, snapshot, spec)
     for change, reason in changes.events:
         tick.emit(change, reason)

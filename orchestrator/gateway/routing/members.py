@@ -360,11 +360,6 @@ class Announcements:
         if held is not None and not held.done():
             held.set_result(None)
 
-    def answer_all(self) -> None:
-        """Answer every announcement that is held."""
-        for node in list(self._held):
-            self.answer(node)
-
 
 class Comers:
     """Nodes that are not members yet: their stages, and since when they make no progress.

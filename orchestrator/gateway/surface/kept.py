@@ -1,7 +1,7 @@
-"""What trainers asked for and nobody takes any more: kept for the next trainer, that asks for the same.
+"""Requests whose trainer has gone, kept for the next trainer, which makes the same requests.
 
-A gateway ends with its trainer and leaves what it has in a file of its machine, from which the next one goes on,
-with requests under way too: their tokens are there, and a node computes no more than their prefill again.
+A gateway ends with its trainer. It leaves its requests in a file of the machine, and the next gateway continues
+them. The tokens so far are in the file, so a node computes only a prefill again.
 """
 
 from __future__ import annotations
@@ -104,11 +104,13 @@ class _Left:
 
 
 class Kept:
-    """The requests of batches that are over, or whose trainer went away. Those under way go on, and all are there
-    for a trainer that asks for the same: what was delivered may have died with its asker before it was stored.
+    """The requests of batches that are over, or whose trainer went away.
 
-    What nobody asks for ends after KEPT_S; PASSED_S after a newer policy was asked for; and at once when another
-    timeline is, or other weights of the same version.
+    Those under way continue. Finished ones stay too: a trainer may die before it has stored what it was given. A
+    trainer that makes the same request takes it over.
+
+    What nobody takes over is dropped after KEPT_S, or PASSED_S after a newer policy is requested. It is dropped at
+    once when another timeline is requested, or other weights of the same version.
     """
 
     def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:

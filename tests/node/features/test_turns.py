@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +20,9 @@ from tasks.completions.rollout_source import RolloutSource
 from tasks.trainer.turns import check_turns
 from tasks.trainer.user_objects import BadSpec
 from tasks.trl.fleet_client import NO_PROMPT, FleetClient
-from tests.budget import HANG_S
 from tests.node.trainer import rig_tools
 from tests.node.trainer.rig import Rig, open_rig
+from tests.node.trainer.test_resume import kill_after_completion
 
 STEPS = 3
 GROUP = 8  # completions a step
@@ -62,17 +61,7 @@ def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_i
     first = sum(policy == "0-0" for policy, _ in calm.gateway.asked)
     last_words = first + GROUP + 1  # within the second turn of the second step
     with open_rig(tmp_path, chatty, **of_turns()) as rig:
-        dead = threading.Event()
-
-        def kill(made: int) -> None:
-            if made == last_words:
-                trainer.kill()
-                dead.set()
-
-        rig.gateway.on_completion = kill
-        trainer = rig.start_trainer()
-        assert dead.wait(HANG_S), rig.log().read_text()[-4000:]
-        trainer.wait()
+        kill_after_completion(rig, 1, last_words)
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
         asked = Counter(rig.gateway.asked)
         assert asked.keys() == set(calm.gateway.asked)
@@ -102,17 +91,7 @@ def test_with_tools_the_first_turns_of_all_windows_are_asked_for_ahead(chatty: P
         assert of_steps["0-0"] > 2 * GROUP, "no completion has taken a second turn"
         assert list(of_steps) == ["0-0", "0-1"]
     with open_rig(tmp_path / "killed", chatty, **spec) as rig:
-        dead, last_words = threading.Event(), len(asked) * 2 // 3
-
-        def kill(made: int) -> None:
-            if made == last_words:
-                trainer.kill()
-                dead.set()
-
-        rig.gateway.on_completion = kill
-        trainer = rig.start_trainer()
-        assert dead.wait(HANG_S), rig.log().read_text()[-4000:]
-        trainer.wait()
+        kill_after_completion(rig, 1, len(asked) * 2 // 3)
         assert rig.wait(rig.start_trainer(attempt=2), attempt=2) == 0
         assert set(rig.gateway.asked) == set(asked)
         assert rig.digests() == calm.digests()

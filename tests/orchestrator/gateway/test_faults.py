@@ -17,10 +17,10 @@ from orchestrator.gateway.routing import members
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import kept as kept_module
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
-from policies.serving.wire import CUT, SILENT_S, Announce, BatchLine, HandOver, PolicyRef, Progress
+from policies.serving.wire import CUT, SILENT_S, Announce, Batch, BatchLine, HandOver, PolicyRef, Progress
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
-from tests.rigs.gateway_world import World
+from tests.rigs.gateway_world import Node, World
 from tests.stand_ins.fake_vllm import FOREVER, completion
 
 
@@ -68,12 +68,8 @@ async def test_node_restarted_on_base_weights_gets_no_request(world: World) -> N
 
 async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(world: World) -> None:
     """What was under way has gone on, and nothing is made again."""
-    node = await world.node("a", stalls=3)
     batch = make_batch("0-0")
-    lines = world.lines(batch)
-    await until_progress(lines, lambda _: node.stalled == 32)
-    await leave(lines)
-    await world.until(lambda: world.gateway.kept._left)
+    node = await left_alone(world, batch)
     node.change(stalls=FOREVER)
     await world.until(lambda: node.row.running == 0)
     node.lose()
@@ -88,12 +84,8 @@ async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(wo
 
 
 async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: World) -> None:
-    node = await world.node("a", stalls=3)
     batch = make_batch("0-0")
-    lines = world.lines(batch)
-    await until_progress(lines, lambda _: node.stalled == 32)
-    await leave(lines)
-    await world.until(lambda: world.gateway.kept._left)
+    node = await left_alone(world, batch)
     under_way = list(world.gateway.kept._left[0].requests.values())[8:]
     kept = sum(len(one.job.token_ids) for one in under_way)
     lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
@@ -185,6 +177,16 @@ async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch
     await until_progress(lines)
     await leave(lines)
     await world.until(lambda: node.row.running == 0 and world.members._demand._open == {})
+
+
+async def left_alone(world: World, batch: Batch) -> Node:
+    """Have a trainer leave once all its requests have some tokens; return the node, which makes no more."""
+    node = await world.node("a", stalls=3)
+    lines = world.lines(batch)
+    await until_progress(lines, lambda _: node.stalled == len(batch.requests))
+    await leave(lines)
+    await world.until(lambda: world.gateway.kept._left)
+    return node
 
 
 async def leave(lines: AsyncIterator[BatchLine]) -> None:
