@@ -1,0 +1,101 @@
+"""Sessions: an agent's conversation with the policy, recorded token by token.
+
+A session belongs to one policy version. Its agent asks for one turn after the other, as any OpenAI client does, at
+`/sessions/{id}/v1/chat/completions` or with the header `X-Session-ID`. The gateway records each turn before the
+agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a recorded
+turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
+
+| who asks whom | request | body | answer |
+|---|---|---|---|
+| trainer, gateway | `PUT /sessions/{id}` | OpenSession | 204 |
+| agent, gateway | `POST /sessions/{id}/v1/chat/completions` | OpenAI's | OpenAI's |
+| trainer, gateway | `GET /sessions/{id}` | | Trace |
+| trainer, gateway | `DELETE /sessions/{id}` | | 204 |
+
+A session may be opened again, by a trainer that was started again. Requests that were answered before then get the
+recorded answer, and a trace holds only turns that were requested since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.model.vocabulary import Recovery
+from policies.serving.wire import HandOver, PolicyRef
+
+SESSIONS = "/sessions"
+HEADER_SESSION = "X-Session-ID"
+LIMIT_CODE = "session_limit"  # of the error that an agent gets beyond a limit of its session
+TURNS_MAX = 1000
+TURNS_AT_ONCE_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What the trainer says of a session.
+
+    Args:
+        policy: the version that makes all of its turns.
+        seed: each turn's seed follows from this one and the turn's prompt.
+        sampling: vLLM's parameters, in the place of the agent's own.
+        turns_max: requests that it may make. The next one is refused, with LIMIT_CODE.
+        tokens_max: tokens that all its turns may have together. A turn that reaches it is cut there.
+    """
+
+    policy: PolicyRef
+    seed: int
+    sampling: dict[str, Any] = field(default_factory=dict)
+    recovery: Recovery = "continue"
+    turns_max: int = TURNS_MAX
+    tokens_max: int = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the model: the tokens `[start:end]` of its branch."""
+
+    start: int
+    end: int
+    finish_reason: str
+    node: str  # that finished it
+    handed_over: list[HandOver] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One row to train on: a conversation from its first prompt to its last answer.
+
+    Attributes:
+        token_ids: of prompts, answers and what came between them.
+        prompt_tokens: how many of them are before the first answer.
+        mask: for each token, 1 where the policy made it in this branch, and 0 elsewhere. A turn that two branches
+            share is in the mask of the first.
+        logprobs: for each token, in natural logarithms; 0.0 where the mask is 0.
+        turns: the answers, in their order.
+        messages: the conversation in OpenAI's form, the last answer included.
+    """
+
+    token_ids: list[int]
+    prompt_tokens: int
+    mask: list[int]
+    logprobs: list[float]
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was recorded of a session: its branches, in the order of their last turns.
+
+    Attributes:
+        policy: the label of the version that made every token of the mask.
+        discarded: tokens that were made and thrown away.
+        limit: the limit that its agent went beyond, in words; empty where it kept to them.
+    """
+
+    session: str
+    policy: str
+    branches: list[Branch]
+    discarded: int = 0
+    limit: str = ""
