@@ -74,6 +74,7 @@ class AgentRunner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._at_once = asyncio.Semaphore(SESSIONS_AT_ONCE)
         self._has_started = False
+        self._reported: set[str] = set()  # why agents have failed
 
     def start(self) -> None:
         """Import the agent, and listen for agents. Raises NoAgent, OSError."""
@@ -188,6 +189,8 @@ class AgentRunner:
                 wrong = f"session {request.session} is of policy {trace.policy}, not {batch.policy.label}"
                 raise GenerationFailed(wrong)
             failed = f"{ended.why} (beyond its limit: {trace.limit})" if ended.why and trace.limit else ended.why
+            if failed:
+                self._report(request.session, failed, ended.output)
             return Session(
                 request.index,
                 request.session,
@@ -212,10 +215,13 @@ class AgentRunner:
         if stop.is_set() and not opened.lost.is_set():
             why = f"it took longer than {self._limits.time_s:g} s of its own (trainer.agent.time_s)"
             ended = Ended(None, why, ended.output)
-        if ended.why:
-            said = ended.output[-OUTPUT_CHARS:]
-            log.warning("agent_failed", session=request.session, why=ended.why, output=said)
         return ended
+
+    def _report(self, session: str, why: str, output: str) -> None:
+        """Name a failure, and with the first of its kind what the agent has written."""
+        more = {} if why in self._reported else {"output": output[-OUTPUT_CHARS:]}
+        self._reported.add(why)
+        log.warning("agent_failed", session=session, why=why, **more)
 
     async def _clock(self, opened: OpenedSession, stop: asyncio.Event) -> None:
         """Set `stop` once the session has used its time, or is lost."""

@@ -42,6 +42,7 @@ class StandInSessions:
         opened: every opening, as (session, seed).
         made: turns that were sampled, as (session, number of the session's turn).
         forgotten: sessions that were deleted.
+        policies: the version of each session.
         on_turn: called before a turn is sampled, with the session.
     """
 
@@ -53,6 +54,7 @@ class StandInSessions:
         self.opened: list[tuple[str, int]] = []
         self.made: list[tuple[str, int]] = []
         self.forgotten: list[str] = []
+        self.policies: dict[str, str] = {}
         self.on_turn: Callable[[str], None] = lambda _: None
         self._lock = threading.Lock()
 
@@ -77,6 +79,7 @@ class StandInSessions:
 
     def _open(self, name: str, wanted: OpenSession) -> None:
         self.opened.append((name, wanted.seed))
+        self.policies[name] = wanted.policy.version
         before = self.recorded.get(name)
         if before is None or before.wanted.policy != wanted.policy:
             self.recorded[name] = Recorded(wanted)

@@ -36,6 +36,13 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     return lower_share(said)
 
 
+def command() -> float:
+    """The same, as a program."""
+    row = json.loads(os.environ["GRPO_ORCH_ROW"])
+    row["prompt"] = row["prompt"][0]["content"]
+    return asyncio.run(solve(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row))
+
+
 async def faulty(base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
     """The same, but for the faults that the test has laid out, each once."""
     for fault in sorted(Path(os.environ[FAULTS]).iterdir()):

@@ -152,7 +152,9 @@ class StandInGateway:
         def sample(wanted: OpenSession, prompt: list[int], seed: int, most: int) -> tuple[list[int], list[float]]:
             with self._lock:
                 model = self._policy(wanted.policy)
-                return _sample(model, prompt, seed, {**wanted.sampling, "max_tokens": min(most, TURN_TOKENS)})
+                sampling = {**wanted.sampling, "max_tokens": min(most, TURN_TOKENS)}
+                made: tuple[list[int], list[float]] = _sample(model, prompt, seed, sampling)
+                return made
 
         self.sessions = StandInSessions(encode, decode, sample)
         return self.sessions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,7 +229,7 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
                 async with http.post(url, data=body, headers=headers) as answer:
                     return answer.status
 
-            many = [asyncio.ensure_future(post()) for _ in range(TURNS_AT_ONCE_MAX + 5)]
+            many = [asyncio.create_task(post()) for _ in range(TURNS_AT_ONCE_MAX + 5)]
             refused = await asyncio.gather(*[await next_done(many) for _ in range(5)])
             assert refused == [429] * 5
             going.set()
@@ -252,19 +253,21 @@ async def test_late_answer_keeps_its_client(tmp_path: Path, monkeypatch: pytest.
         served.before = late
         async with forwarder.session("one") as one:
             timeout = aiohttp.ClientTimeout(sock_read=1.0)
-            asked = {"url": f"{one.base_url}/chat/completions", "timeout": timeout}
-            asked["headers"] = {"Authorization": f"Bearer {one.key}"}
-            async with http.post(**asked, json={}) as answer:
-                assert await answer.json() == {"late": True}
-            async with http.post(**asked, json={"stream": True}) as answer:
-                assert (await answer.read()).endswith(b"data: {}\n\n")
+            headers = {"Authorization": f"Bearer {one.key}"}
+
+            async def post(asked: dict[str, bool]) -> bytes:
+                url = f"{one.base_url}/chat/completions"
+                async with http.post(url, json=asked, headers=headers, timeout=timeout) as answer:
+                    return await answer.read()
+
+            assert json.loads(await post({})) == {"late": True}
+            assert (await post({"stream": True})).endswith(b"data: {}\n\n")
             status = 400
             with pytest.raises(aiohttp.ClientError):
-                async with http.post(**asked, json={}) as answer:
-                    await answer.read()
+                await post({})
 
 
-async def next_done(tasks: list[asyncio.Future[int]]) -> asyncio.Future[int]:
+async def next_done(tasks: list[asyncio.Task[int]]) -> asyncio.Task[int]:
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     first = done.pop()
     tasks.remove(first)
