@@ -11,9 +11,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, read_rollout
+from checkpoint.records.samples import read_samples, stored_calls
 from checkpoint.store import layout
 from policies.model import exit_codes
 from policies.model.spec import AgentSpec
+from policies.model.vocabulary import PolicyVersion
 from tasks.rewards.guard import BadReward
 from tests.node.trainer.rig import GRPO, PROMPTS, Rig, open_rig
 from tests.node.trainer.rig_agents import FAULTS
@@ -128,6 +130,8 @@ def test_faulty_agents_cost_their_samples_alone(
         trainer = rig.train()
         first, second = rig.trained()
         [step] = [one for one in rollouts_of(rig) if one.at == "0-0"]
+        _, groups = read_samples(rig.store, stored_calls(rig.store)[PolicyVersion(0, 0)][0])
+        shown = [one for group in groups for one in group.samples]
     assert not list(faults.iterdir())
     assert sorted(bool(one.branches) for one in step.sessions) == [False, *[True] * (GROUP - 1)]
     failed = {one.failed for one in step.sessions if one.failed}
@@ -137,6 +141,12 @@ def test_faulty_agents_cost_their_samples_alone(
     assert first["rewards/share_of_messages/mean"] > 0
     assert trainer.reward_func_names == ["share_of_messages", "agent"]
     assert max(row["sampling/sampling_logp_difference/max"] for row in (first, second)) < 1e-4
+    assert {one.failed for one in shown if one.failed} == {*failed, "it asked for no turn"}
+    whole = next(one for one in shown if not one.failed)
+    assert [one.role for one in whole.completion] == ["user", "assistant"] * TURNS
+    assert sum(one.tokens or 0 for one in whole.completion) == whole.tokens
+    assert whole.rewards[0] is not None
+    assert whole.rewards[1] is not None
 
 
 def rollouts_of(rig: Rig) -> list[Rollout]:
