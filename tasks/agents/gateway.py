@@ -40,6 +40,7 @@ BODY_BYTES_MAX = 16 << 20  # of an agent's request
 PATIENT_S = 20.0
 PASSED = (hdrs.CONTENT_TYPE, hdrs.ACCEPT)
 LOOPBACK = "127.0.0.1"
+MODELS = "/v1/models"
 
 
 class _Away(Exception):
@@ -78,11 +79,10 @@ class Gateway:
     def is_away(self) -> bool:
         return self._refused > 0
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds for which a request is open and none was answered."""
+    def idle_s(self, since_s: float) -> float:
+        """Seconds, from that moment on, for which a request is open and none was answered."""
         oldest_s = min(self._asking.values(), default=time.monotonic())
-        return time.monotonic() - max(self.moved_s, oldest_s)
+        return time.monotonic() - max(self.moved_s, oldest_s, since_s)
 
     async def open(self, session: str, wanted: OpenSession) -> None:
         """Open a session. Raises GenerationFailed, StoreError."""
@@ -228,7 +228,9 @@ class Forwarder:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES_MAX)
-        app.router.add_route("*", f"{SESSIONS}/{{session}}/{{path:v1/.*}}", self._forward)
+        # These alone: the gateway serves others to whom the run's token is enough.
+        for method, path in (("POST", CHAT), ("GET", MODELS)):
+            app.router.add_route(method, f"{SESSIONS}/{{session}}{path}", self._forward)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
@@ -263,7 +265,7 @@ class Forwarder:
     async def _forward_counted(self, request: web.Request, session: OpenedSession) -> web.StreamResponse:
         body = await request.read()  # raises 413 where it is longer than BODY_BYTES_MAX
         headers = {str(name): request.headers[name] for name in PASSED if name in request.headers}
-        path = f"{SESSIONS}/{session.name}/{request.match_info['path']}"
+        path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         asked = asyncio.ensure_future(self._gateway.ask(request.method, path, body or None, headers))
         try:
             await asyncio.wait([asked], timeout=PATIENT_S)
@@ -272,7 +274,7 @@ class Forwarder:
             answer = asked.result()
         finally:
             asked.cancel()
-        if answer.status == 404 and path.endswith(CHAT):
+        if answer.status == 404 and request.method == "POST":
             session.lost.set()  # a gateway that was started again without it
         # A streamed answer is sent once it is complete: pieces of one that breaks off could not be taken back.
         kind = {hdrs.CONTENT_TYPE: answer.content_type}

@@ -122,7 +122,7 @@ class AgentRunner:
     ) -> Generated:
         ended: SimpleQueue[Session] = SimpleQueue()
         every: list[Session] = []
-        away_s, looked_s = 0.0, time.monotonic()
+        away_s, looked_s = 0.0, (began_s := time.monotonic())
         job = self._submit(self._sessions(batch, ended))
         try:
             while True:
@@ -138,7 +138,7 @@ class AgentRunner:
                 before_s, looked_s = looked_s, time.monotonic()
                 away_s += looked_s - before_s if self._gateway.is_away else 0.0
                 say("waiting" if self._gateway.is_away else "generating")
-                self._check_progress(batch)
+                self._check_progress(batch, began_s)
         except BaseException:
             job.cancel()
             raise
@@ -146,11 +146,11 @@ class AgentRunner:
         # RolloutSource looks at no more of a completion than a Session has, too.
         return Generated(cast("list[Completion]", every), sum(one.discarded for one in every), away_s)
 
-    def _check_progress(self, batch: Batch) -> None:
+    def _check_progress(self, batch: Batch, began_s: float) -> None:
         """Raise GenerationFailed where nothing moves."""
         if not self._thread.is_alive():
             raise GenerationFailed("the thread that runs agents has ended")
-        if (idle_s := self._gateway.idle_s) > batch.deadline_s:
+        if (idle_s := self._gateway.idle_s(began_s)) > batch.deadline_s:
             allowed = f"`rollout.deadline_s` allows {batch.deadline_s:.0f}"
             raise GenerationFailed(f"the gateway has answered no agent for {idle_s:.0f} s; {allowed}")
 

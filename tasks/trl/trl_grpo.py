@@ -33,6 +33,7 @@ from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient, Instead
 from tasks.trl.parts.agents import RunsAgents
+from tasks.trl.parts.branches import TrainsBranches
 from tasks.trl.parts.foreseen import ForeseesEvaluation
 from tasks.trl.parts.leaving import LeavesInTime
 from tasks.trl.parts.refused import LeavesOutRefused
@@ -248,6 +249,7 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
 
 
 class FleetGRPOTrainer(
+    TrainsBranches,
     ForeseesEvaluation,
     LeavesInTime,
     KeepsSamples,
@@ -297,9 +299,11 @@ class FleetGRPOTrainer(
         self._sampler.epoch = epoch
         super()._run_epoch(epoch=epoch, **rest)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _calculate_rewards(self, inputs: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if (no_rewards := self.no_rewards(len(inputs))) is not None:
+            return no_rewards
         began_s = time.monotonic()
-        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(*args, **kwargs))
+        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(inputs, *args, **kwargs))
         if self.model.training:
             self._costs.rewards_s += time.monotonic() - began_s
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)

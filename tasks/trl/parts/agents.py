@@ -1,7 +1,8 @@
 """Sessions of the run's agent as TRL's completions, through its `rollout_func`.
 
-A session is a row: the prompt is what was there before its first answer, the completion all that came after, and
-the mask marks the tokens that the policy made. A session without any turn is left out as a refused prompt is, by a
+A session is a row, of the branch that ended last (`tasks.trl.parts.branches` has the others): the prompt is what
+was there before its first answer, the completion all that came after, and the mask marks the tokens that the
+policy made. A session without any turn is left out as a refused prompt is, by a
 completion without a log-probability (`tasks.trl.parts.refused`).
 """
 
@@ -15,6 +16,7 @@ import torch
 
 from checkpoint.records.rollouts import Session
 from policies.serving.sessions import Branch
+from tasks.trl.parts.branches import NO_BRANCH
 
 AGENT = "agent"  # the reward function's name
 MESSAGES, REWARD = "messages", "agent_reward"  # columns for reward functions
@@ -49,6 +51,8 @@ class RunsAgents:
 
     def run_agents(self: Any, count: int) -> dict[str, Any]:
         """Run a session for each of this process's rows; what TRL wants of them."""
+        if self._further is not None:
+            return _rows_of(self._further, self.eos_token_ids[0])
         rows = plain_rows(self._agent_rows)
         if len(rows) != count:
             raise RuntimeError(f"TRL asks for {count} completions of {len(rows)} rows")
@@ -56,15 +60,12 @@ class RunsAgents:
         sessions = self.vllm_generation.run_agents(rows, samples)
         self._sessions = sessions
         self._log_sessions(sessions)
-        made = [_row_of(session, self.eos_token_ids[0]) for session in sessions]
-        return {
-            "prompt_ids": [branch.token_ids[: branch.prompt_tokens] for branch in made],
-            "completion_ids": [branch.token_ids[branch.prompt_tokens :] for branch in made],
-            "logprobs": [branch.logprobs[branch.prompt_tokens :] if branch.turns else [None] for branch in made],
-            "env_mask": [branch.mask[branch.prompt_tokens :] for branch in made],
-            MESSAGES: [branch.messages for branch in made],
+        last = [session.branches[-1] if session.branches else NO_BRANCH for session in sessions]
+        columns = {
+            MESSAGES: [branch.messages for branch in last],
             REWARD: [session.reward for session in sessions],
         }
+        return {**_rows_of(last, self.eos_token_ids[0]), **columns}
 
     def without_failed(self: Any, per_function: torch.Tensor) -> torch.Tensor:
         """Rewards of all processes, completion by function: none where the agent failed."""
@@ -73,6 +74,10 @@ class RunsAgents:
             failed = self.accelerator.gather(torch.tensor(here, device=self.accelerator.device))
             per_function[failed] = math.nan
         return per_function
+
+    def score_without_samples(self: Any, inputs: list[Any]) -> dict[str, Any]:
+        """TRL's own generation and scoring, without what is before this class in the order of bases."""
+        return RunsAgents._generate_and_score_completions(self, inputs)
 
     def _generate_and_score_completions(self: Any, inputs: list[Any]) -> dict[str, Any]:
         self._agent_rows = inputs
@@ -83,21 +88,27 @@ class RunsAgents:
             return super()._generate(prompts)  # type: ignore[misc, no-any-return]  # the same
         # As texts: TRL would read each conversation as one message.
         found = list(super()._generate([""] * len(prompts)))  # type: ignore[misc]  # the same
-        if not isinstance(prompts[0], str):
+        if self._further is None and not isinstance(prompts[0], str):
             found[3] = [_answers(session, text) for session, text in zip(self._sessions, found[3], strict=True)]
         return tuple(found)
 
     def _log_sessions(self: Any, sessions: list[Session]) -> None:
         for session in sessions:
-            trained = _row_of(session, 0)
-            self._log_metric("agent/turns", float(sum(len(branch.turns) for branch in session.branches)))
+            made = sum(branch.mask[turn.start] for branch in session.branches for turn in branch.turns)
+            self._log_metric("agent/turns", float(made))
             self._log_metric("agent/failed", float(bool(session.failed)))
-            self._log_metric("agent/untrained_tokens", float(session.tokens - sum(trained.mask)))
 
 
-def _row_of(session: Session, end: int) -> Branch:
-    """What of a session is trained on: the branch that ended last."""
-    return session.branches[-1] if session.branches else Branch([end, end], 1, [0, 0], [0.0, 0.0], [], [])
+def _rows_of(branches: list[Branch], end: int) -> dict[str, Any]:
+    """What TRL takes for completions; without a branch it is its end alone, without a log-probability."""
+    nothing = Branch([end, end], 1, [0, 0], [0.0, 0.0], [], [])
+    made = [branch if branch.turns else nothing for branch in branches]
+    return {
+        "prompt_ids": [branch.token_ids[: branch.prompt_tokens] for branch in made],
+        "completion_ids": [branch.token_ids[branch.prompt_tokens :] for branch in made],
+        "logprobs": [branch.logprobs[branch.prompt_tokens :] if branch.turns else [None] for branch in made],
+        "env_mask": [branch.mask[branch.prompt_tokens :] for branch in made],
+    }
 
 
 def _answers(session: Session, text: str) -> list[dict[str, Any]]:

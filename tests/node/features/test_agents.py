@@ -137,7 +137,8 @@ def test_faulty_agents_cost_their_samples_alone(
     failed = {one.failed for one in step.sessions if one.failed}
     assert failed == {"it ended with exit code 1", "it took longer than 3 s of its own (trainer.agent.time_s)"}
     assert (first["agent/failed"], second["agent/failed"]) == (2 / GROUP, 0)
-    assert first["agent/untrained_tokens"] > 0 == second["agent/untrained_tokens"]
+    assert (first["agent/further_branches"], second["agent/further_branches"]) == (1, 0)
+    assert first["agent/untrained_tokens"] == 0
     assert first["rewards/share_of_messages/mean"] > 0
     assert trainer.reward_func_names == ["share_of_messages", "agent"]
     assert max(row["sampling/sampling_logp_difference/max"] for row in (first, second)) < 1e-4
@@ -152,6 +153,45 @@ def test_faulty_agents_cost_their_samples_alone(
 def rollouts_of(rig: Rig) -> list[Rollout]:
     found = [read_rollout(rig.store, entry.key) for entry in rig.store.entries(layout.ROLLOUTS)]
     return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_further_branches_are_rows_with_their_sessions_advantage(tiny: Path, tmp_path: Path, batches: int) -> None:
+    parts = {"per_device_train_batch_size": GROUP // batches, "gradient_accumulation_steps": batches}
+    spec = of_agent(AgentSpec(run="rig_agents.branches", tokens=100), grpo={"max_steps": 1, **parts})
+    with open_rig(tmp_path, tiny, **spec) as rig:
+        sessions_of(rig, tiny)
+        trainer = rig.assemble()
+        score, outputs = trainer._generate_and_score_completions, list[dict[str, Any]]()
+
+        def scored(inputs: list[Any]) -> dict[str, Any]:
+            outputs.append(score(inputs))
+            return outputs[-1]
+
+        trainer._generate_and_score_completions = scored
+        trainer.train()
+        [row] = rig.trained()
+        [made] = rollouts_of(rig)
+    [found] = outputs
+    of_session = dict(zip([one.session for one in made.sessions], found["advantages"].tolist(), strict=False))
+    branches = [one.branches[-1] for one in made.sessions]
+    further = [(branch, of_session[one.session]) for one in made.sessions for branch in one.branches[:-1]]
+    further.sort(key=lambda one: -sum(one[0].mask))
+    branches += [branch for branch, _ in further]
+    assert len(branches) == 2 * GROUP == len(found["advantages"])
+    assert found["advantages"].tolist()[GROUP:] == pytest.approx([advantage for _, advantage in further])
+    assert len(set(found["advantages"].tolist())) > 1
+    trained = found["completion_mask"] * found["tool_mask"]
+    assert int(trained.sum()) == int(found["num_items_in_batch"]) == sum(sum(one.mask) for one in branches)
+    apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * trained
+    assert float(apart.max()) < 1e-4
+    for at, branch in enumerate(branches):
+        prompt = found["prompt_ids"][at][found["prompt_mask"][at] == 1].tolist()
+        completion = found["completion_ids"][at][found["completion_mask"][at] == 1].tolist()
+        assert prompt + completion == branch.token_ids
+        assert trained[at][: len(completion)].tolist() == branch.mask[len(prompt) :]
+    assert (row["agent/turns"], row["agent/further_branches"], row["agent/untrained_tokens"]) == (5, GROUP, 0)
+    assert row["completions/mean_length"] == sum(map(sum, (one.mask for one in branches[:GROUP]))) / GROUP
 
 
 def test_failing_agent_ends_a_run_that_wants_it(
@@ -179,6 +219,15 @@ def test_several_processes_ask_for_what_one_asks_for(calm: Rig, tiny: Path, tmp_
         rows = rig.trained()
     assert len(rows) == STEPS
     assert rows[0]["rewards/agent/mean"] == pytest.approx(calm.trained()[0]["rewards/agent/mean"])
+
+
+def test_further_branches_in_several_processes(tiny: Path, tmp_path: Path) -> None:
+    parts = {"max_steps": 2, "per_device_train_batch_size": GROUP // 2}
+    spec = of_agent(AgentSpec(run="rig_agents.branches", tokens=100), grpo=parts, accelerators="H100:2")
+    with open_rig(tmp_path, tiny, **spec) as rig:
+        sessions_of(rig, tiny)
+        assert rig.wait(rig.start_ranks()) == exit_codes.OK
+        assert [row["agent/further_branches"] for row in rig.trained()] == [GROUP, GROUP]
 
 
 def test_evaluation_and_agent_that_is_a_command(chatty: Path, tmp_path: Path) -> None:

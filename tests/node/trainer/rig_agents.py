@@ -66,6 +66,16 @@ async def faulty(base_url: str, api_key: str, row: dict[str, Any]) -> float | No
     return await solve(base_url, api_key, row)
 
 
+async def branches(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+    """Three turns, and two in a conversation of its own."""
+    reward = await solve(base_url, api_key, row)
+    messages = [{"role": "user", "content": "in short?"}]
+    for text in ("shorter!", ""):
+        said = await asyncio.to_thread(ask, base_url, api_key, messages)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
+    return reward
+
+
 def share_of_messages(
     messages: list[list[dict[str, Any]]], agent_reward: list[float | None], **_: Any
 ) -> list[float]:

@@ -212,6 +212,29 @@ async def test_key_of_another_session_is_refused(tmp_path: Path) -> None:
     assert [path for _, path in served.asked] == ["/sessions/two/v1/chat/completions"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "v1/completions",
+        "../../v1/rollouts",
+        "v1/../../../v1/rollouts",
+        "v1%2f..%2f..%2f..%2fmembers%2fx",
+        "../two",
+        "",
+    ],
+)
+async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: str) -> None:
+    async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
+        host, port = one.base_url.removeprefix("http://").partition("/")[0].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /sessions/one/{path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {one.key}\r\n"
+        writer.write(f"{head}Content-Length: 2\r\nConnection: close\r\n\r\n{{}}".encode())
+        status = (await reader.read()).split()[1]
+        writer.close()
+        assert status in (b"404", b"405")
+        assert served.asked == []
+
+
 async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
         going = asyncio.Event()
