@@ -2,8 +2,8 @@
 
 A session belongs to one policy version. Its agent asks for one turn after the other, as any OpenAI client does, at
 `/sessions/{id}/v1/chat/completions` or with the header `X-Session-ID`. The gateway records each turn before the
-agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a recorded
-turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
+agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a
+recorded turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
 
 | who asks whom | request | body | answer |
 |---|---|---|---|
@@ -13,7 +13,8 @@ turn, the recorded tokens take the place of the rendered ones. Where they do not
 | trainer, gateway | `DELETE /sessions/{id}` | | 204 |
 
 A session may be opened again, by a trainer that was started again. Requests that were answered before then get the
-recorded answer, and a trace holds only turns that were requested since.
+recorded answer, and a trace holds only turns that were answered since. A session that nobody has opened is opened
+by its first request, with the newest policy; such a one ends by itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from policies.serving.wire import HandOver, PolicyRef
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"
+HEADER_REQUEST = "X-Request-ID"  # who asks again under the same one gets the same turn
 LIMIT_CODE = "session_limit"  # of the error that an agent gets beyond a limit of its session
 TURNS_MAX = 1000
 TURNS_AT_ONCE_MAX = 16
