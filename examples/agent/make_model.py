@@ -1,8 +1,8 @@
 """Make a tiny chat model with random weights that can call tools: `python make_model.py --out build`.
 
-Its vocabulary has each tool call as one token, so that a model that knows nothing calls a tool now and then, and
-learns in a minute on a CPU when to. Nothing else is special: template, tokenizer and model are loaded as any other's,
-and vLLM's `hermes` parser reads the calls.
+Its vocabulary has each tool call as one token. So a model that knows nothing calls a tool now and then, and learns
+on a CPU when to. Nothing else is special: template, tokenizer and model are loaded as any other's, and vLLM's
+`hermes` parser reads the calls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def make_model(vocabulary_size: int, seed: int) -> LlamaForCausalLM:
+def make_model(vocabulary_size: int, seed: int, context: int) -> LlamaForCausalLM:
     """Two layers of width 64."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -69,7 +69,7 @@ def make_model(vocabulary_size: int, seed: int) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=context,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -81,10 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder to write (default: build)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--context", type=int, default=256, help="longest sequence, in tokens")
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(arguments.out / "model")
-    make_model(len(tokenizer), arguments.seed).save_pretrained(arguments.out / "model")
+    make_model(len(tokenizer), arguments.seed, arguments.context).save_pretrained(arguments.out / "model")
     question = [{"role": "user", "content": "Find it behind a door"}]
     doors = [{"prompt": question, "door": ("left", "right")[number % 2]} for number in range(PROMPTS)]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in doors))

@@ -13,8 +13,8 @@ recorded turn, the recorded tokens take the place of the rendered ones. Where th
 | trainer, gateway | `DELETE /sessions/{id}` | | 204 |
 
 A session may be opened again, by a trainer that was started again. Requests that were answered before then get the
-recorded answer, and a trace holds only turns that were answered since. A session that nobody has opened is opened
-by its first request, with the newest policy; such a one ends by itself.
+recorded answer, and a trace holds only turns that were answered since. A session that only the header names, and
+nobody has opened, is opened by its first request, with the newest policy.
 """
 
 from __future__ import annotations
@@ -101,3 +101,21 @@ class Trace:
     branches: list[Branch]
     discarded: int = 0
     limit: str = ""
+
+
+def training_trace(trace: Trace) -> dict[str, Any]:
+    """A trace as OpenEnv's `TrainingTrace`, version 1: each answer once, with the prompt that it was made from."""
+    turns = []
+    for number, branch in enumerate(trace.branches):
+        for turn in branch.turns:
+            if any(branch.mask[turn.start : turn.end]):
+                made = {
+                    "node_id": f"{number}-{turn.start}",
+                    "prompt_token_ids": branch.token_ids[: turn.start],
+                    "completion_token_ids": branch.token_ids[turn.start : turn.end],
+                    "per_token_logps": branch.logprobs[turn.start : turn.end],
+                    "loss_mask": [0] * turn.start + [1] * (turn.end - turn.start),
+                    "metadata": {"session_id": trace.session, "policy": trace.policy, "branch": number},
+                }
+                turns.append(made)
+    return {"schema_version": 1, "turns": turns}

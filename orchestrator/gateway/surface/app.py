@@ -30,7 +30,7 @@ from orchestrator.gateway.surface.sessions import Sessions
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage
-from policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession
+from policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
 from policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
@@ -210,7 +210,10 @@ class SessionDesk:
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
-        return _json(self._sessions.trace(_session_of(request)))
+        trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
+        if form not in (None, "openenv"):
+            raise Refused(400, f"form is {form[:40]!a}: expected openenv, or none")
+        return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
         self._sessions.drop(_session_of(request))

@@ -88,9 +88,12 @@ class OpenAI:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
-        session = request.match_info.get("session") or request.headers.get(HEADER_SESSION)
-        if session is not None:
-            return await self._turn(request, chat, admission.name_of(HEADER_SESSION, session))
+        opened, named = request.match_info.get("session"), request.headers.get(HEADER_SESSION)
+        if (session := opened or named) is not None:
+            admission.name_of(HEADER_SESSION, session)
+            if opened is None:
+                self._sessions.open_if_new(session)
+            return await self._turn(request, chat, session)
         policy = self._policy(request)
         try:
             async with asyncio.timeout(SILENCE_S):

@@ -194,6 +194,11 @@ class Sessions:
         self._log.append(Opened(name, opening, said))
         self._keep(session)
 
+    def open_if_new(self, name: str) -> None:
+        """Open a session that nobody has opened, with the newest policy, if there is one."""
+        if name not in self._sessions and self._members.wanted is not None:
+            self.open(name, OpenSession(self._members.wanted, _seed_of(name.encode())))
+
     def drop(self, name: str) -> None:
         """End a session, whose record is not needed any more. Raises Refused."""
         self._end(self._get(name))
@@ -215,8 +220,6 @@ class Sessions:
     async def ask(self, name: str, chat: Chat, request: str = "") -> tuple[Job, Finished, Answer]:
         """Return a turn: made now, or as it was recorded. It goes on when its agent goes away; then the next one
         that asks for the same gets it, or the next under the same name of a `request`. Raises Refused."""
-        if name not in self._sessions and self._members.wanted is not None:
-            self.open(name, OpenSession(self._members.wanted, _seed_of(name.encode())))
         session = self._get(name)
         _check(chat)
         if session.running >= TURNS_AT_ONCE_MAX:
@@ -235,7 +238,7 @@ class Sessions:
             raise Refused(error.status, str(error)) from error
         except asyncio.CancelledError:
             if self._sessions.get(name) is session:
-                if turn is not None and turn.place is None and not request:
+                if turn is not None and turn.place is None:
                     session.left[turn.key].append(turn.number)
                 raise
             raise Refused(404, f"session {name} was closed", code="session_not_found") from None

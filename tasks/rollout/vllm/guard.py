@@ -250,9 +250,7 @@ class Guard:
         else:
             await answer(send, 409, "the weights change")
 
-    async def _translate(
-        self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]
-    ) -> None:
+    async def _translate(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
         if headers.get(HEADER_BOOT.lower(), b"").decode("latin-1") != self._boot_id:
             await answer(send, 409, f"this is boot {self._boot_id}")
         else:

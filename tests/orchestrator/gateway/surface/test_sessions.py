@@ -297,11 +297,13 @@ async def test_who_asks_again_under_the_same_name_gets_the_same_turn(tmp_path: P
 
 async def test_a_session_that_nobody_opened_has_the_newest_policy_and_goes_on(world: World) -> None:
     await world.node("a")
-    agent = Agent(world, "an-agent-of-mine")
-    for _ in range(3):
-        await agent.turn(max_tokens=5)
+    agent, headers = Agent(world, "an-agent-of-mine"), {HEADER_SESSION: "an-agent-of-mine"}
+    assert (await agent.ask()).status_code == 404, "at its own address it has to be opened"
+    for _ in range(2):
+        answer = await world.http.post(CHAT, json={"messages": [USER], "max_tokens": 5}, headers=headers)
+        assert answer.status_code == 200
     trace = await agent.trace()
-    assert (trace.policy, len(trace.branches)) == ("0-0", 3), "without an end token no answer can be continued"
+    assert (trace.policy, len(trace.branches)) == ("0-0", 2)
 
 
 async def test_a_record_that_was_cut_off_is_none(tmp_path: Path) -> None:
@@ -444,6 +446,25 @@ async def test_a_stream_is_the_answer_at_once(world: World) -> None:
     assert heard.chunks[-1]["usage"]["completion_tokens"] == len(heard.token_ids(0))
 
 
+async def test_a_trace_in_openenvs_form_has_each_answer_once(world: World) -> None:
+    node = await world.node("a")
+    agent = await Agent(world).open()
+    await agent.turn()
+    fork = list(agent.messages)
+    await agent.turn()
+    await agent.ask([*fork[:-1], {"role": "user", "content": "another question"}])
+    url = f"{SESSIONS}/{agent.name}"
+    found = (await world.http.get(url, params={"form": "openenv"})).json()
+    assert found["schema_version"] == 1
+    assert [one["prompt_token_ids"] for one in found["turns"]] == [asked["prompt"] for asked in node.asked]
+    for one, asked in zip(found["turns"], node.asked, strict=True):
+        tokens, logprobs, _ = completion(asked, asked["prompt"])
+        assert (one["completion_token_ids"], one["per_token_logps"]) == (tokens, logprobs)
+        assert one["loss_mask"] == [0] * len(asked["prompt"]) + [1] * len(tokens)
+    assert len({one["node_id"] for one in found["turns"]}) == 3
+    assert (await world.http.get(url, params={"form": "other"})).status_code == 400
+
+
 async def test_a_header_names_the_session_too(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
@@ -476,7 +497,7 @@ async def test_what_cannot_be_recorded_is_refused(
 
 async def test_a_session_that_nobody_opened_is_none(world: World) -> None:
     await world.node("a")
-    for method, path in (("GET", ""), ("DELETE", "")):
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", CHAT)):
         answer = await world.http.request(method, f"{SESSIONS}/nobody{path}", json={"messages": [USER]})
         assert answer.status_code == 404
         assert "nobody" in answer.json()["error"]["message"]
