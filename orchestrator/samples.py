@@ -288,6 +288,7 @@ def completion_plain(one: Found) -> dict[str, Any]:
         "mismatch_mean": sample.mismatch_mean,
         "mismatch_max": sample.mismatch_max,
         "refused": sample.refused,
+        "failed": sample.failed,
         "completion": messages_plain(sample.completion),
     }
 

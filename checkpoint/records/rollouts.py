@@ -1,4 +1,4 @@
-"""Stored completions: the result of each generate call, written before its step is applied.
+"""Stored completions and agents' sessions: the result of each generate call, written before its step is applied.
 
 Generation is the expensive part of a step. A restarted trainer takes the completions from here, so that no token
 is paid for twice and the step ends in the same weights.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -20,6 +20,7 @@ from checkpoint.store.document import Document
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence
+from policies.serving.sessions import Branch
 from policies.serving.wire import Completion, CompletionRequest
 
 SCHEMA = 1
@@ -29,8 +30,41 @@ EVALUATION_CALLS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """One agent's session: what training needs of it.
+
+    Args:
+        index: of its request within the call.
+        session: its name at the gateway.
+        policy: the label of the version that made its tokens.
+        branches: as the gateway recorded them; none where the agent asked for no turn.
+        reward: what the agent returned.
+        failed: why the agent ended without an answer of its own; empty where it returned one, None included.
+        discarded: tokens that were made for it and thrown away.
+    """
+
+    index: int
+    session: str
+    policy: str
+    branches: list[Branch]
+    reward: float | None
+    failed: str = ""
+    discarded: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That the policy made."""
+        return sum(sum(branch.mask) for branch in self.branches)
+
+    @property
+    def node(self) -> str:
+        """That made its last turn; empty without any."""
+        return self.branches[-1].turns[-1].node if self.branches else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """All completions of one generate call, in the order of its requests.
+    """All completions of one generate call, or all sessions, in the order of its requests.
 
     `requests_digest` says what was asked; `discarded` counts tokens generated for the call and lost with their
     node; `wait_s` is the time in which no node could serve it.
@@ -44,6 +78,7 @@ class Rollout:
     completions: list[Completion]
     discarded: int = 0
     wait_s: float = 0.0
+    sessions: list[Session] = field(default_factory=list)
 
     @property
     def staleness(self) -> int:
@@ -52,10 +87,11 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        return sum(len(completion.token_ids) for completion in self.completions)
+        of_completions = sum(len(completion.token_ids) for completion in self.completions)
+        return of_completions + sum(session.tokens for session in self.sessions)
 
 
-def digest_of(requests: list[CompletionRequest], sampling: dict[str, Any]) -> str:
+def digest_of(requests: Sequence[CompletionRequest], sampling: dict[str, Any]) -> str:
     """BLAKE3, in hex, of prompts, seeds and sampling parameters: calls of equal digest ask for the same."""
     return blake3(to_json([sampling, requests])).hexdigest()
 

@@ -31,13 +31,15 @@ _LEVEL = 3  # text becomes a quarter at hundreds of MB/s
 class Message:
     """One message of a prompt or completion; without a role where it is plain text.
 
-    `left_out` characters are missing before the last `after` of the text.
+    `left_out` characters are missing before the last `after` of the text. `tokens`: that the model made of it, in
+    an agent's session.
     """
 
     text: str
     role: str = ""
     left_out: int = 0
     after: int = 0
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Sample:
 
     `mismatch_*` are of the distance between the log-probability that the node gave a token and the trainer's own,
     in natural logarithms. `handed_over_chars` are the places in the text of `handed_over`, where they are known.
-    Of several turns `node` and `handed_over` are the first one's.
+    Of several turns `node` and `handed_over` are the first one's; of an agent's session `node` is the last one's,
+    and `handed_over` all of them.
     """
 
     completion: list[Message]
@@ -62,6 +65,7 @@ class Sample:
     mismatch_mean: float | None = None
     mismatch_max: float | None = None
     refused: str = ""  # why no node took the prompt
+    failed: str = ""  # why the agent gave no reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ def _cut_message(one: Message, longest: int) -> Message:
         return one
     before, after = longest - longest // 2, longest // 2
     end = one.text[len(one.text) - after :]
-    return Message(one.text[:before] + end, one.role, len(one.text) - longest, after)
+    return Message(one.text[:before] + end, one.role, len(one.text) - longest, after, one.tokens)
 
 
 def _lines(data: bytes, key: str) -> Iterator[bytes]:

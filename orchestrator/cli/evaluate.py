@@ -189,6 +189,9 @@ def evaluate(
     if record.evaluation is not None:
         _show(_found(parent, record.evaluation.subjects), parent, output)
         return
+    if record.spec.trainer.agent is not None:
+        why = "eval scores single answers, and this run's completions are an agent's (trainer.agent)"
+        raise Stop(why, exit_codes.USAGE)
     wanted = [*(step or []), *([NEWEST] if final else [])]
     if not wanted and not base:
         wanted, base = [NEWEST], True

@@ -231,6 +231,7 @@ COUNT, COUNT_MAX = 4, 1000
 COLUMNS = 80  # at most: lines of text are hard to read where they are longer
 PROMPT = (400, 8)  # characters and lines of a message that are shown
 COMPLETION = (1200, 20)
+MESSAGES = 5  # of a prompt or completion: its last ones
 NAME_MAX = 60  # characters
 
 
@@ -310,12 +311,16 @@ def _facts(one: dict[str, Any]) -> list[str]:
     if one["mismatch_mean"] is not None:
         made.append(f"mismatch {short(one['mismatch_mean'])} mean, {short(one['mismatch_max'])} most")
     left = [f"left {_name(part['node'])} after {part['tokens']:,} tokens" for part in one["handed_over"][:5]]
-    return [", ".join(part) for part in (by_function, made, left) if part]
+    failed = [f"the agent failed: {_name(one['failed'])}"] if one["failed"] else []
+    return [", ".join(part) for part in (by_function, made, left, failed) if part]
 
 
 def _print_messages(messages: Sequence[Message], chars: int, lines: int) -> None:
-    for message in messages[-5:]:
-        role = f"{_name(message.role)}: " if message.role else ""
+    if len(messages) > MESSAGES:
+        _print(f"  {len(messages) - MESSAGES} messages before", "dim")
+    for message in messages[-MESSAGES:]:
+        tokens = "" if message.tokens is None else f" ({message.tokens:,} tokens)"
+        role = f"{_name(message.role)}{tokens}: " if message.role else ""
         text = f"{role}{excerpt(message, chars, lines)}"
         for line in Text(text).wrap(console, _columns() - 2, overflow="fold"):
             line.rstrip()

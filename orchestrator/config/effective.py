@@ -9,6 +9,7 @@ from typing import Any, cast
 from orchestrator.config.foreign_keys import grpo_table
 from orchestrator.config.problems import Findings, KeyPath
 from policies.model.spec import processes_in
+from policies.serving.sessions import TURNS_MAX
 
 
 class Doubtful(Exception):
@@ -186,10 +187,15 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("grpo", "logging_steps"): (0, True),
     ("grpo", "eval_steps"): (0, True),
     ("trainer", "peft", "r"): (1, False),
+    ("trainer", "agent", "time_s"): (0, True),
+    ("trainer", "agent", "turns"): (1, False),
+    ("trainer", "agent", "tokens"): (1, False),
+    ("trainer", "agent", "memory_gb"): (0, True),
 }
 # The most, both included.
 _MOST: dict[KeyPath, float] = {
     ("metrics_port",): 65535,
+    ("trainer", "agent", "turns"): TURNS_MAX,
     ("rollout", "max_staleness"): 2,
     ("rollout", "vllm", "gpu-memory-utilization"): 1,
     ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that

@@ -86,6 +86,8 @@ def load(
     if findings.problems:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
+    if "agent" in data["trainer"]:  # one session of many hangs sooner or later
+        data.setdefault("policies", {}).setdefault("on_bad_reward", "none")
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
     check_quantised(spec, findings)
     check_staleness(spec, findings)

@@ -17,6 +17,7 @@ from orchestrator.config.user_code import FUNCTION, function_problem
 
 # What TRL 1.16 hands to every reward function, besides the dataset's columns.
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+PASSED_OF_AGENT = ("messages", "agent_reward")
 
 MARKS = ("form", "readable_by")  # of `tasks.rewards.graders`
 
@@ -68,7 +69,8 @@ def check_rewards(data: dict[str, Any], workdir: Path, columns: Mapping[str, Col
 
 def call_of(trainer: Mapping[str, Any], columns: Mapping[str, Columns]) -> Call:
     """How TRL calls the functions of a `trainer` section; `columns` are those known of its datasets."""
-    return Call((*PASSED, "environments") if trainer.get("environment_factory") else PASSED, columns)
+    more = ("environments",) if trainer.get("environment_factory") else ()
+    return Call((*PASSED, *more, *(PASSED_OF_AGENT if trainer.get("agent") else ())), columns)
 
 
 def reward_problem(path: str, workdir: Path, call: Call, *, has_setup: bool) -> str:

@@ -274,20 +274,43 @@ OF_SINGLE_TOKENS = ("token_truncate", "token_mask")
 
 def takes_turns(run: EffectiveRun) -> bool:
     """Whether completions are of several turns."""
-    return bool(run.at("trainer", "tools") or run.at("trainer", "environment_factory"))
+    return any(run.at("trainer", key) for key in ("tools", "environment_factory", "agent"))
 
 
 def check_turns(trainer: Mapping[str, Any], workdir: Path, findings: Findings) -> None:
-    """Report each import path of a tool, an environment or a rollout function that leads nowhere."""
+    """Report each import path of a tool, an environment, a rollout function or an agent that leads nowhere."""
     named: list[tuple[KeyPath, str]] = [
         (("trainer", "tools", index), name) for index, name in enumerate(trainer.get("tools", ()))
     ]
     alone = ("environment_factory", "rollout_func")
     named += [(("trainer", key), trainer[key]) for key in alone if key in trainer]
+    if isinstance(agent := trainer.get("agent", {}).get("run"), str):
+        named.append((("trainer", "agent", "run"), agent))
     for path, name in named:
         has_setup = bool(trainer.get("setup"))
         if problem := function_problem(name, workdir, has_setup=has_setup, misfit=lambda *_: ""):
             findings.add(path, problem)
+
+
+def check_agent(run: EffectiveRun, findings: Findings) -> None:
+    """Check what an agent's sessions go together with."""
+    if run.at("trainer", "agent") is None:
+        return
+    key = ("trainer", "agent")
+    others = [one for one in ("tools", "environment_factory", "rollout_func") if run.at("trainer", one)]
+    if run.at("trainer", "agent", "run") == []:
+        findings.add((*key, "run"), "expected a command's words, got none")
+    elif others:
+        findings.add(key, f"an agent brings its own turns; expected no trainer.{others[0]} beside it")
+    elif run.at("rollout", "replicas", "max") == 0:
+        findings.add(key, "needs rollout nodes: with replicas: 0 there is no gateway that agents could ask")
+    if any(name.rpartition(".")[2] == "agent" for name in run.at("trainer", "reward_funcs") or ()):
+        findings.add(
+            ("trainer", "reward_funcs"), "`agent` is the name of the agent's own reward; rename the function"
+        )
+    if run.grpo("remove_unused_columns"):
+        message = "an agent gets the whole row, and true leaves it the prompt alone; remove this key"
+        findings.add(("grpo", "remove_unused_columns"), message)
 
 
 def check_vespo(run: EffectiveRun, findings: Findings) -> None:
@@ -499,11 +522,21 @@ def _evaluation(run: EffectiveRun, findings: Findings) -> None:
 
 def _reward_weights(run: EffectiveRun, findings: Findings) -> None:
     weights, functions = run.at("grpo", "reward_weights"), run.at("trainer", "reward_funcs")
-    if functions == [] and run.at("trainer", "environment_factory") is None:
-        findings.add(("trainer", "reward_funcs"), "expected at least one import path, as in rewards.my_reward")
-    elif functions is not None and weights is not None and len(weights) != len(functions):
-        message = f"expected one weight for each of {len(functions)} reward_funcs, got {len(weights)}"
-        findings.add(("grpo", "reward_weights"), message)
+    agent, key = run.at("trainer", "agent"), ("trainer", "reward_funcs")
+    if run.at("trainer") is not None and functions is None and agent is None:
+        findings.missing(key, "missing; expected import paths of reward functions, as in rewards.my_reward")
+    elif functions == [] and agent is None and run.at("trainer", "environment_factory") is None:
+        findings.add(key, "expected at least one import path, as in rewards.my_reward")
+    elif weights is not None:
+        count, more = (
+            len(functions or ()) + (agent is not None),
+            "" if agent is None else " and the agent's reward",
+        )
+        if len(weights) != count:
+            message = (
+                f"expected one weight for each of {len(functions or ())} reward_funcs{more}, got {len(weights)}"
+            )
+            findings.add(("grpo", "reward_weights"), message)
 
 
 def _no_speculative_decoding(run: EffectiveRun, findings: Findings) -> None:
@@ -564,6 +597,7 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     engine_fits,
     local_nodes_have_their_own,
     check_reference_model,
+    check_agent,
     check_vespo,
     check_processes,
     _rehearsed_faults,

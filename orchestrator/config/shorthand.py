@@ -68,6 +68,8 @@ def _trainer(trainer: dict[str, Any], here: _Here) -> None:
     for key in ("reward_funcs", "tools"):
         if isinstance(trainer.get(key), str):
             trainer[key] = [trainer[key]]
+    if isinstance(trainer.get("agent"), str):
+        trainer["agent"] = {"run": trainer["agent"]}
     if isinstance(rewards := trainer.get("reward_funcs"), list):
         for index, reward in enumerate(rewards):
             if isinstance(reward, str) and "/" in reward:  # a model

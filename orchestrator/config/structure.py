@@ -146,13 +146,18 @@ def _is_number(text: str) -> bool:
 # Set by the loader; no key of the file.
 NOT_IN_FILE = frozenset({"workdir"})
 # What may stand in place of a section; `shorthand` writes it out.
-_SHORT = {"replicas": "a whole number or ", "dataset": "a name or path or ", "eval_dataset": "a name or path or "}
+_SHORT = {
+    "replicas": "a whole number or ",
+    "dataset": "a name or path or ",
+    "eval_dataset": "a name or path or ",
+    "agent": "an import path or ",
+}
 # Required keys, in words.
 _WANTED = {
     "name": "a name for the run, in lower-case letters, digits and dashes",
     "storage": "where the run is kept: a folder or a URL, as in s3://bucket/my-run",
     "model": "a model's name on the hub, or a folder",
-    "reward_funcs": "import paths of reward functions, as in rewards.my_reward",
+    "run": "an agent's import path, as in my_agent.solve, or a command as a list of texts",
     "grpo": "a mapping of GRPOConfig's keys",
 }
 

@@ -92,12 +92,27 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """An agent that makes conversations with the policy through an OpenAI client, and the limits of one session.
+
+    `run`: import path of a function `(base_url, api_key, row) -> reward or None`; or a command, which reads
+    OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in GRPO_ORCH_ROW.
+    """
+
+    run: str | tuple[str, ...]
+    time_s: float = 600.0  # without the time in which it waits for the model
+    turns: int = 32
+    tokens: int | None = None  # that all turns may have together; None: grpo.max_completion_length
+    memory_gb: float | None = None  # of each process of a session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """The machine that trains: what it is, what it trains, on what, for what reward."""
 
     model: str  # hub name or folder
     dataset: Dataset | tuple[Dataset, ...]
-    reward_funcs: tuple[str, ...]  # import paths, `package.module.function`, in TRL's signature
+    reward_funcs: tuple[str, ...] = ()  # import paths in TRL's signature; none are needed where an agent rewards
     reward_args: dict[str, Any] = field(default_factory=dict)  # by a function's name: its arguments, by theirs
     eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
@@ -108,6 +123,7 @@ class TrainerSpec:
     tools: tuple[str, ...] = ()  # import paths of functions that the model may call, in TRL's form
     environment_factory: str | None = None  # import path of what makes one, or of a mapping of those by name
     rollout_func: str | None = None  # import path of what makes completions, in TRL's signature
+    agent: AgentSpec | None = None  # makes whole conversations, each a session of the gateway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,6 +241,8 @@ def why_not_itself(spec: RunSpec) -> str:
         return "with recovery: exact no completion may differ from what a rollout node would make"
     if spec.rollout.max_staleness:
         return "with max_staleness the completions of a step are an older policy's, whose weights it has not"
+    if spec.trainer.agent is not None:
+        return "an agent's sessions are the gateway's"
     if divides_weights(spec):
         return "no process of the trainer has the whole model"
     for key in ("generation_kwargs", "vllm_structured_outputs_regex"):

@@ -1,5 +1,8 @@
 """Where a step's completions come from: the rollout journal where it has them, the fleet where it has not.
 
+Agents' sessions (`tasks.agents`) take the same way: a prompt is then a row of the dataset, and a completion a
+Session.
+
 A call belongs to the step that trains on it (`at`) and is sampled from a policy, which may be an older one
 (`rollout.max_staleness`). Calls may be begun before they are asked for: those of one policy are one batch, of
 which a thread stores each call when its completions are there, while the trainer works at what comes before it.
@@ -20,7 +23,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 from checkpoint.records import rollouts
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
+from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
@@ -63,6 +66,15 @@ class CompletesAside(Completes, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRequest(CompletionRequest):
+    """One session of an agent on one row. Its name is the same whoever asks for it, so that a restarted trainer
+    finds at the gateway what was recorded."""
+
+    session: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A generate call.
 
@@ -70,7 +82,7 @@ class Call:
         at: the timeline, and the steps that are done when it is trained on or evaluated.
         number: of the call at that step.
         policy: the version that it is sampled from.
-        prompts: token ids.
+        prompts: token ids, or rows for an agent.
         samples: completions of each.
         sampling: vLLM's parameters.
     """
@@ -78,21 +90,25 @@ class Call:
     at: PolicyVersion
     number: int
     policy: PolicyVersion
-    prompts: list[list[int]]
+    prompts: list[Any]
     samples: int
     sampling: dict[str, Any]
 
     def requests(self, run_seed: int) -> list[CompletionRequest]:
         """Its requests, prompt by prompt, each with a seed of its own."""
         return [
-            CompletionRequest(
-                index=number * self.samples + sample,
-                prompt_token_ids=prompt,
-                seed=request_seed(run_seed, self.at.timeline, self.at.step, self.number, number, sample),
-            )
-            for number, prompt in enumerate(self.prompts)
+            self._request(run_seed, number, sample)
+            for number in range(len(self.prompts))
             for sample in range(self.samples)
         ]
+
+    def _request(self, run_seed: int, number: int, sample: int) -> CompletionRequest:
+        index, prompt = number * self.samples + sample, self.prompts[number]
+        seed = request_seed(run_seed, self.at.timeline, self.at.step, self.number, number, sample)
+        if isinstance(prompt, dict):
+            session = f"{self.at.timeline}-{self.at.step}-{self.number}-{number}-{sample}"
+            return SessionRequest(index, [], seed, session, prompt)
+        return CompletionRequest(index, prompt, seed)
 
 
 Policies = Callable[[PolicyVersion], PolicyRef]
@@ -303,7 +319,7 @@ class RolloutSource:
     def complete(
         self,
         at: PolicyVersion,
-        prompts: list[list[int]],
+        prompts: list[Any],
         samples: int,
         sampling: dict[str, Any],
         *,
@@ -403,9 +419,9 @@ class RolloutSource:
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
             self._costs.generated(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
-        self._refused.judge(call.prompts, call.samples, rollout.completions)  # what ends the run is asked for anew
+        self._judge(rollout, call)  # what ends the run is asked for anew
         if not generated.is_stored:
-            rollouts.write_rollout(self._store, rollout, self._by)
+            self._store_rollout(rollout)
         self._costs.add(rollout, generated.wait_s, training=training, replayed=generated.is_replayed)
         return rollout
 
@@ -450,11 +466,11 @@ class RolloutSource:
 
     def _stored_early(self, begun: _Begun, rollout: Rollout) -> bool:
         """Store a call before it is taken, unless nobody will or it has to be judged first."""
-        if any(one.refused for one in rollout.completions):
+        if any(one.refused for one in rollout.completions) or any(one.failed for one in rollout.sessions):
             return False
         with begun.storing:
             if not begun.is_dropped:
-                rollouts.write_rollout(self._store, rollout, self._by)
+                self._store_rollout(rollout)
         return True
 
     def _awaited(self, begun: _Begun, requests: list[CompletionRequest], policies: Policies) -> _Generated:
@@ -479,6 +495,12 @@ class RolloutSource:
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
         return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s), wait_s=nobody_s)
+
+    def _judge(self, rollout: Rollout, call: Call) -> None:
+        self._refused.judge(call.prompts, call.samples, rollout.completions)
+
+    def _store_rollout(self, rollout: Rollout) -> None:
+        rollouts.write_rollout(self._store, rollout, self._by)
 
     def _batch(self, call: Call, requests: list[CompletionRequest], policy: PolicyRef) -> Batch:
         return Batch(policy, call.sampling, requests, self._deadline_s, self._recovery)
@@ -524,15 +546,18 @@ def _replayed(stored: Rollout) -> _Generated:
 
 
 def _rollout(call: Call, digest: str, policy: PolicyRef, got: Generated) -> Rollout:
+    made: list[Any] = list(got.completions)
+    sessions: list[Session] = [one for one in made if isinstance(one, Session)]
     return Rollout(
         rollouts.SCHEMA,
         str(call.at),
         policy.version,
         call.number,
         digest,
-        got.completions,
+        [] if sessions else made,
         got.discarded,
         got.wait_s,
+        sessions,
     )
 
 

@@ -21,16 +21,19 @@ from checkpoint.stream.manifest import files_below
 from checkpoint.stream.spool import Spool
 from policies.detect.divergence import Detector
 from policies.model.node_contract import SPOOL
-from policies.model.spec import RunSpec, generates_itself
+from policies.model.spec import AgentSpec, RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Precedence
 from policies.sizing.training import why_not_itself
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
 from policies.weights.tensors import ServedTypes
+from tasks.agents.gateway import Gateway
+from tasks.agents.processes import AgentHost, NoAgent
+from tasks.agents.runner import AgentRunner, AgentSource, Limits
 from tasks.completions.drought import Drought
 from tasks.completions.gateway_client import GatewayClient
 from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import Completes, RolloutSource
+from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.base_model import identity_of, model_config, model_folder
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
@@ -69,6 +72,7 @@ from tasks.trl import trl_grpo
 from tasks.trl.fleet_client import FleetClient
 from tasks.trl.own_generation import OwnGeneration
 from tasks.trl.own_share import OwnShare
+from tasks.trl.parts import agents
 from tasks.trl.parts.saving import why_not_resumable
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from tasks.trl.weights import checkpoint_bytes, plain_model
@@ -76,6 +80,7 @@ from tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 
+Source = OwnGeneration | Drought | GatewayClient | AgentRunner
 FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 SAMPLES_RETRY_S = 30.0  # what nothing depends on is worth no longer wait
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
@@ -109,7 +114,7 @@ def assemble(
     )
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
     own = OwnGeneration(env.node, start.may_go_on)
-    source = _source(start, own)
+    source = _source(start, own, config)
     client = FleetClient(_rollouts(start, refused, config.seed, source))
     client.foresees = source is not own
     replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
@@ -125,7 +130,11 @@ def assemble(
     knows_prompts = wanted.environment_factory is None and wanted.rollout_func is None
     if source is not own and knows_prompts:
         staleness = start.spec.rollout.max_staleness
-        windows = WindowsAhead(trainer, env.timeline, _first_step(forks, env.timeline), staleness)
+        first_step, prompts_of = (
+            _first_step(forks, env.timeline),
+            None if wanted.agent is None else agents.plain_rows,
+        )
+        windows = WindowsAhead(trainer, env.timeline, first_step, staleness, prompts_of)
         client.windows = windows if windows.helps else None
     trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
@@ -138,8 +147,11 @@ def assemble(
     return trainer, spool
 
 
-def _source(start: Start, own: OwnGeneration) -> OwnGeneration | Drought | GatewayClient:
-    """What makes the run's completions: the trainer itself, rollout nodes, or it while there is none of them."""
+def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
+    """What makes the run's completions: the trainer itself, rollout nodes, or it while there is none of them; or
+    an agent, with rollout nodes."""
+    if start.spec.trainer.agent is not None:
+        return _agent_runner(start, start.spec.trainer.agent, config)
     if generates_itself(start.spec):
         return own
     gateway = GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check)
@@ -149,8 +161,30 @@ def _source(start: Start, own: OwnGeneration) -> OwnGeneration | Drought | Gatew
     return Drought(gateway, after_s, start.may_go_on, start.heartbeat, start.costs)
 
 
-def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Completes) -> RolloutSource:
-    return RolloutSource(
+def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
+    """What runs the agent, imported in the first process. Raises BadSpec."""
+    memory_bytes = None if agent.memory_gb is None else int(agent.memory_gb * 1e9)
+    runner = AgentRunner(
+        Gateway(start.store, start.env.token),
+        AgentHost(agent.run, start.workdir, memory_bytes),
+        Limits(agent.time_s, agent.turns, agent.tokens or config.max_completion_length),
+        start.heartbeat,
+        start.may_go_on,
+    )
+    if config.process_index == 0:
+        try:
+            with start.limited("trainer.agent: importing it"):
+                runner.start()
+        except NoAgent as error:
+            raise BadSpec(f"trainer.agent: {agent.run}: {error}") from error
+    return runner
+
+
+def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Source) -> RolloutSource:
+    kind: Callable[..., RolloutSource] = RolloutSource
+    if isinstance(source, AgentRunner):
+        kind = functools.partial(AgentSource, source, start.spec.policies.on_bad_reward)
+    return kind(
         start.store,
         source,
         start.heartbeat,
@@ -173,6 +207,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     wanted, workdir = start.spec.trainer, start.workdir
     with start.limited("trainer: importing what run.yaml names"):
         rewards, turns = load_rewards(wanted, workdir), load_turns(wanted, workdir)
+    by_agent = [] if wanted.agent is None else [agents.agent]
     used = prompts_used(config)
     data = load_data("trainer.dataset", wanted.dataset, workdir, used)
     held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
@@ -184,7 +219,8 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     if start.restored is None and config.process_index == 0:
         check_prompts(tried)
         begun = check_turns(turns, tried, config.num_generations, start.limited)
-        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited, begun)
+        columns = {} if wanted.agent is None else agents.example_columns(config.num_generations)
+        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited, begun, columns)
     replacements = replaced(len(data.rows))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
     set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
@@ -195,12 +231,13 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
             start.env.timeline,
             replacements,
             model=model,
-            reward_funcs=guarded_rewards(rewards, start.spec),
+            reward_funcs=[*guarded_rewards(rewards, start.spec), *by_agent],
             args=config,
             train_dataset=data.rows,
             eval_dataset=held_out.rows if held_out else None,
             peft_config=lora_config(wanted.peft),
             **guarded_turns(turns, start.spec),
+            **({} if wanted.agent is None else {"rollout_func": agents.rollout_func}),
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):

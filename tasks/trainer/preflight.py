@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def check_rewards(
     config: Any,
     limited: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     environments: Mapping[str, Sequence[Any]] | None = None,
+    more_columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> None:
     """Call each reward function once a dataset. Raises BadSpec naming the first that TRL could not work with.
 
@@ -106,6 +108,7 @@ def check_rewards(
         config: TRL's. A function may compare the completions of a group, so it gets a whole one.
         limited: within it a call of what it is given the key of in run.yaml may take only so long.
         environments: of each dataset, one for each completion, where the run has any.
+        more_columns: passed with those of the dataset, in their place.
     """
     for key, row in firsts.items():
         taken = [] if config.remove_unused_columns else [name for name in PASSED if name in row]
@@ -117,6 +120,7 @@ def check_rewards(
         told = _told(row, config)
         if environments is not None:
             told["environments"] = environments[key]
+        told |= {name: list(values) for name, values in more_columns.items()}
         columns = sorted(told.keys() & row.keys() - OWN_COLUMNS)
         called = f"it was called on the first row of {key}, with {', '.join(columns) or 'no other columns'}"
         for function, name in zip(functions, names, strict=True):

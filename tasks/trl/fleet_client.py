@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import structlog
 import torch
 
-from checkpoint.records.rollouts import Rollout
+from checkpoint.records.rollouts import Rollout, Session
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef
@@ -178,26 +178,39 @@ class FleetClient:
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling.update(generation_kwargs or {})
+        asked: list[Any] = [prompt for prompt in prompts if prompt is not NO_PROMPT]
+        rollout = self._complete(asked, n, sampling)
+        if isinstance(rollout, Instead):  # in the place of completions, for which the others wait
+            return {"prompt_ids": prompts, "completion_ids": [rollout] * (len(prompts) * n), "logprobs": None}
+        return self._in_shape(prompts, n, rollout)
+
+    def run_agents(
+        self, rows: list[dict[str, Any]], samples: int, sampling: dict[str, Any]
+    ) -> list[Session] | Instead:
+        """Return `samples` sessions of the run's agent on each row, row by row."""
+        rollout = self._complete(rows, samples, sampling)
+        return rollout if isinstance(rollout, Instead) else rollout.sessions
+
+    def _complete(self, prompts: list[Any], samples: int, sampling: dict[str, Any]) -> Rollout | Instead:
         training = bool(self._trainer.model.training)
         windows = self.windows if training else None
         try:
-            of_window = {} if windows is None else self._of_window(windows, n, sampling)
+            of_window = {} if windows is None else self._of_window(windows, samples, sampling)
             rollout = self._rollouts.complete(
                 self._version(),
-                [prompt for prompt in prompts if prompt is not NO_PROMPT],
-                n,
+                prompts,
+                samples,
                 sampling,
                 training=training,
                 policies=self._policy,
                 **of_window,
             )
         except (LeaveNow, OwnTurn, _WeightsFirst) as told:
-            said = _SAID[type(told)]  # in the place of completions, for which the others wait
-            return {"prompt_ids": prompts, "completion_ids": [said] * (len(prompts) * n), "logprobs": None}
+            return _SAID[type(told)]
         if training:
             self._turn = self._turn[0], self._turn[1] + 1
             self.trained_on.append(rollout)
-        return self._in_shape(prompts, n, rollout)
+        return rollout
 
     def _of_window(self, windows: WindowsAhead, samples: int, sampling: dict[str, Any]) -> dict[str, Any]:
         """The policy and the number of the present window's next call. With a round's first one, all calls whose

@@ -21,8 +21,9 @@ from typing import Any
 import structlog
 import torch
 import trl.import_utils as trl_imports
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
+from checkpoint.records.rollouts import Session
 from policies.detect.symptoms import WITNESS
 from policies.model.spec import STALE_DEFAULTS
 from tasks.machine.leaving import LeaveNow
@@ -31,6 +32,8 @@ from tasks.storing.tensors import Unread, at_hand
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient, Instead
+from tasks.trl.parts.agents import RunsAgents
+from tasks.trl.parts.branches import TrainsBranches
 from tasks.trl.parts.foreseen import ForeseesEvaluation
 from tasks.trl.parts.leaving import LeavesInTime
 from tasks.trl.parts.refused import LeavesOutRefused
@@ -107,14 +110,45 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         """TRL's; raises LeaveNow in every process where the first one was told to leave."""
         while True:
             found = super().generate(*args, **kwargs)
-            if Instead.WEIGHTS_FIRST in found[1]:
-                self._publish_together()
-            elif Instead.OWN_TURN in found[1]:
-                self._fleet_client.take_own_turn(self.accelerator)
-            elif Instead.LEAVING in found[1]:
-                raise LeaveNow
-            else:
+            instead = [one for one in found[1] if isinstance(one, Instead)]
+            if not instead:
                 return found
+            self._do_instead(instead[0])
+
+    def run_agents(self, rows: list[dict[str, Any]], samples: int) -> list[Session]:
+        """Return the sessions of this process's rows, of which each stands `samples` times in a row; the first
+        process has them made for all. Raises LeaveNow in every process."""
+        sampling: dict[str, Any] = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+        }
+        if self.structured_outputs_regex is not None:
+            sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        sampling.update(self.generation_kwargs)
+        every = gather_object(rows)
+        while True:
+            made: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                made = [self._fleet_client.run_agents(every[::samples], samples, sampling)]
+            [found] = broadcast_object_list(made)
+            if not isinstance(found, Instead):
+                first = self.accelerator.process_index * len(rows)
+                sessions: list[Session] = found[first : first + len(rows)]
+                return sessions
+            self._do_instead(found)
+
+    def _do_instead(self, instead: Instead) -> None:
+        """Do together what there has to be before any completions."""
+        match instead:
+            case Instead.WEIGHTS_FIRST:
+                self._publish_together()
+            case Instead.OWN_TURN:
+                self._fleet_client.take_own_turn(self.accelerator)
+            case Instead.LEAVING:
+                raise LeaveNow
 
     def sync_weights(self) -> None:
         """Name the weights of the present step and what they compute. They are read once they are needed.
@@ -215,10 +249,12 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
 
 
 class FleetGRPOTrainer(
+    TrainsBranches,
     ForeseesEvaluation,
     LeavesInTime,
     KeepsSamples,
     LeavesOutRefused,
+    RunsAgents,
     SavesIntoSpool,
     TakesTurnsTogether,
     GRPOTrainer,  # type: ignore[misc]  # it has no types
@@ -263,9 +299,11 @@ class FleetGRPOTrainer(
         self._sampler.epoch = epoch
         super()._run_epoch(epoch=epoch, **rest)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _calculate_rewards(self, inputs: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if (no_rewards := self.no_rewards(len(inputs))) is not None:
+            return no_rewards
         began_s = time.monotonic()
-        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(*args, **kwargs))
+        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(inputs, *args, **kwargs))
         if self.model.training:
             self._costs.rewards_s += time.monotonic() - began_s
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)

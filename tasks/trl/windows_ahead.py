@@ -25,11 +25,20 @@ class WindowsAhead:
         timeline: that it trains.
         since_step: of its first policy on this timeline.
         staleness: how many rounds a policy may be older than the one that is trained on it.
+        prompts_of: what is requested for rows of the dataset, a prompt each: by default their token ids.
     """
 
-    def __init__(self, trainer: Any, timeline: int, since_step: int, staleness: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        timeline: int,
+        since_step: int,
+        staleness: int,
+        prompts_of: Callable[[list[dict[str, Any]]], list[Any]] | None = None,
+    ) -> None:
         self._trainer, self._timeline = trainer, timeline
         self._since_step, self._staleness = since_step, staleness
+        self._prompts_of = prompts_of or self._token_ids
         self._walk = walk_of(trainer.args, len(trainer.train_dataset))
         self._first, self._first_step = 0, 0  # the first window that this trainer has made, and the steps before
 
@@ -91,12 +100,14 @@ class WindowsAhead:
         steps = self._walk.steps_before(window)
         return steps if window < self._first else max(steps, self._first_step)
 
-    def _prompts(self, window: int) -> list[list[int]]:
-        """The prompts of a window as TRL will ask for them: token ids, one list a prompt."""
+    def _prompts(self, window: int) -> list[Any]:
+        """The prompts of a window as they will be asked for."""
         trainer, other = self._trainer, self._trainer._replaced.at(self._walk.steps_before(window) + 1)
         rows = [other.get(row, row) for row in self._walk.rows_of(window)]
-        prompts = [trainer.train_dataset[row]["prompt"] for row in rows]
-        return [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        return self._prompts_of([trainer.train_dataset[row] for row in rows])
+
+    def _token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
+        return [list(ids) for ids in self._trainer._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
 
 def _round_of(window: int, steps_before: Callable[[int], int]) -> range:

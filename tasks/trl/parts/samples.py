@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 import torch
 
-from checkpoint.records.rollouts import Rollout
+from checkpoint.records.rollouts import Rollout, Session
 from checkpoint.records.samples import SCHEMA, Group, Head, Message, Sample
 from checkpoint.store.codec import to_json
 from policies.model.vocabulary import PolicyVersion
@@ -105,6 +106,7 @@ class KeepsSamples:
         first = rollouts[0].completions if rollouts and len(rollouts[0].completions) == count else None
         one_turn = len(rollouts) == 1
         places = _places(first, self._tokenizer) if first is not None and one_turn else {}
+        sessions = rollouts[0].sessions if rollouts and len(rollouts[0].sessions) == count else None
         now_s = time.time()
 
         def build() -> tuple[Head, list[Group]]:
@@ -121,6 +123,8 @@ class KeepsSamples:
                 )
                 for at in range(count)
             ]
+            if sessions is not None:
+                made = [_of_session(*of_one) for of_one in zip(made, sessions, prompts, strict=True)]
             groups = [Group(_messages(prompts[at]), made[at : at + size]) for at in range(0, count, size)]
             head = Head(SCHEMA, str(version), version.step + 1, call, now_s, names, weights, len(groups))
             return head, groups
@@ -160,6 +164,29 @@ def _sample(
         mismatch_mean=_known(mean),
         mismatch_max=_known(most),
         refused=told or "",
+    )
+
+
+def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
+    """A sample with the conversation that its agent had, from where it goes on from the prompt."""
+    if not session.branches:
+        return replace(
+            sample, completion=[], failed=session.failed or "it asked for no turn", policy=session.policy
+        )
+    branch = session.branches[-1]
+    said, turns = list(branch.messages), list(branch.turns)
+    known = len(prompt) if not isinstance(prompt, str) and said[: len(prompt)] == list(prompt) else 0
+    answers = [at for at, message in enumerate(said) if message.get("role") == "assistant"][-len(turns) :]
+    tokens = {at: turn.end - turn.start for at, turn in zip(answers, turns, strict=False)}
+    messages = [replace(one, tokens=tokens.get(at)) for at, one in enumerate(_messages(said))]
+    return replace(
+        sample,
+        completion=messages[known:],
+        cut=turns[-1].finish_reason == "length",
+        node=session.node,
+        policy=session.policy,
+        handed_over=[part for turn in turns for part in turn.handed_over],
+        failed=session.failed,
     )
 
 

@@ -90,7 +90,7 @@ def run_spec(
     model: str | None = None,
     checkpoints: CheckpointsSpec | None = None,
     kl: KlPolicy | None = None,
-    reward: str = "rig_rewards.lower_share",
+    reward: str | None = "rig_rewards.lower_share",
     witness: str | None = None,
     accelerate: dict[str, Any] | None = None,
     dataset: str | tuple[Dataset, ...] = "few.jsonl",
@@ -134,7 +134,7 @@ def run_spec(
             if isinstance(dataset, str)
             else tuple(replace(one, path=str(tiny / one.path)) for one in dataset),
             eval_dataset=Dataset(path=str(tiny / "held_out.jsonl")) if evaluates else None,
-            reward_funcs=(reward,) if witness is None else (reward, witness),
+            reward_funcs=tuple(one for one in (reward, witness) if one is not None),
             peft=peft,
             accelerate=accelerate,
             resources={"accelerators": accelerators} if accelerators else {},

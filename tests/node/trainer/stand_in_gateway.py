@@ -27,11 +27,23 @@ from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import Precedence
 from policies.serving.canary import Canary, disagreement
-from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, CompletionRequest, Progress, PromptLine
+from policies.serving.sessions import SESSIONS, OpenSession
+from policies.serving.wire import (
+    REFUSED,
+    Batch,
+    BatchLine,
+    Completion,
+    CompletionRequest,
+    PolicyRef,
+    Progress,
+    PromptLine,
+)
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.trl.canary import canary_of
+from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"
+TURN_TOKENS = 6  # of one answer in a session
 POLICIES_KEPT = 3  # a trainer may ask for so many at a time
 TELL_S = (
     0.25  # as often, the trainer hears that it is there: of a gateway that is silent it thinks that it is gone
@@ -52,6 +64,7 @@ class StandInGateway:
         made: completions sent.
         refuses: whether no node takes a prompt.
         unproved: why a policy that was loaded is not what its trainer says that it computes.
+        sessions: of agents, once `take_sessions` was called.
         on_asked: called with the version before a batch is answered.
         on_completion: called after each completion that was sent, with `made`.
     """
@@ -71,6 +84,7 @@ class StandInGateway:
         self.on_asked: Callable[[str], None] = lambda _: None
         self.on_completion: Callable[[int], None] = lambda _: None
         self.unproved: list[str] = []
+        self.sessions: StandInSessions | None = None
         self.policy_of: dict[str, torch.nn.Module] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -83,7 +97,15 @@ class StandInGateway:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                gateway._answer(self)
+                if self.path.startswith(f"{SESSIONS}/"):
+                    gateway._answer_session(self)
+                else:
+                    gateway._answer(self)
+
+            def do_PUT(self) -> None:
+                gateway._answer_session(self)
+
+            do_GET = do_DELETE = do_PUT
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -99,6 +121,43 @@ class StandInGateway:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+    def _answer_session(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers["Content-Length"] or 0))
+        if handler.headers["Authorization"] != f"Bearer {TOKEN}":
+            handler.send_error(401, "who are you?")
+            return
+        assert self.sessions is not None, "the test has not made it"
+        status, kind, answer = self.sessions.answer(handler.command, handler.path, body)
+        if self._server is None:  # closed meanwhile: nobody gets an answer
+            handler.close_connection = True
+            return
+        handler.send_response(status)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(answer)))
+        handler.end_headers()
+        with contextlib.suppress(ConnectionError):
+            handler.wfile.write(answer)
+
+    def take_sessions(self, tokenizer: Any) -> StandInSessions:
+        """Serve agents' sessions, too, with this tokenizer."""
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+        def sample(wanted: OpenSession, prompt: list[int], seed: int, most: int) -> tuple[list[int], list[float]]:
+            with self._lock:
+                model = self._policy(wanted.policy)
+                sampling = {**wanted.sampling, "max_tokens": min(most, TURN_TOKENS)}
+                made: tuple[list[int], list[float]] = _sample(model, prompt, seed, sampling)
+                return made
+
+        self.sessions = StandInSessions(encode, decode, sample)
+        return self.sessions
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers["Content-Length"]))
@@ -161,16 +220,16 @@ class StandInGateway:
             said: dict[str, Any] = {"refused": "vLLM answered 400: too long", "limit_tokens": 9}
             return Completion(index, [], [], REFUSED, batch.policy.label, "stand-in", **said)
         if self.samples_with_model:
-            token_ids, logprobs = _sample(self._policy(batch), prompt, seed, batch.sampling)
+            token_ids, logprobs = _sample(self._policy(batch.policy), prompt, seed, batch.sampling)
         else:
             token_ids = [4 + (seed >> shift) % 80 for shift in range(batch.sampling["max_tokens"])]
             logprobs = [-1.0] * len(token_ids)
         return Completion(index, token_ids, logprobs, "length", batch.policy.label, "stand-in")
 
-    def _policy(self, batch: Batch) -> torch.nn.Module:
-        version = batch.policy.label
+    def _policy(self, policy: PolicyRef) -> torch.nn.Module:
+        version = policy.label
         if version not in self.policy_of:
-            folder = self.folders.fetch(batch.policy, lambda: True)
+            folder = self.folders.fetch(policy, lambda: True)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             self.unproved += _unproved(model, folder)
             self.policy_of = {**dict([*self.policy_of.items()][-POLICIES_KEPT + 1 :]), version: model}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -51,6 +52,24 @@ def test_the_newest_step_is_shown(store: Store, cli: Cli) -> None:
     assert out.count("what is 2 + 2?") == 1
 
 
+def test_session_is_shown_turn_by_turn(store: Store, cli: Cli) -> None:
+    turns = [("assistant", "let me see", 3), ("tool", "4 \x1b[2J", None), ("assistant", "it is 4", 2)]
+    said = [Message(text, role, tokens=tokens) for role, text, tokens in turns]
+    one = replace(sample(""), completion=said * 2, failed="ValueError:\nno luck")
+    store_step(store, "0-4", group("what is 2 + 2?", one))
+    lines = [line.rstrip() for line in cli()[1].splitlines()]
+    assert "the agent failed: ValueError: no luck" in lines
+    first = lines.index("completion") + 1
+    assert lines[first:] == [
+        "  1 messages before",
+        "  tool: 4 ‹U+001B›[2J",
+        "  assistant (2 tokens): it is 4",
+        "  assistant (3 tokens): let me see",
+        "  tool: 4 ‹U+001B›[2J",
+        "  assistant (2 tokens): it is 4",
+    ]
+
+
 def test_worst_best_search_and_number(store: Store, cli: Cli) -> None:
     store_step(store, "0-4", *(group(f"prompt {n}", sample(f"answer {n}", n / 10)) for n in range(9)))
 
@@ -86,7 +105,8 @@ def test_json_has_all_of_it(store: Store, cli: Cli) -> None:
     told = json.loads(cli("-o", "json")[1])
     assert (told["step"], told["policy"], told["completions"][0]["link"]) == ("0-5", "0-4", "0-5/0/0")
     (one,) = told["completions"]
-    assert one["completion"] == [{"text": HOSTILE * 1000, "role": "assistant", "left_out": 0, "after": 0}]
+    told = {"text": HOSTILE * 1000, "role": "assistant", "left_out": 0, "after": 0, "tokens": None}
+    assert one["completion"] == [told]
     assert one["prompt"][0]["text"] == "p"
     assert one["rewards"][0] == {"function": "correct", "weight": 1.0, "reward": 0.5}
     assert one["handed_over"] == [{"node": "rollout-1-i1", "tokens": 3, "char": 4}]

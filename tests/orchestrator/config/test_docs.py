@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "run-yaml.md"
 SECTIONS = {
     "The file": spec.RunSpec,
     "trainer": spec.TrainerSpec,
+    "trainer.agent": spec.AgentSpec,
     "trainer.dataset, trainer.eval_dataset": spec.Dataset,
     "rollout": spec.RolloutSpec,
     "rollout.replicas": spec.Replicas,

@@ -1,0 +1,152 @@
+"""The trainer's side of `tasks.agents.host`: starts the host, and has it run one agent after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from tasks.agents.host import GRACE_S, Ended, Order
+from tasks.machine.launching import without_ranks
+
+log = structlog.get_logger()
+
+START_S = 300.0  # to import the agent's module; a busy machine takes its time
+END_S = GRACE_S + 30.0  # for a keeper to end what its agent has started
+ANSWER_BYTES = 1 << 20
+BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tasks.agents.host import main"
+OWN = "GRPO_ORCH_"  # the run's token among them
+
+
+class NoAgent(Exception):
+    """The agent cannot be started; the message says why."""
+
+
+class AgentHost:
+    """Runs sessions' agents.
+
+    Args:
+        run: an import path, or a command.
+        workdir: the folder of run.yaml, in which agents run.
+        memory_bytes: address space of each of an agent's processes; None: unlimited.
+    """
+
+    def __init__(self, run: str | Sequence[str], workdir: Path, memory_bytes: int | None = None) -> None:
+        self._path, self._command = (run, []) if isinstance(run, str) else ("", list(run))
+        self._workdir, self._memory_bytes = workdir, memory_bytes
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the host unless it runs. Raises NoAgent."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            self._close()
+            self._control, theirs = socket.socketpair()
+            self._process = _start(theirs, self._path, self._workdir)
+            theirs.close()
+            self._control.settimeout(START_S)
+            why = self._first_line(self._control)
+            if why:
+                self._close()
+                raise NoAgent(why)
+            self._control.settimeout(None)
+
+    def close(self) -> None:
+        """End the host. Agents end with their sessions."""
+        with self._lock:
+            self._close()
+
+    async def run(self, base_url: str, api_key: str, row: dict[str, Any], seed: int, stop: asyncio.Event) -> Ended:
+        """Return how a session's agent ended, ended at `stop` with all that it has started. Raises NoAgent.
+
+        Where this is cancelled, the agent is ended, too.
+        """
+        ours = await asyncio.to_thread(self._fork)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            order = Order(base_url, api_key, row, seed, str(self._workdir), self._command, self._memory_bytes)
+            writer.write(msgspec.json.encode(order) + b"\n")
+            answer = asyncio.ensure_future(_line(reader))
+            await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                writer.write_eof()
+                await asyncio.wait([answer], timeout=END_S)
+            if not answer.done() or not answer.result():
+                answer.cancel()
+                return Ended(None, "its process was killed")
+            return msgspec.json.decode(answer.result(), type=Ended)
+        finally:
+            stopping.cancel()
+            writer.close()
+
+    def _fork(self) -> socket.socket:
+        """Have a keeper started; return the socket to it."""
+        for _ in range(2):
+            self.start()
+            ours, theirs = socket.socketpair()
+            with theirs, self._lock:
+                try:
+                    assert self._control is not None
+                    socket.send_fds(self._control, [b"s"], [theirs.fileno()])
+                except (OSError, AssertionError):  # an agent has killed the host
+                    ours.close()
+                    self._close()
+                    continue
+            ours.setblocking(False)
+            return ours
+        raise NoAgent("its host does not stay alive")
+
+    def _first_line(self, control: socket.socket) -> str:
+        data = b""
+        try:
+            while not data.endswith(b"\n"):
+                received = control.recv(1 << 16)
+                if not received:
+                    return "the process that imports it ended"
+                data += received
+        except TimeoutError:
+            return f"importing it took longer than {START_S:g} s"
+        return msgspec.json.decode(data, type=str)
+
+    def _close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readline()
+    except (OSError, ValueError):
+        return b""
+
+
+def _start(control: socket.socket, import_path: str, workdir: Path) -> subprocess.Popen[bytes]:
+    """Not by PYTHONPATH: a command of the agent may be Python in another environment."""
+    path = [str(workdir), *(entry for entry in sys.path if entry not in ("", str(workdir))), os.getcwd()]
+    env = {name: value for name, value in without_ranks(os.environ).items() if not name.startswith(OWN)}
+    code = f"{BOOTSTRAP}; main({control.fileno()}, {import_path!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(path)],
+        env={**env, "PYTHONHASHSEED": "0"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[control.fileno()],
+        start_new_session=True,
+    )
