@@ -26,7 +26,9 @@ from checkpoint.records.metrics import StepTiming, median_timing, step_timings
 
 STEPS, WARM_UP, ROUNDS = 13, 2, 1
 TOKENS = 224  # at most
-COMPLETIONS, WINDOWS = 128, 4  # of a step
+COMPLETIONS, WINDOWS = 128, 4  # of a step, where its windows are compared
+# Where staleness is: so few that their real training, which takes the cores from the node, is short beside G.
+FEW_COMPLETIONS = 16
 G_OVER_T = (0.5, 1.0, 2.0)
 PLACES = (128, 32)  # requests that the node runs at a time
 WAITS = """
@@ -48,12 +50,14 @@ def steps(
     train_s: float = 0.0,
     windows: int = 1,
     places: int = PLACES[0],
+    completions: int = COMPLETIONS,
 ) -> list[StepTiming]:
     """The timings of a run's steps behind the first ones."""
+    parts = WINDOWS if completions == COMPLETIONS else 1
     grpo: dict[str, Any] = {
-        "per_device_train_batch_size": COMPLETIONS // WINDOWS,
-        "gradient_accumulation_steps": WINDOWS,
-        "steps_per_generation": WINDOWS // windows,
+        "per_device_train_batch_size": completions // parts,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": parts // windows,
         "max_completion_length": TOKENS,
         "learning_rate": 1e-6,  # lengths stay as they are
     }
@@ -100,11 +104,10 @@ def main() -> None:
         base = Path(name)
         make_tiny(base / "tiny")
         load = os.getloadavg()[0]
-        speedup, idle_share, streaming, measured = {}, {}, {}, {}
+        speedup, idle_share, streaming = {}, {}, {}
         for places in PLACES:
             alone = median_timing(steps(base / f"alone-{places}", base / "tiny", places=places))
             assert alone is not None
-            measured[places] = alone
             told = f"{alone.step_s:.2f} s a step, of it {alone.generate_s:.2f} s generation"
             print(f"without training, {COMPLETIONS // places} requests a place: {told}", flush=True)
             sides = [{"windows": 1}, {"windows": WINDOWS}]
@@ -113,9 +116,14 @@ def main() -> None:
             took_s = [seconds(side) for side in made]
             streaming[str(COMPLETIONS // places)] = round(took_s[0] / took_s[1], 2)
             print(f"  one window {took_s[0]:.2f} s a step, {WINDOWS} windows {took_s[1]:.2f} s", flush=True)
+        few = median_timing(steps(base / "few", base / "tiny", completions=FEW_COMPLETIONS))
+        assert few is not None
+        told = f"{few.step_s:.2f} s a step, of it {few.generate_s:.2f} s generation"
+        print(f"without training, {FEW_COMPLETIONS} completions: {told}", flush=True)
         for ratio in G_OVER_T:
             sides = [{"staleness": 0}, {"staleness": 1}]
-            made = compared(base / f"ahead-{ratio}", rounds, sides, train_s=wait_s(measured[PLACES[0]], ratio))
+            folder, train_s = base / f"ahead-{ratio}", wait_s(few, ratio)
+            made = compared(folder, rounds, sides, train_s=train_s, completions=FEW_COMPLETIONS)
             took_s = [seconds(side) for side in made]
             (trainer_0, fleet_0), (trainer_1, fleet_1) = (shares(side) for side in made)
             speedup[str(ratio)] = round(took_s[0] / took_s[1], 2)

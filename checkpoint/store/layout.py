@@ -33,6 +33,7 @@ BLOBS = "blobs"
 POLICIES = "policies"
 ROLLOUTS = "rollouts"
 SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
+SESSIONS = "sessions"  # finished turns of agents whose step is not stored yet
 COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
 METRICS = "metrics"
 TIMELINES = "timelines"  # how each timeline but the first began
@@ -162,6 +163,11 @@ def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
     if found is None:
         raise ValueError(f"not a record of samples: {key!r}")
     return version_of(key), int(found[1])
+
+
+def sessions(timeline: int, at_ms: int, number: int) -> str:
+    """Turns that a trainer's gateway has recorded, at a time since 1970."""
+    return f"{SESSIONS}/{timeline:04d}/{at_ms:013d}-{number:06d}.msgpack"
 
 
 def author_of(key: str) -> Precedence:

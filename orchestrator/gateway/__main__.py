@@ -21,6 +21,7 @@ import socket
 import ssl
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
@@ -34,6 +35,7 @@ from checkpoint.store.run_store import Store
 from orchestrator.gateway.routing.watch import Watch
 from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import BACKLOG, listening
+from orchestrator.gateway.surface.session_log import SessionLog
 from orchestrator.gateway.surface.status_writer import StatusWriter
 from policies.model import exit_codes
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV, WORKDIR_ENV
@@ -41,6 +43,7 @@ from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 
+TURNS = "gateway-sessions"  # the file of the turns of sessions
 LEFT = "gateway-requests"  # the file of the requests that one gateway leaves to the next
 GC_OBJECTS = 100_000  # made and not freed before garbage is looked for
 
@@ -87,6 +90,7 @@ async def serve(
     tls: ssl.SSLContext | None,
     gateway: Gateway,
     writer: StatusWriter,
+    session_log: SessionLog,
     left: Path | None,
     timeline: int,
 ) -> None:
@@ -98,10 +102,12 @@ async def serve(
     stop = asyncio.Event()
     if left is not None:
         gateway.kept.load(left, timeline)
+    gateway.sessions.load(timeline)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with listening(gateway.app(), gateway.knows, sock, tls):
-        endless = {asyncio.ensure_future(Watch(gateway.members).run()), asyncio.ensure_future(writer.run())}
+        work = (Watch(gateway.members).run(), writer.run(), session_log.run(), gateway.sessions.run())
+        endless: set[asyncio.Future[Any]] = {asyncio.ensure_future(one) for one in work}
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         for task in endless:
             if task.done():
@@ -109,6 +115,7 @@ async def serve(
             task.cancel()
     if left is not None:
         gateway.kept.save(left)
+    gateway.sessions.close()
     await gateway.members.close()
 
 
@@ -123,8 +130,12 @@ def main() -> int:
     boot_id, token = secrets.token_hex(8), os.environ[TOKEN_ENV]
     url = identity.url(host, sock.getsockname()[1])
     tls = identity.server_context(token) if identity.protects(host) else None
-    gateway = Gateway(boot_id, token)
     by = own_precedence()
+    workdir = os.environ.get(WORKDIR_ENV)
+    folder = Path(workdir) if workdir and NODE_ENV in os.environ else None
+    turns = None if folder is None else folder / TURNS
+    session_log = SessionLog(turns, Store(store.url, retry_s=0.0), by[0])
+    gateway = Gateway(boot_id, token, session_log)
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
     writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
     # Every request under way has a connection, and the usual limit is 1,024 open files.
@@ -134,10 +145,9 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     log.info("gateway_up", url=url, boot_id=boot_id)
-    workdir = os.environ.get(WORKDIR_ENV)
-    left = Path(workdir) / LEFT if workdir and NODE_ENV in os.environ else None
+    left = None if folder is None else folder / LEFT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sock, tls, gateway, writer, left, by[0]))
+        runner.run(serve(sock, tls, gateway, writer, session_log, left, by[0]))
     log.info("gateway_down")
     return exit_codes.OK
 

@@ -6,15 +6,15 @@ A job outlives the nodes that work at it. `orchestrator.gateway.nodes.upstream` 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policies.model.vocabulary import Recovery
 from policies.serving import recovery
-from policies.serving.wire import COMPLETIONS, HandOver
+from policies.serving.wire import HandOver
 
+VLLM_DEFAULT_TOKENS = 16
 _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,13 +23,14 @@ class Job:
     """One completion.
 
     Args:
-        body: vLLM's parameters: `prompt` (text or token ids) or, for CHAT, `messages`; `seed`; sampling. With a
-            seed, the completion does not depend on the nodes that make it.
+        body: vLLM's parameters: `prompt` (text or token ids), `seed`, sampling. With a seed, the completion does
+            not depend on the nodes that make it.
         policy: the label of the version that makes all of it.
-        group: what the requests of one prompt have in common; they go to one node while that is sensible.
+        group: what the requests of one prompt, or the turns of one session, have in common; they go to one node
+            while that is sensible.
         prompt_tokens: the prompt's length, or a guess.
-        path: COMPLETIONS or CHAT.
         recovery: whether it goes on where it was cut, if its parameters allow that, or always starts over.
+        is_turn: the group is a session, and this one of its turns.
         admitted: it is part of something that was let in as a whole, and is not refused for a full queue.
         prompt_size: bytes that it keeps in memory while it waits; None: as many as a list of its tokens.
         keep_text: keep `text`, `tokens` and `top_logprobs` as well, at several times the CPU time per event.
@@ -44,8 +45,8 @@ class Job:
     policy: str
     group: Hashable
     prompt_tokens: int
-    path: str = COMPLETIONS
     recovery: Recovery = "continue"
+    is_turn: bool = False
     admitted: bool = False
     prompt_size: int | None = None
     keep_text: bool = False
@@ -65,7 +66,6 @@ class Job:
     last_failure: str = ""
     first_token_s: float | None = None  # on the event loop's clock
     refused_by: frozenset[str] = frozenset()  # nodes that will not take it
-    context_tokens: int | None = None  # how long a sequence may be, where a node has said so
     told: int = 0  # tokens that the asker knows of
     _kept: Arrived | None = None  # what the asker was told of, until it has arrived again
     shared: int = 0  # how often it was moved for an even division
@@ -75,9 +75,7 @@ class Job:
     def max_tokens(self) -> int:
         """The most that it may get; where the body does not say, vLLM's default."""
         limit = recovery.limit_of(self.body)
-        if limit is None:
-            return 16 if self.path == COMPLETIONS else sys.maxsize
-        return limit
+        return VLLM_DEFAULT_TOKENS if limit is None else limit
 
     def may_continue(self) -> bool:
         """Whether it can go on from what has arrived, and would become the undisturbed completion."""

@@ -81,12 +81,20 @@ class Demand:
             machines[machine_of(row.node)].append(row)
         found = {}
         for label in sorted(self._open.keys() - {self.newest.label}, key=labelled_version):
-            left = self._open[label].requests
+            left, kept = self._open[label].requests, list[str]()
             for machine in sorted(machines, key=lambda name: _order(label, name, machines[name])):
                 if left <= 0:
                     break
+                kept.append(machine)
+                left -= sum(map(_share, machines[machine]))
+            # A small one that came first may not be needed beside a large one: it would be let go the next time.
+            for machine in sorted(kept, key=lambda name: sum(row.running for row in machines[name])):
+                if left + sum(map(_share, machines[machine])) <= 0:
+                    kept.remove(machine)
+                    left += sum(map(_share, machines[machine]))
+            for machine in kept:
                 found[machine] = label
-                left -= sum(map(_share, machines.pop(machine)))
+                del machines[machine]
         return found | dict.fromkeys(machines, self.newest.label)
 
     def _is_newest(self, label: str) -> bool:

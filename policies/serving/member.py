@@ -24,11 +24,13 @@ class Load:
         group: what the requests of one prompt have in common.
         tokens: its prompt and what is expected to come.
         replayed: how many of them another member had computed already; 0 for a new request.
+        is_turn: the group is a session, and this one of its turns.
     """
 
     group: Hashable
     tokens: int = 1
     replayed: int = 0
+    is_turn: bool = False
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ that fell silent and speaks again is in its second.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 
 from policies.model.vocabulary import machine_of
 from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row
@@ -35,6 +36,7 @@ class Membership:
         self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
         self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
+        self._sessions: dict[Hashable, str] = {}  # session -> the node that its last turn went to
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -222,7 +224,9 @@ class Membership:
         """Return the member for one more request, or None when there is none with room.
 
         It is the one with the fewest tokens to do, or the one that got the group's last request, while that has
-        not much more. One that was stuck is taken only when no other has room.
+        not much more. A session's first turn goes to the one with the fewest sessions: most of them are not at
+        work at a time, and what they will ask for comes to where they are. One that was stuck is taken only when
+        no other has room.
 
         Args:
             policy: the label of the policy that the member must hold.
@@ -239,8 +243,10 @@ class Membership:
         able = [row for row in best if row.takes(load)]
         if not able:
             return None
+        if load.is_turn and load.group not in self._sessions:
+            return self._fewest_sessions(able)
         least = min(able, key=lambda row: row.outstanding)
-        mate = self._together.get(load.group)
+        mate = (self._sessions if load.is_turn else self._together).get(load.group)
         for row in able:
             if row.node == mate and row.outstanding < least.outstanding + TOGETHER_REQUESTS * load.tokens:
                 return row
@@ -252,9 +258,10 @@ class Membership:
         row.running += 1
         row.outstanding += load.tokens
         row.replaying += load.replayed
-        if len(self._together) == GROUPS_MAX:
-            self._together.clear()
-        self._together[load.group] = node
+        together = self._sessions if load.is_turn else self._together
+        if len(together) == GROUPS_MAX:
+            together.clear()
+        together[load.group] = node
 
     def first_token(self, node: str, term: int, load: Load) -> None:
         """The request got its first token there: its prompt is computed, and the member works."""
@@ -275,6 +282,14 @@ class Membership:
     def forget_groups(self) -> None:
         """New weights make every cached prompt void."""
         self._together.clear()
+
+    def end_session(self, session: Hashable) -> None:
+        """It has no more turns."""
+        self._sessions.pop(session, None)
+
+    def _fewest_sessions(self, rows: Sequence[Row]) -> Row:
+        sessions = Counter(self._sessions.values())
+        return min(rows, key=lambda row: (sessions[row.node], row.outstanding))
 
     def _may_load(self, row: Row) -> bool:
         return not (row.mute or row.stuck or row.unfit or self.draining(row.node))

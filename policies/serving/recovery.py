@@ -2,8 +2,8 @@
 
 A request goes on from its prompt and the tokens that have arrived. That gives the undisturbed completion only
 where each further token is a function of the sequence so far, of its position in it, and of the seed. vLLM takes
-all
-tokens of a continued request for its prompt: a parameter that looks at the generated ones alone would begin anew
+all tokens
+of a continued request for its prompt: a parameter that looks at the generated ones alone would begin anew
 in the middle, and a request with such a parameter starts over with its seed instead.
 """
 
@@ -43,14 +43,8 @@ SAFE = frozenset(
 # They make the prompt, whose token ids are known once a node has answered, or belong to the whole request.
 _PROMPT = frozenset(
     {
-        "add_generation_prompt",
         "add_special_tokens",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "documents",
         "logprobs",
-        "messages",
         "model",
         "n",
         "prompt",
@@ -58,7 +52,6 @@ _PROMPT = frozenset(
         "seed",
         "stream",
         "stream_options",
-        "top_logprobs",
     }
 )
 # They look at the generated tokens alone. After a cut they begin anew: nearly the same.
@@ -88,19 +81,16 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def rest(body: Mapping[str, Any], arrived: int, unlimited: int | None = None) -> dict[str, Any]:
+def rest(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
     """Return the parameters for what is missing after `arrived` tokens: those of sampling, without the prompt.
 
     Args:
         body: the whole request's, which `continues` or `nearly_continues`.
         arrived: fewer than the request's limit.
-        unlimited: tokens to ask for where the request has no limit.
 
     Raises ValueError where nothing is missing.
     """
     limit = limit_of(body)
-    if limit is None and unlimited is not None:
-        limit = arrived + unlimited
     if limit is None or arrived >= limit:
         raise ValueError(f"nothing is left of {limit} tokens after {arrived}")
     left = {
@@ -108,7 +98,7 @@ def rest(body: Mapping[str, Any], arrived: int, unlimited: int | None = None) ->
         for name, value in body.items()
         if name in SAFE or (name in NEARLY and not _is_off(name, value))
     }
-    left.pop("max_completion_tokens", None)  # its name in chats; the rest is asked as a completion
+    left.pop("max_completion_tokens", None)  # its other name
     left["max_tokens"] = limit - arrived
     if "min_tokens" in left:
         left["min_tokens"] = max(0, (left["min_tokens"] or 0) - arrived)

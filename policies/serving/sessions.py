@@ -2,8 +2,8 @@
 
 A session belongs to one policy version. Its agent asks for one turn after the other, as any OpenAI client does, at
 `/sessions/{id}/v1/chat/completions` or with the header `X-Session-ID`. The gateway records each turn before the
-agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a recorded
-turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
+agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a
+recorded turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
 
 | who asks whom | request | body | answer |
 |---|---|---|---|
@@ -13,7 +13,8 @@ turn, the recorded tokens take the place of the rendered ones. Where they do not
 | trainer, gateway | `DELETE /sessions/{id}` | | 204 |
 
 A session may be opened again, by a trainer that was started again. Requests that were answered before then get the
-recorded answer, and a trace holds only turns that were requested since.
+recorded answer, and a trace holds only turns that were answered since. A session that only the header names, and
+nobody has opened, is opened by its first request, with the newest policy.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from policies.serving.wire import HandOver, PolicyRef
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"
+HEADER_REQUEST = "X-Request-ID"  # who asks again under the same one gets the same turn
 LIMIT_CODE = "session_limit"  # of the error that an agent gets beyond a limit of its session
 TURNS_MAX = 1000
 TURNS_AT_ONCE_MAX = 16
@@ -99,3 +101,21 @@ class Trace:
     branches: list[Branch]
     discarded: int = 0
     limit: str = ""
+
+
+def training_trace(trace: Trace) -> dict[str, Any]:
+    """A trace as OpenEnv's `TrainingTrace`, version 1: each answer once, with the prompt that it was made from."""
+    turns = []
+    for number, branch in enumerate(trace.branches):
+        for turn in branch.turns:
+            if any(branch.mask[turn.start : turn.end]):
+                made = {
+                    "node_id": f"{number}-{turn.start}",
+                    "prompt_token_ids": branch.token_ids[: turn.start],
+                    "completion_token_ids": branch.token_ids[turn.start : turn.end],
+                    "per_token_logps": branch.logprobs[turn.start : turn.end],
+                    "loss_mask": [0] * turn.start + [1] * (turn.end - turn.start),
+                    "metadata": {"session_id": trace.session, "policy": trace.policy, "branch": number},
+                }
+                turns.append(made)
+    return {"schema_version": 1, "turns": turns}

@@ -8,6 +8,7 @@
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
 | gateway, node | `POST /v1/completions` | vLLM's | vLLM's events |
+| gateway, node | `POST /v1/chat/completions/render`, `/derender` | vLLM's | vLLM's |
 | node agent, its own vLLM | `PUT /grpo/policy` | LoadPolicy | 204, or 422 with why it is refused |
 
 For all others the gateway writes a GatewayStatus to the run's store, since they may not reach it.
@@ -41,6 +42,8 @@ ROLLOUTS = "/v1/rollouts"
 COMERS = "/comers"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RENDER = CHAT + "/render"  # vLLM's: a chat's prompt as tokens
+DERENDER = CHAT + "/derender"  # vLLM's: an answer's tokens as a message
 MODEL = "policy"  # the name under which every node serves
 # The gateway closes an idle connection before the node does, so that it never sends a request into one that the
 # node is closing at that moment. Long enough for the pause in which a trainer applies a step.

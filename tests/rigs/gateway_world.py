@@ -9,20 +9,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from checkpoint.store.run_store import Store
 from orchestrator.gateway.__main__ import listen
 from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.routing.watch import Watch
 from orchestrator.gateway.surface.app import Gateway
 from orchestrator.gateway.surface.listener import HEAD_S, listening
+from orchestrator.gateway.surface.session_log import SessionLog
 from policies.serving.member import Row
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import CHAT, COMPLETIONS, Announce, AnnounceReply, Batch, BatchLine, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import Heard, hear
 from tests.stand_ins.fake_vllm import FakeVllm, completion, prompt_of
@@ -82,16 +85,27 @@ class World:
     Args:
         head_s: how long a client may take for a request's head.
         policy: what is wanted, if anything.
+        folder: of the gateway's machine, for the turns of sessions.
+        store: the run's, for the same.
     """
 
-    def __init__(self, *, head_s: float = HEAD_S, policy: str = "0-0") -> None:
+    def __init__(
+        self,
+        *,
+        head_s: float = HEAD_S,
+        policy: str = "0-0",
+        folder: Path | None = None,
+        store: Store | None = None,
+    ) -> None:
         self.limits: Callable[[], SilenceLimits] = SilenceLimits  # of members that come
         self.nodes: list[Node] = []
         self._head_s, self._policy = head_s, policy
+        self._folder, self._store = folder, store
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> World:
-        self.gateway, sock = Gateway("boot-of-gateway", TOKEN), listen("127.0.0.1", None)
+        self.session_log = SessionLog(self._folder and self._folder / "turns", self._store)
+        self.gateway, sock = Gateway("boot-of-gateway", TOKEN, self.session_log), listen("127.0.0.1", None)
         self.members, self.ledger, self.completer = (
             self.gateway.members,
             self.gateway._ledger,
@@ -111,6 +125,7 @@ class World:
         if self._policy:
             self.want(self._policy)
         self._watching = asyncio.ensure_future(self.watch.run())
+        self.gateway.sessions.load(0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -226,20 +241,16 @@ class Stream:
 _seeds: Iterator[int] = iter(range(1_000_000))
 
 
-def job(*, chat: bool = False, policy: str = "0-0", group: object = None, **body: Any) -> Job:
+def job(*, policy: str = "0-0", group: object = None, **body: Any) -> Job:
     """A job whose tokens are its own."""
     seed = next(_seeds)
-    prompt: dict[str, Any] = {"prompt": [1, 2, 3]}
-    if chat:
-        prompt = {"messages": [{"role": "user", "content": "hello"}]}
     options = {name: body.pop(name) for name in ("recovery", "keep_text") if name in body}
-    whole = {"temperature": 1.0, "max_tokens": 16, "seed": seed, **prompt, **body}
+    whole = {"temperature": 1.0, "max_tokens": 16, "seed": seed, "prompt": [1, 2, 3], **body}
     return Job(
         body=whole,
         policy=policy,
         group=seed if group is None else group,
         prompt_tokens=3,
-        path=CHAT if chat else COMPLETIONS,
         prompt_token_ids=whole["prompt"] if isinstance(whole.get("prompt"), list) else None,
         **options,
     )

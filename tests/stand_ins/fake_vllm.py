@@ -1,6 +1,6 @@
 """A stand-in for vLLM: its HTTP API, and the tokens that it gives.
 
-`FakeVllm` answers `/v1/completions` and `/v1/chat/completions` with vLLM's events, checks boot and policy as
+`FakeVllm` answers `/v1/completions` with vLLM's events, renders and parses chats, checks boot and policy as
 `tasks.rollout.vllm.guard` does, and can be announced to the gateway. Each token is a function of the seed and of
 every token before it: a completion that is continued correctly equals the undisturbed one, and no other does. Its
 "weights" are a policy's label.
@@ -33,13 +33,23 @@ import msgspec
 from checkpoint.records import documents
 from checkpoint.security import identity
 from checkpoint.store.run_store import Store
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, Announce, AnnounceReply, EngineWord, LoadPolicy
+from policies.serving.wire import (
+    DERENDER,
+    HEADER_BOOT,
+    HEADER_POLICY,
+    RENDER,
+    Announce,
+    AnnounceReply,
+    EngineWord,
+    LoadPolicy,
+)
 from tasks.rollout.vllm.server import EngineLimits
 
 STREAM_INTERVAL = 4
 VOCABULARY = 1000
 CONTEXT = 4096  # tokens of prompt and answer together
 UNEQUAL = 20
+END = 900  # of each message in a chat
 FOREVER = 1_000_000
 EVENT_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOO_MANY = b'{"error":{"message":"max_tokens=%d cannot be greater than max_model_len=%d. Please request fewer"}}'
@@ -69,6 +79,8 @@ def completion(body: dict[str, Any], prompt: list[int], unequal: str = "") -> tu
         if unequal:
             ulps = int.from_bytes(hashlib.blake2b(unequal.encode() + digest.digest()).digest()[:4], "big")
             token = (token + (ulps % UNEQUAL == 0)) % VOCABULARY
+        if END in stops and token > END:  # so that answers are of about ten tokens
+            token = END
         while len(tokens) < body.get("min_tokens", 0) and token in stops:
             token = (token + 1) % VOCABULARY
         tokens.append(token)
@@ -101,8 +113,47 @@ def texts(tokens: list[int]) -> list[str]:
 
 def prompt_of(body: dict[str, Any]) -> list[int]:
     """The token ids of the prompt or of the messages."""
-    prompt = body.get("prompt", json.dumps(body.get("messages")))
+    prompt = rendered(body) if "messages" in body else body["prompt"]
     return list(prompt.encode()) if isinstance(prompt, str) else prompt
+
+
+def rendered(body: dict[str, Any]) -> list[int]:
+    """A chat's tokens: of each message its role, its text byte by byte, and END. So what the model said is never
+    spelled as it said it, and a tool call is printed with other spaces."""
+    found = list(json.dumps(body["tools"]).encode()) if body.get("tools") else []
+    for message in body["messages"]:
+        calls = [json.dumps(call["function"], indent=1) for call in message.get("tool_calls") or []]
+        text = "".join([message.get("reasoning") or "", message.get("content") or "", *calls])
+        found += [VOCABULARY + len(message["role"]), *text.encode(), END]
+    return [*found, VOCABULARY] if body.get("add_generation_prompt", True) else found
+
+
+def render(body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a chat's render request, as far as the gateway reads it."""
+    prompt = rendered(body)
+    limit = body.get("max_tokens") or CONTEXT - len(prompt)
+    params = {"max_tokens": limit, "structured_outputs": None, "stop_token_ids": body.get("stop_token_ids")}
+    reasons: Any = {"chat_template_kwargs": {}} if body.get("reasoning_effort") else None
+    return {"token_ids": prompt, "sampling_params": params, "features": None, "reasoning_parser_kwargs": reasons}
+
+
+def derender(body: dict[str, Any]) -> dict[str, Any]:
+    """The message that an answer's tokens are. With tools one whose first token is even is a call of the first
+    tool; where the model reasons its first token is all of that."""
+    chat, [choice] = body["chat_request"], body["generate_response"]["choices"]
+    tokens = choice["token_ids"]
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts(tokens)), "tool_calls": []}
+    if chat.get("reasoning_effort"):
+        message |= {"reasoning": texts(tokens[:1])[0], "content": "".join(texts(tokens[1:]))}
+    if chat.get("tools") and tokens[0] % 2 == 0:
+        arguments = json.dumps({"numbers": tokens}, separators=(",", ":"))
+        function = {"name": chat["tools"][0]["function"]["name"], "arguments": arguments}
+        call = {"id": secrets.token_hex(4), "type": "function", "function": function}
+        message |= {"content": None, "tool_calls": [call]}
+    content = (choice.get("logprobs") or {}).get("content") or []
+    shown = zip(texts(tokens), content, strict=False)
+    logprobs = [{"token": text, "logprob": one["logprob"], "top_logprobs": []} for text, one in shown]
+    return {"choices": [{"index": 0, "message": message, "logprobs": {"content": logprobs} if content else None}]}
 
 
 def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
@@ -128,27 +179,6 @@ def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
         if start == 0:
             choice["prompt_token_ids"] = prompt
         yield {"id": "cmpl-0", "choices": [choice]}
-
-
-def chat_events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
-    """The same as a chat has them, after an event with the role and the prompt."""
-    empty = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    yield {"id": "chatcmpl-0", "choices": [empty], "prompt_token_ids": prompt_of(body)}
-    for event in events(body, unequal):
-        said = event["choices"][0]
-        logprobs = said["logprobs"]
-        content = [
-            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-        ]
-        choice = {
-            "index": 0,
-            "delta": {"content": said["text"]},
-            "logprobs": {"content": content},
-            "finish_reason": said["finish_reason"],
-            "token_ids": said["token_ids"],
-        }
-        yield {"id": "chatcmpl-0", "choices": [choice]}
 
 
 class FakeVllm:
@@ -180,6 +210,7 @@ class FakeVllm:
         self.refusal = ""  # of PUT /grpo/sampling
         self.running = 0
         self.sent = 0  # tokens
+        self.translated = 0  # messages to tokens, or back
         self.stalled = 0  # requests that have come to where it stalls
         self.aborted = 0
         self.asked: list[dict[str, Any]] = []  # every request's body
@@ -254,6 +285,17 @@ class FakeVllm:
         elif path == "/health":
             await self._until(lambda: not self.deaf)
             writer.write(_response(200 if headers.get("authorization") == f"Bearer {self.token}" else 401))
+        elif path in (RENDER, DERENDER):
+            self.translated += 1
+            request, status = json.loads(body), 200
+            if headers.get(HEADER_BOOT.lower()) != self.boot_id:
+                status, said = 409, {}
+            elif self.refuses(request):
+                status, said = 400, {"error": {"message": "no such template", "code": 400}}
+            else:
+                said = (render if path == RENDER else derender)(request)
+            await self._until(lambda: not self.deaf)
+            writer.write(_response(status, json.dumps(said).encode()))
         else:
             request = json.loads(body)
             self.asked.append(request)
@@ -328,8 +370,7 @@ class FakeVllm:
     ) -> None:
         writer.write(EVENT_STREAM)
         policy, sent = self.policy, 0
-        make = chat_events if "messages" in body else events
-        for event in make(body, self.unequal):
+        for event in events(body, self.unequal):
             await asyncio.sleep(self.event_s * (1 + (self.running / self.doubling if self.doubling else 0)))
             tokens = sum(len(choice.get("token_ids") or []) for choice in event["choices"])
             self.stalled += sent >= self.stalls

@@ -1,7 +1,7 @@
 """vLLM's server-sent events, typed: what a job keeps of them; nothing else is looked at.
 
 The same events are read in two ways: as `Bare` for tokens and their log-probabilities alone, which training wants
-and which costs least, and as `Full` for text as well, of completions and chats. Numbers that no token can be are
+and which costs least, and as `Full` for text as well. Numbers that no token can be are
 refused here, so that nothing a node says is an error in this program later.
 """
 
@@ -40,33 +40,14 @@ class Bare(msgspec.Struct, gc=False):
     error: Error | None = None
 
 
-class Top(msgspec.Struct, gc=False):
-    token: str = ""
-    logprob: float | None = None
-
-
-class ChatLogprob(msgspec.Struct, gc=False):
-    token: str = ""
-    logprob: float | None = None
-    top_logprobs: list[Top] = []
-
-
 class FullLogprobs(msgspec.Struct, gc=False):
-    """Of a completion (`token_logprobs`, `tokens`, `top_logprobs`) or of a chat (`content`)."""
-
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
     top_logprobs: list[dict[str, float | None] | None] | None = None
-    content: list[ChatLogprob] | None = None
-
-
-class Delta(msgspec.Struct, gc=False):
-    content: str | None = None
 
 
 class FullChoice(msgspec.Struct, gc=False):
     text: str = ""
-    delta: Delta | None = None
     token_ids: list[Token] | None = None
     logprobs: FullLogprobs | None = None
     finish_reason: str | None = None
@@ -75,11 +56,10 @@ class FullChoice(msgspec.Struct, gc=False):
 
 
 class Full(msgspec.Struct, gc=False):
-    """One event of either endpoint."""
+    """The same, with text."""
 
     choices: list[FullChoice] = []
     error: Error | None = None
-    prompt_token_ids: list[Token] | None = None
 
 
 read_bare = msgspec.json.Decoder(Bare).decode
@@ -90,12 +70,9 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 def logprobs_of(said: FullLogprobs | None) -> tuple[list[float | None], list[str], list[dict[str, float]]]:
     """Return the log-probability of each token, its text, and the log-probabilities of the likeliest others by
-    their text, whichever endpoint said it."""
+    their text."""
     if said is None:
         return [], [], []
-    if said.content is not None:
-        top = [{one.token: one.logprob for one in token.top_logprobs} for token in said.content]
-        return [one.logprob for one in said.content], [one.token for one in said.content], _numbers(top)
     return said.token_logprobs, said.tokens, _numbers(said.top_logprobs or [])
 
 

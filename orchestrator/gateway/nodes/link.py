@@ -14,6 +14,8 @@ from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
 PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
+ASK_S = 30.0  # a prompt of a million tokens is rendered in seconds
+ANSWER_SIZE_MAX = 64 * 1024 * 1024
 PROMPTS_FADE = 0.99  # of the most prompt tokens in a second, with each measurement
 SPEED_SHARE = 0.3  # of each measurement in what is known
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
@@ -109,20 +111,31 @@ class Link:
 
     async def ask_health(self) -> str | None:
         """Ask the member whether it lives. Returns None if it does, else what happened instead."""
-        health = _Health()
         try:
-            async with asyncio.timeout(PROBE_S):
-                connection = self.pool.take() or await self.pool.connect(PROBE_S)
-                connection.ask([self.head("GET", "/health", "", 0)], health)
+            status, _ = await self._exchange("GET", "/health", b"", PROBE_S)
+        except NodeFailed as error:
+            return str(error)
+        return None if status == 200 else f"it answered {status}"
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Ask the member something small; return status and body. Raises NodeFailed."""
+        return await self._exchange("POST", path, body, ASK_S)
+
+    async def _exchange(self, method: str, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
+        answer = _Answer()
+        try:
+            async with asyncio.timeout(limit_s):
+                connection = self.pool.take() or await self.pool.connect(limit_s)
+                connection.ask([self.head(method, path, "", len(body)), body], answer)
                 try:
-                    return await health.answer
+                    return await answer.whole
                 except asyncio.CancelledError:
-                    connection.leave(health)
+                    connection.leave(answer)
                     raise
-        except TimeoutError:
-            return f"nothing within {PROBE_S:g} s"
-        except (OSError, NodeFailed) as error:
-            return str(error) or type(error).__name__
+        except TimeoutError as error:
+            raise NodeFailed(Why.SILENT, f"nothing within {limit_s:g} s") from error
+        except OSError as error:
+            raise NodeFailed(Why.LOST, str(error) or type(error).__name__) from error
 
 
 def moving_mean(mean: float, value: float, share: float) -> float:
@@ -130,23 +143,25 @@ def moving_mean(mean: float, value: float, share: float) -> float:
     return value if not mean else mean + share * (value - mean)
 
 
-class _Health:
+class _Answer:
+    """Hears one answer to its end."""
+
     def __init__(self) -> None:
-        self.answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._status = 0
+        self.whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._status, self._body = 0, bytearray()
 
     def head(self, status: int) -> None:
         self._status = status
 
     def body(self, data: bytes) -> None:
-        pass
+        self._body += data
+        if len(self._body) > ANSWER_SIZE_MAX:
+            self.lost(f"an answer of more than {ANSWER_SIZE_MAX} bytes")
 
     def end(self) -> None:
-        self._set(None if self._status == 200 else f"it answered {self._status}")
+        if not self.whole.done():
+            self.whole.set_result((self._status, bytes(self._body)))
 
     def lost(self, why: str) -> None:
-        self._set(why)
-
-    def _set(self, answer: str | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
+        if not self.whole.done():
+            self.whole.set_exception(NodeFailed(Why.LOST, why))

@@ -20,19 +20,18 @@ from orchestrator.gateway.nodes.attempt import Attempt, End, NodeFailed, Why
 from orchestrator.gateway.nodes.connection import Connection
 from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
-from policies.serving.wire import CHAT, COMPLETIONS, MODEL
+from policies.serving.wire import COMPLETIONS, MODEL
 
 # The gateway sets them: whoever asks for a batch may not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a chat holds its prompt: a million tokens are 8 MB
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text holds its prompt: a million tokens are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
 # Prompts of batches are arrays.
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 _UNFINISHED = frozenset({"abort", "error"})
-UNLIMITED = 2**31 - 1  # tokens, where nobody has said how many fit: the node then does
 # vLLM's words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
 _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
-_RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
+RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
 
 
 class VllmAttempt(Attempt):
@@ -132,12 +131,11 @@ class VllmAttempt(Attempt):
         self.fail(NodeFailed(Why.LOST, why))
 
     def _request(self) -> list[bytes]:
-        path, body = _body_of(self.job)
         try:
-            encoded = _encode(body)
+            encoded = _encode(_body_of(self.job))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestRefused(f"it cannot be sent to a node: {error}") from error
-        return [self.link.head("POST", path, self.job.policy, len(encoded)), encoded]
+        return [self.link.head("POST", COMPLETIONS, self.job.policy, len(encoded)), encoded]
 
     async def _connect(self) -> Connection:
         """Connect, unless this try ends before that."""
@@ -176,13 +174,13 @@ class VllmAttempt(Attempt):
             return
         choice = event.choices[0]
         if job.prompt_token_ids is None:
-            job.prompt_token_ids = event.prompt_token_ids or choice.prompt_token_ids
+            job.prompt_token_ids = choice.prompt_token_ids
         found, tokens, top = events.logprobs_of(choice.logprobs)
         if not self._take(choice.token_ids or [], found):
             return
         job.tokens += tokens
         job.top_logprobs += top
-        job.text += choice.text if choice.delta is None else choice.delta.content or ""
+        job.text += choice.text
         if choice.finish_reason is not None:
             self._finish(choice.finish_reason, choice.stop_reason)
         if job.arrived is not None:
@@ -235,7 +233,7 @@ class VllmAttempt(Attempt):
         self._done.set_result(End(finish_reason, stop_reason))
 
     def _refuse(self, status: int, said: str) -> None:
-        if 400 <= status < 500 and status not in _RETRYABLE:
+        if 400 <= status < 500 and status not in RETRYABLE:
             limit = _TOO_LONG.search(said)
             self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
         else:
@@ -245,15 +243,12 @@ class VllmAttempt(Attempt):
         self.fail(NodeFailed(Why.BROKEN, what))
 
 
-def _body_of(job: Job) -> tuple[str, dict[str, Any]]:
-    """vLLM's path and what is asked there: the whole completion, or what is missing after the tokens that
-    arrived."""
+def _body_of(job: Job) -> dict[str, Any]:
+    """What vLLM is asked for: the whole completion, or what is missing after the tokens that arrived."""
     ours = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
+    wanted = job.body.get("logprobs") or 0
     if job.token_ids and job.prompt_token_ids is not None:
-        wanted = job.body.get("top_logprobs" if job.path == CHAT else "logprobs") or 0
         prompt = [*job.prompt_token_ids, *job.token_ids]
-        body = recovery.rest(job.body, len(job.token_ids), job.context_tokens or UNLIMITED)
-        return COMPLETIONS, {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
-    if job.path == CHAT:
-        return CHAT, {**job.body, **ours, "logprobs": True}
-    return COMPLETIONS, {**job.body, **ours, "logprobs": job.body.get("logprobs") or 0}
+        body = recovery.rest(job.body, len(job.token_ids))
+        return {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
+    return {**job.body, **ours, "logprobs": wanted}

@@ -18,7 +18,6 @@ from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.waiting import Place
 from policies.serving.member import Load
-from policies.serving.recovery import limit_of
 from policies.serving.wire import HandOver
 
 RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
@@ -93,8 +92,6 @@ class Completer:
                 if len(job.token_ids) >= job.max_tokens:
                     return self._finish(job, attempt, End("length", None), asked_s)
             except RequestRefused as error:
-                if attempt.continued and _learns_room(job, error):
-                    continue
                 if attempt.continued:  # is the request itself refused? Ask from its start
                     job.recovery = "exact"
                     self._start_over(job)
@@ -123,7 +120,7 @@ class Completer:
     def _load(self, job: Job, replayed: int) -> Load:
         expected = self._members.expected_tokens or job.max_tokens
         to_come = max(len(job.token_ids), min(job.max_tokens, int(expected)))
-        return Load(job.group, job.prompt_tokens + to_come, replayed)
+        return Load(job.group, job.prompt_tokens + to_come, replayed, job.is_turn)
 
     def _left(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
         """The job left a member unfinished."""
@@ -174,11 +171,3 @@ class Completer:
         if self._observe is not None:
             self._observe(finished)
         return finished
-
-
-def _learns_room(job: Job, error: RequestRefused) -> bool:
-    """Whether a job without a limit was refused only because its rest must name one, which is now known."""
-    if limit_of(job.body) is not None or error.limit_tokens in (None, job.context_tokens):
-        return False
-    job.context_tokens = error.limit_tokens
-    return True

@@ -10,7 +10,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
@@ -118,6 +118,20 @@ class Members:
         if time.monotonic() - self._started_at_s < SILENT_S:
             return True
         return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
+
+    async def anyone_of(self, failed: Container[str]) -> Link | None:
+        """The link to a member, whatever it holds, that is not among `failed`; None where all there are are.
+
+        Waits while there is none.
+        """
+        while not (rows := [row for row in self._table.rows if not row.mute]):
+            await self._places.changed()
+        rows = [row for row in rows if row.node not in failed]
+        return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
+
+    def end_session(self, session: Hashable) -> None:
+        """The session has no more turns: its member may have another."""
+        self._table.end_session(session)
 
     def draining(self, node: str) -> bool:
         """Whether the node was told to finish what it has and leave."""

@@ -50,6 +50,17 @@ class Places:
         self._table.forget_groups()
         self.note_change()
 
+    def link(self, row: Row) -> Link:
+        """The link to a member, in its term."""
+        link = self._links.get(row.term)
+        if link is None:
+            link = self._links[row.term] = self._connect(row)
+        return link
+
+    async def changed(self) -> None:
+        """Return after the next change of the table."""
+        await self._changed.wait()
+
     def note_change(self) -> None:
         """The table has changed, or what is wanted."""
         self._changed.set()
@@ -103,7 +114,7 @@ class Places:
             return True
         with self.waiting.with_one_more(job):
             while _not_refused(job, self._table.loading(job.policy)):
-                await self._changed.wait()
+                await self.changed()
                 if _not_refused(job, self._table.serving(job.policy)):
                     return True
         return False
@@ -156,11 +167,8 @@ class Places:
         return row.outstanding * (len(serving) + len(loading)) >= tokens
 
     def _place_on(self, row: Row, load: Load) -> Place:
-        link = self._links.get(row.term)
-        if link is None:
-            link = self._links[row.term] = self._connect(row)
         self._table.started(row.node, load)
-        return Place(link, load)
+        return Place(self.link(row), load)
 
 
 def _not_refused(job: Job, rows: tuple[Row, ...]) -> bool:

@@ -22,6 +22,7 @@ from orchestrator.gateway.nodes.upstream import RESERVED
 from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
+from policies.serving.sessions import OpenSession
 from policies.serving.wire import Announce, Batch, PromptLine, Sample
 
 T = TypeVar("T")
@@ -225,6 +226,17 @@ def check_batch(batch: Batch) -> None:
         raise Refused(400, f"deadline_s must be above 0, not {batch.deadline_s}")
     if batch.patience_s is not None and not batch.patience_s >= 0:
         raise Refused(400, f"patience_s must be at least 0, not {batch.patience_s}")
+
+
+def check_session(said: OpenSession) -> None:
+    """Raise Refused for a session that could have no turn."""
+    name_of("policy", said.policy.label)
+    _check_sampling(said.sampling)
+    if not 0 <= said.seed < SEED_END:
+        raise Refused(400, "seed is outside [0, 2**63)")
+    for name, value in (("turns_max", said.turns_max), ("tokens_max", said.tokens_max)):
+        if not 0 < value < NUMBER_END:
+            raise Refused(400, f"{name} must be at least 1")
 
 
 def _check_sampling(sampling: dict[str, object]) -> None:

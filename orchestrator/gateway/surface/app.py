@@ -20,17 +20,22 @@ from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.batch import BatchRun
+from orchestrator.gateway.surface.chat import Translator
 from orchestrator.gateway.surface.describe import describe
 from orchestrator.gateway.surface.kept import Kept
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
+from orchestrator.gateway.surface.session_log import SessionLog
+from orchestrator.gateway.surface.sessions import Sessions
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import GatewayStatus
 from policies.serving.joining import Stage
+from policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
 from policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)
+_open = msgspec.json.Decoder(OpenSession)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,9 +45,10 @@ class Gateway:
     Args:
         boot_id: names this process.
         token: the run's secret.
+        session_log: where turns of sessions are recorded.
     """
 
-    def __init__(self, boot_id: str, token: str) -> None:
+    def __init__(self, boot_id: str, token: str, session_log: SessionLog) -> None:
         self.boot_id = boot_id
         self.members = Members(token, identity.client_context(token))
         self._expected = f"Bearer {token}".encode()
@@ -50,6 +56,8 @@ class Gateway:
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
         self.kept = Kept(self.members, self._completer, self._ledger)
+        self._translator = Translator(self.members)
+        self.sessions = Sessions(self.members, self._completer, self._ledger, self._translator, session_log)
         self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
@@ -64,7 +72,15 @@ class Gateway:
                 web.post("/members/{node}", self._announce),
                 web.post(f"{COMERS}/{{node}}", self._tell_stage),
                 *Admin(self.members).routes(),
-                *OpenAI(self.members, self._completer, self._ledger, int(time.time())).routes(),
+                *SessionDesk(self.sessions).routes(),
+                *OpenAI(
+                    self.members,
+                    self._completer,
+                    self._ledger,
+                    self._translator,
+                    self.sessions,
+                    int(time.time()),
+                ).routes(),
             ]
         )
         return app
@@ -158,7 +174,8 @@ class Gateway:
 
 def _refusal(request: web.Request, error: Refused) -> web.Response:
     """An error as the path's clients expect it."""
-    if request.path.startswith("/v1/") and request.path != ROLLOUTS:
+    is_clients = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
+    if is_clients:
         return _json(error_document(error), error.status)
     return web.Response(status=error.status, text=f"{error}\n")
 
@@ -169,6 +186,42 @@ def _json(document: object, status: int = 200) -> web.Response:
 
 async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
+
+
+# Sessions, for the trainer whose agents they belong to.
+
+
+class SessionDesk:
+    """The handlers."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def routes(self) -> list[web.RouteDef]:
+        """The paths and their handlers."""
+        path = f"{SESSIONS}/{{session}}"
+        return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
+
+    async def _open(self, request: web.Request) -> web.Response:
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        said = admission.decode(body, _open, "an OpenSession")
+        admission.check_session(said)
+        self._sessions.open(_session_of(request), said)
+        return web.Response(status=204)
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
+        if form not in (None, "openenv"):
+            raise Refused(400, f"form is {form[:40]!a}: expected openenv, or none")
+        return _json(trace if form is None else training_trace(trace))
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        self._sessions.drop(_session_of(request))
+        return web.Response(status=204)
+
+
+def _session_of(request: web.Request) -> str:
+    return admission.name_of(HEADER_SESSION, request.match_info["session"])
 
 
 # The gateway's members, for those who look after them: list, drain, remove, and what happened to them.

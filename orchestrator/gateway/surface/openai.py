@@ -1,7 +1,10 @@
 """The gateway as an OpenAI server: any OpenAI client gets its completions from the run's own nodes.
 
 A client gets the newest wanted policy, or the one that it names; the answer says which. A stream goes on over a
-hand-over: what the client was told stays true, and is not told twice.
+hand-over: what the client was told stays true, and is not told twice. A request that names a session is a turn of
+it (`orchestrator.gateway.surface.sessions`).
+
+vLLM's parsers look at a whole answer. So a stream of a chat with tools, or of a model that reasons, is one event.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +26,10 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission, openai_request
 from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.openai_request import Asked
+from orchestrator.gateway.surface.chat import Answer, Translator
+from orchestrator.gateway.surface.openai_request import Asked, Chat
+from orchestrator.gateway.surface.sessions import Sessions
+from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, SESSIONS
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
 # For so long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
@@ -40,10 +46,20 @@ _encode = msgspec.json.Encoder().encode
 class OpenAI:
     """The handlers."""
 
-    def __init__(self, members: Members, completer: Completer, ledger: Ledger, created_s: int) -> None:
+    def __init__(
+        self,
+        members: Members,
+        completer: Completer,
+        ledger: Ledger,
+        translator: Translator,
+        sessions: Sessions,
+        created_s: int,
+    ) -> None:
         self._members = members
         self._completer = completer
         self._ledger = ledger
+        self._translator = translator
+        self._sessions = sessions
         self._model = {"id": MODEL, "object": "model", "created": created_s, "owned_by": "the run"}
 
     def routes(self) -> list[web.RouteDef]:
@@ -53,6 +69,8 @@ class OpenAI:
             web.get(MODELS + "/{model}", self._one_model),
             web.post(COMPLETIONS, self._completions),
             web.post(CHAT, self._chat),
+            web.get(f"{SESSIONS}/{{session}}{MODELS}", self._models),
+            web.post(f"{SESSIONS}/{{session}}{CHAT}", self._chat),
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -64,26 +82,60 @@ class OpenAI:
         return _json(self._model)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._ask(request, openai_request.read_completion)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._ask(request, openai_request.read_chat)
-
-    async def _ask(self, request: web.Request, read: Callable[[bytearray, str], Asked]) -> web.StreamResponse:
         body = await admission.read(request, admission.OPENAI_SIZE_MAX)
         policy = self._policy(request)
-        asked = read(body, policy)
+        return await self._answer(request, openai_request.read_completion(body, policy), policy)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
+        opened, named = request.match_info.get("session"), request.headers.get(HEADER_SESSION)
+        if (session := opened or named) is not None:
+            admission.name_of(HEADER_SESSION, session)
+            if opened is None:
+                self._sessions.open_if_new(session)
+            return await self._turn(request, chat, session)
+        policy = self._policy(request)
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                prompt = await self._translator.prompt(chat)
+        except TimeoutError:
+            raise Refused(504, f"no node was there for {SILENCE_S:g} s that could read the messages") from None
+        sampling = {**chat.sampling, **prompt.sampling, "max_tokens": prompt.room_tokens}
+        asked = openai_request.of_chat(chat, prompt.token_ids, sampling, policy)
+        return await self._answer(request, asked, policy, is_parsed=prompt.is_parsed)
+
+    async def _turn(self, request: web.Request, chat: Chat, session: str) -> web.StreamResponse:
+        name = request.headers.get(HEADER_REQUEST)
+        named = "" if name is None else admission.name_of(HEADER_REQUEST, name)
+        job, finished, answer = await self._sessions.ask(session, chat, named)
+        asked = openai_request.of_turn(chat, job)
+        form = AnswerFormat(asked, job.policy)
+        headers = {HEADER_POLICY: job.policy, HEADER_SESSION: session}
+        if asked.stream:
+            return await _stream_at_once(request, form, [finished], [answer], headers)
+        return _json(form.whole([finished], [answer]), headers)
+
+    async def _answer(
+        self, request: web.Request, asked: Asked, policy: str, *, is_parsed: bool = False
+    ) -> web.StreamResponse:
+        """`is_parsed`: whether its text has to be parsed before it is a message."""
         for job in asked.jobs:
             job.recovery = self._members.recovery
         form, headers = AnswerFormat(asked, policy), {HEADER_POLICY: policy}
         async with _Run(asked.jobs, self._completer, self._ledger) as run:
             await run.until_news()  # a refusal before the first word is an ordinary error
-            if asked.stream:
+            if asked.stream and not is_parsed:
                 return await _stream(request, asked, form, run, headers)
             while not run.over:
                 await run.until_news()
+            finished, answers = run.answers(), list[Answer]()
+            if is_parsed and asked.chat is not None:
+                prompt = list(asked.jobs[0].prompt_token_ids or ())
+                answers = [await self._translator.answer(asked.chat, prompt, one) for one in finished]
             run.delivered = True
-            return _json(form.whole(run.answers()), headers)
+            if asked.stream:
+                return await _stream_at_once(request, form, finished, answers, headers)
+            return _json(form.whole(finished, answers), headers)
 
     def _policy(self, request: web.Request) -> str:
         named = request.headers.get(HEADER_POLICY)
@@ -164,13 +216,34 @@ def _check(task: asyncio.Task[Finished]) -> None:
         raise Refused(503, DIVERGED, code="stream_diverged") from error
 
 
-async def _stream(
-    request: web.Request, asked: Asked, form: AnswerFormat, run: _Run, headers: dict[str, str]
-) -> web.StreamResponse:
+async def _events(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={hdrs.CONTENT_TYPE: "text/event-stream", hdrs.CACHE_CONTROL: "no-cache", **headers}
     )
     await response.prepare(request)
+    return response
+
+
+async def _stream_at_once(
+    request: web.Request,
+    form: AnswerFormat,
+    finished: Sequence[Finished],
+    answers: Sequence[Answer],
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    response = await _events(request, headers)
+    chunks = [form.whole_chunk(*one) for one in zip(count(), finished, answers, strict=False)]
+    if form.asked.usage:
+        chunks.append(form.usage_chunk())
+    await response.write(b"".join(map(_event, chunks)) + b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _stream(
+    request: web.Request, asked: Asked, form: AnswerFormat, run: _Run, headers: dict[str, str]
+) -> web.StreamResponse:
+    response = await _events(request, headers)
     told = [Told() for _ in asked.jobs]
     left = set(range(len(told)))
     try:
@@ -233,7 +306,7 @@ class AnswerFormat:
     """
 
     def __init__(self, asked: Asked, policy: str) -> None:
-        self._asked = asked
+        self.asked = asked
         self._head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -241,20 +314,39 @@ class AnswerFormat:
             "system_fingerprint": policy,
         }
 
-    def whole(self, answers: Sequence[Finished]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
-        asked = self._asked
+    def whole(self, finished: Sequence[Finished], answers: Sequence[Answer] = ()) -> dict[str, Any]:
+        """The answer to a request that does not stream; `answers`: what the choices' texts were parsed to."""
+        asked = self.asked
         kind = "chat.completion" if asked.chat else "text_completion"
-        pairs = enumerate(zip(asked.jobs, answers, strict=True))
-        choices = [self._whole_choice(i, job, answer) for i, (job, answer) in pairs]
+        choices = [self._whole_choice(i, one) for i, one in enumerate(finished)]
+        for choice, answer in zip(choices, answers, strict=False):
+            choice["message"], choice["finish_reason"] = answer.message, answer.finish_reason
+            choice["logprobs"] = answer.logprobs if asked.logprobs else None
         document = {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
         if asked.chat and asked.token_ids:
-            document["prompt_token_ids"] = asked.jobs[0].prompt_token_ids
+            document["prompt_token_ids"] = list(asked.jobs[0].prompt_token_ids or ())
         return document
+
+    def whole_chunk(self, index: int, finished: Finished, answer: Answer) -> dict[str, Any]:
+        """All of a choice as one event."""
+        delta = dict(answer.message)
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": answer.logprobs if self.asked.logprobs else None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": finished.stop_reason,
+        }
+        if self.asked.token_ids:
+            choice["token_ids"] = finished.token_ids
+            choice["prompt_token_ids"] = list(self.asked.jobs[index].prompt_token_ids or ())
+        return self._chunk([choice])
 
     def chunk(self, index: int, told: Told, answer: Finished | None) -> dict[str, Any] | None:
         """What is new of the job at that index, or None; `answer`: the completion, once it is finished."""
-        asked = self._asked
+        asked = self.asked
         job = asked.jobs[index]
         if job.regrowing:
             return None
@@ -287,8 +379,8 @@ class AnswerFormat:
 
     def usage(self) -> dict[str, int]:
         """Tokens, each prompt counted once, as vLLM does."""
-        jobs = self._asked.jobs
-        prompt = sum(len(job.prompt_token_ids or ()) for job in jobs[:: self._asked.n])
+        jobs = self.asked.jobs
+        prompt = sum(len(job.prompt_token_ids or ()) for job in jobs[:: self.asked.n])
         completion = sum(len(job.token_ids) for job in jobs)
         return {
             "prompt_tokens": prompt,
@@ -297,11 +389,11 @@ class AnswerFormat:
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._asked.chat else "text_completion"
+        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _whole_choice(self, index: int, job: Job, answer: Finished) -> dict[str, Any]:
-        asked = self._asked
+    def _whole_choice(self, index: int, answer: Finished) -> dict[str, Any]:
+        asked, job = self.asked, self.asked.jobs[index]
         choice: dict[str, Any] = {"index": index}
         if asked.chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
@@ -318,10 +410,10 @@ class AnswerFormat:
 
     def _logprobs(self, job: Job, start: int, end: int) -> dict[str, Any] | None:
         """Those of the tokens `[start:end]`, in the endpoint's form."""
-        if not self._asked.logprobs:
+        if not self.asked.logprobs:
             return None
         tokens, logprobs, top = job.tokens[start:end], job.logprobs[start:end], job.top_logprobs[start:end]
-        if self._asked.chat:
+        if self.asked.chat:
             likeliest = top or [{} for _ in tokens]
             content = [
                 {**_chat_logprob(token, value), "top_logprobs": [_chat_logprob(*one) for one in others.items()]}

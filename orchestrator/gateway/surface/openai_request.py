@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
@@ -12,7 +12,7 @@ import msgspec
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface import admission
 from orchestrator.gateway.surface.admission import SEED_END, Refused
-from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
+from policies.serving.wire import HEADER_POLICY, MODEL
 
 CHOICES_MAX = 1024  # of one request: its prompts times `n`
 LIMIT_DEFAULT = 16  # tokens of a completion; OpenAI's, and vLLM's
@@ -22,16 +22,44 @@ Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 # vLLM would answer in forms that are not kept here, or from more than one completion.
 _REFUSED = (
+    "audio",
     "best_of",
+    "continue_final_message",
     "echo",
     "function_call",
     "functions",
     "prompt_embeds",
     "prompt_logprobs",
     "suffix",
+    "use_beam_search",
+)
+# A chat's parameters that make its prompt, or read its answer; and those of OpenAI that mean nothing here.
+_OF_CHAT = (
+    "add_generation_prompt",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "include_reasoning",
+    "logprobs",
+    "messages",
+    "metadata",
+    "modalities",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "structured_outputs",
     "tool_choice",
     "tools",
-    "use_beam_search",
+    "top_logprobs",
+    "verbosity",
 )
 _OURS = ("model", "n", "stream", "stream_options", "return_token_ids", "max_completion_tokens")
 
@@ -59,6 +87,7 @@ class _Completion(_Common, kw_only=True):
 
 class _Chat(_Common, kw_only=True):
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
@@ -68,12 +97,32 @@ _whole = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat as it was asked for.
+
+    Args:
+        said: the parameters that are read here.
+        document: the whole request, for vLLM's renderer and for its parsers.
+        sampling: vLLM's parameters of a completion, without a limit to its tokens.
+    """
+
+    said: _Chat
+    document: dict[str, Any]
+    sampling: dict[str, Any]
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the answer may get."""
+        return self.said.max_completion_tokens or self.said.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A client's request. `jobs` are in the order of their choices, `n` to a prompt."""
 
     jobs: list[Job]
     n: int
-    chat: bool
+    chat: Chat | None
     stream: bool
     usage: bool  # at the end of a stream
     logprobs: bool
@@ -83,32 +132,55 @@ class Asked:
 def read_completion(body: bytes | bytearray, policy: str) -> Asked:
     """Read the body of `POST /v1/completions`. `policy`: the label that is to make it. Raises Refused."""
     said = admission.decode(body, _completion, "a completion request")
-    rest = _rest(body, said)
+    rest = _rest(body, said, (*_REFUSED, "tool_choice", "tools"))
     rest["max_tokens"] = said.max_completion_tokens or said.max_tokens or LIMIT_DEFAULT
     prompts = [{"prompt": prompt} for prompt in _prompts(said.prompt)]
-    return _asked(said, COMPLETIONS, rest, prompts, policy, said.logprobs is not None)
+    return _asked(said, rest, prompts, policy, said.logprobs is not None)
 
 
-def read_chat(body: bytes | bytearray, policy: str) -> Asked:
+def read_chat(body: bytes | bytearray) -> Chat:
     """Read the body of `POST /v1/chat/completions`. Raises Refused."""
     said = admission.decode(body, _chat, "a chat request")
     if said.top_logprobs and not said.logprobs:
         raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    rest = _rest(body, said)
-    limit = said.max_completion_tokens or said.max_tokens
-    if limit is not None:
-        rest["max_tokens"] = limit
-    prompt = {"messages": rest.pop("messages")}
-    return _asked(said, CHAT, rest, [prompt], policy, bool(said.logprobs))
+    rest = _rest(body, said, _REFUSED)
+    document = {**rest, "model": MODEL}
+    if said.max_completion_tokens or said.max_tokens:
+        document["max_tokens"] = said.max_completion_tokens or said.max_tokens
+    sampling = {name: value for name, value in rest.items() if name not in _OF_CHAT and name != "max_tokens"}
+    if said.top_logprobs:
+        sampling["logprobs"] = said.top_logprobs
+    return Chat(said, document, sampling)
 
 
-def _rest(body: bytes | bytearray, said: _Common) -> dict[str, Any]:
+def of_chat(chat: Chat, prompt: list[int], sampling: dict[str, Any], policy: str) -> Asked:
+    """The request of a chat whose prompt is known. `sampling`: with its limit. Raises Refused."""
+    prompts = [{"prompt": prompt}]
+    return _asked(chat.said, sampling, prompts, policy, bool(chat.said.logprobs), chat)
+
+
+def of_turn(chat: Chat, job: Job) -> Asked:
+    """The request of a turn that is made."""
+    return Asked(
+        [job], 1, chat, bool(chat.said.stream), _usage(chat.said), bool(chat.said.logprobs), _ids(chat.said)
+    )
+
+
+def _usage(said: _Common) -> bool:
+    return said.stream_options is not None and bool(said.stream_options.include_usage)
+
+
+def _ids(said: _Common) -> bool:
+    return bool(said.return_token_ids)
+
+
+def _rest(body: bytes | bytearray, said: _Common, refused: Sequence[str]) -> dict[str, Any]:
     """The parameters that go to vLLM as they are. Raises Refused for those that cannot be kept."""
     if said.model is not None and said.model != MODEL:
         message = f"there is one model, `{MODEL}`, of the version in {HEADER_POLICY}, not {said.model[:40]!a}"
         raise Refused(404, message, "model", "model_not_found")
     whole = admission.decode(body, _whole, "a JSON object")
-    for name in _REFUSED:
+    for name in refused:
         if whole.get(name) not in (None, False, "", [], {}, "none") and (name, whole[name]) != ("best_of", 1):
             raise Refused(400, f"{name} is not supported", name, "unsupported_parameter")
         whole.pop(name, None)
@@ -136,7 +208,12 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]
 
 
 def _asked(
-    said: _Common, path: str, rest: dict[str, Any], prompts: list[dict[str, Any]], policy: str, logprobs: bool
+    said: _Common,
+    rest: dict[str, Any],
+    prompts: list[dict[str, Any]],
+    policy: str,
+    logprobs: bool,
+    chat: Chat | None = None,
 ) -> Asked:
     n, seed = said.n or 1, secrets.randbits(62) if said.seed is None else said.seed
     if n * len(prompts) > CHOICES_MAX:
@@ -152,21 +229,19 @@ def _asked(
                 policy=policy,
                 group=group,
                 prompt_tokens=tokens,
-                path=path,
                 keep_text=True,
                 prompt_token_ids=ids,
             )
             for i in range(n)
         ]
-    options = said.stream_options or StreamOptions()
     return Asked(
         jobs=jobs,
         n=n,
-        chat=path == CHAT,
+        chat=chat,
         stream=bool(said.stream),
-        usage=bool(options.include_usage),
+        usage=_usage(said),
         logprobs=logprobs,
-        token_ids=bool(said.return_token_ids),
+        token_ids=_ids(said),
     )
 
 

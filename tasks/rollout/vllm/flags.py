@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
 FIXED: dict[str, Any] = {
     "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
     "served-model-name": MODEL,
+    "enable-scale-out": True,  # chats become tokens, and tokens messages, beside the engine
     "middleware": "tasks.rollout.vllm.guard.Guard",
     "worker-extension-cls": "tasks.rollout.vllm.worker.Extension",
 }

@@ -205,8 +205,10 @@ class Guard:
                 await answer(send, 401, "")
             case ("GET", "/health" | "/metrics"):
                 await self._app(scope, receive, send)
-            case ("POST", path) if path in (wire.COMPLETIONS, wire.CHAT):
+            case ("POST", wire.COMPLETIONS):
                 await self._complete(scope, receive, send, headers)
+            case ("POST", wire.RENDER | wire.DERENDER):  # text and tokens alone: no weights take part
+                await self._translate(scope, receive, send, headers)
             case _:
                 await answer(send, 404, "not an endpoint of a rollout node")
 
@@ -247,6 +249,12 @@ class Guard:
             await send({"type": "http.response.body", "body": body, "more_body": False})
         else:
             await answer(send, 409, "the weights change")
+
+    async def _translate(self, scope: Scope, receive: Receive, send: Send, headers: dict[str, bytes]) -> None:
+        if headers.get(HEADER_BOOT.lower(), b"").decode("latin-1") != self._boot_id:
+            await answer(send, 409, f"this is boot {self._boot_id}")
+        else:
+            await self._app(scope, receive, send)
 
     async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Load a policy that the agent has verified, and let it be asked for once the engine computes its canary

@@ -64,9 +64,8 @@ async def test_a_job_that_cannot_go_on_starts_over(world: World, body: dict[str,
     assert one.handed_over == [HandOver("first", 0)]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_text_goes_on_over_the_seam(world: World, chat: bool) -> None:
-    while texts(undisturbed(one := job(chat=chat, keep_text=True))[0])[4] == "":
+async def test_text_goes_on_over_the_seam(world: World) -> None:
+    while texts(undisturbed(one := job(keep_text=True))[0])[4] == "":
         pass  # the fifth token is half a character
     told: list[str] = []
     one.arrived = lambda: told.append(one.text)
@@ -75,7 +74,6 @@ async def test_text_goes_on_over_the_seam(world: World, chat: bool) -> None:
     assert told == sorted(told, key=len)
     assert one.tokens == texts(got.token_ids)
     assert world.ledger.saved == 5
-    assert "messages" not in world.nodes[1].asked[0]
 
 
 async def test_text_that_was_cut_in_a_character_starts_over(world: World) -> None:

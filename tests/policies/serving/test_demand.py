@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from policies.model.vocabulary import machine_of
@@ -93,6 +93,10 @@ requests = st.dictionaries(st.sampled_from(["0-2", OLD, NEW, "1-0"]), st.integer
 
 
 @given(rows, requests)
+@example(
+    [row("a", NEW, 0, 1, NEW), row("b.0", None, 0, 1), row("b.1", NEW, 1, 1), row("c", None, 0, 1)],
+    {NEW: 2, "1-0": 1},
+)
 def test_every_machine_holds_what_is_asked_for_and_stays_with_it(
     members: list[Row], opened: dict[str, int]
 ) -> None:

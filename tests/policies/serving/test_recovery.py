@@ -17,7 +17,7 @@ BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
         ({}, True),
         ({"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "logit_bias": {"3": 1}}, True),
         ({"min_tokens": 3, "stop_token_ids": [4], "ignore_eos": True, "allowed_token_ids": [1, 2]}, True),
-        ({"messages": [], "chat_template_kwargs": {"a": 1}, "max_completion_tokens": 5}, True),
+        ({"max_completion_tokens": 5, "add_special_tokens": False}, True),
         (
             {"stop": [], "bad_words": None, "structured_outputs": None, "echo": False, "use_beam_search": False},
             True,
@@ -45,7 +45,7 @@ def test_only_what_is_known_to_be_the_same_from_the_middle_goes_on(more: dict[st
 
 
 def test_the_rest_is_the_sampling_counted_on() -> None:
-    body = {**BODY, "min_tokens": 4, "top_p": 0.5, "stop": [], "messages": []}
+    body = {**BODY, "min_tokens": 4, "top_p": 0.5, "stop": []}
     assert rest(body, 3) == {"temperature": 0.7, "max_tokens": 7, "min_tokens": 1, "top_p": 0.5}
     assert rest(body, 9) == {"temperature": 0.7, "max_tokens": 1, "min_tokens": 0, "top_p": 0.5}
     assert rest({"max_completion_tokens": 8, "max_tokens": 99}, 3) == {"max_tokens": 5}

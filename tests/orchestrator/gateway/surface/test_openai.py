@@ -227,7 +227,9 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hello"}, "messages"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+    (COMPLETIONS, {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": MESSAGES, "tools": {"type": "function"}}, "tools"),
+    (CHAT, {"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions"),
 ]
 
 

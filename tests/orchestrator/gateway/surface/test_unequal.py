@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai import AnswerFormat, Told, _Run, error_document
-from orchestrator.gateway.surface.openai_request import read_chat, read_completion
-from policies.serving.wire import CHAT as CHAT_PATH
+from orchestrator.gateway.surface.openai_request import of_chat, read_chat, read_completion
 from tests.rigs.gateway_world import World, serve
-from tests.stand_ins.fake_vllm import FOREVER, completion, expected, prompt_of
+from tests.stand_ins.fake_vllm import CONTEXT, FOREVER, completion, expected, prompt_of, rendered
 
 PROMPT = [1, 2, 3]
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -38,8 +37,13 @@ class Client:
 
     def __init__(self, world: World, body: dict[str, Any]) -> None:
         self.world, self.text, self.token_ids = world, "", list[int]()
-        read = read_chat if "messages" in body else read_completion
-        self.asked = read(json.dumps({"stream": True, **body}).encode(), "0-0")
+        said = json.dumps({"stream": True, **body}).encode()
+        if "messages" in body:
+            chat = read_chat(said)
+            prompt, limit = rendered(body), body.get("max_tokens", CONTEXT - len(rendered(body)))
+            self.asked = of_chat(chat, prompt, {**chat.sampling, "max_tokens": limit}, "0-0")
+        else:
+            self.asked = read_completion(said, "0-0")
 
     @property
     def job(self) -> Job:
@@ -82,7 +86,7 @@ def check(client: Client, reason: str | None) -> None:
         assert client.token_ids == job.token_ids
     stops = job.body.get("stop_token_ids", [])
     assert reason == ("stop" if job.token_ids[-1] in stops else "length")
-    assert job.path == CHAT_PATH or len(job.token_ids) == 40
+    assert client.asked.chat is not None or len(job.token_ids) == 40
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grammar"])

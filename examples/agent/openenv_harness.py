@@ -1,0 +1,75 @@
+"""The doors of agent.py under a harness of OpenEnv: a command for `trainer.agent.run`.
+
+OpenEnv does not install beside vLLM, so it has an environment of its own:
+
+    python3.11 -m venv build/openenv && build/openenv/bin/pip install 'openenv==0.10.*'
+
+and run.yaml says `run: [build/openenv/bin/python, openenv_harness.py]`. Each session is one such process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from openenv.core.env_server.mcp_types import Tool
+from openenv.core.harness.collect import build_model_step
+from openenv.core.harness.rollout import (
+    HarnessRunLimits,
+    MCPHarnessAdapter,
+    ResourceSession,
+    ToolResult,
+    VerifyResult,
+)
+from openenv.core.llm_client import OpenAIClient
+
+TURNS, TOKENS = 4, 4
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+DOOR = {
+    "type": "object",
+    "properties": {"door": {"type": "string", "enum": ["left", "right"]}},
+    "required": ["door"],
+}
+
+
+class Doors(ResourceSession):
+    """One session's doors."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self._row = row
+        self._reward: float | None = None
+
+    def initial_messages(self) -> list[dict[str, Any]]:
+        return list(self._row["prompt"])
+
+    def list_tools(self) -> list[Tool]:
+        return [
+            Tool(name="look", description="Tells the door.", input_schema=NOTHING),
+            Tool(name="open", description="Opens a door.", input_schema=DOOR),
+        ]
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        if name == "look":
+            return ToolResult(data=self._row["door"])
+        self._reward = float(arguments.get("door") == self._row["door"])
+        return ToolResult(data="won" if self._reward else "lost", done=True)
+
+    def verify(self, _transcript: list[Any], _final_state: Any | None = None) -> VerifyResult:
+        return VerifyResult(env_reward=self._reward or 0.0)
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    doors = Doors(json.loads(os.environ["GRPO_ORCH_ROW"]))
+    url = os.environ["OPENAI_BASE_URL"]
+    client = OpenAIClient(url, None, "policy", api_key=os.environ["OPENAI_API_KEY"], max_tokens=TOKENS)
+    limits = HarnessRunLimits(max_turns=TURNS)
+    MCPHarnessAdapter().run_white_box(build_model_step(client), doors, limits)
+    print(json.dumps({"reward": doors.verify([]).env_reward}))
+
+
+if __name__ == "__main__":
+    main()
