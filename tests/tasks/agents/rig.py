@@ -13,7 +13,7 @@ from aiohttp import web
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.run_store import Store
-from policies.serving.sessions import OpenSession
+from policies.serving.sessions import HEADER_REQUEST, OpenSession
 from policies.serving.wire import Batch, PolicyRef
 from policies.tick.snapshot import Trainer
 from tasks.agents.gateway import Gateway
@@ -83,8 +83,12 @@ class HttpGateway:
             instead = await instead
         if isinstance(instead, web.StreamResponse):
             return instead
-        status, kind, answer = self.sessions.answer(request.method, request.path, body)
+        status, kind, answer = self.sessions.answer(request.method, request.path, body, request_of(request))
         return web.Response(status=status, body=answer, headers={"Content-Type": kind})
+
+
+def request_of(request: web.Request) -> str:
+    return request.headers.get(HEADER_REQUEST, "")
 
 
 @contextlib.asynccontextmanager
