@@ -109,8 +109,13 @@ def runner_of(
     return AgentRunner(Gateway(gateway.store, TOKEN), host, Limits(time_s, turns, tokens), beat, lambda: None)
 
 
-def batch_of(rows: list[dict[str, object]], deadline_s: float = 600.0) -> Batch:
+def batch_of(
+    rows: list[dict[str, object]],
+    deadline_s: float = 600.0,
+    policy: PolicyRef = POLICY,
+    sampling: dict[str, object] | None = None,
+) -> Batch:
     requests = [
         SessionRequest(index, [], 100 + index, f"0-0-0-{index}-0", dict(row)) for index, row in enumerate(rows)
     ]
-    return Batch(POLICY, {"temperature": 1.0}, list(requests), deadline_s)
+    return Batch(policy, sampling or {"temperature": 1.0}, list(requests), deadline_s)
