@@ -26,7 +26,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.serving.sessions import SESSIONS, TURNS_AT_ONCE_MAX, OpenSession, Trace
+from policies.serving.sessions import HEADER_REQUEST, SESSIONS, TURNS_AT_ONCE_MAX, OpenSession, Trace
 from policies.serving.wire import CHAT
 from tasks.completions.gateway_client import RETRY_S, GenerationFailed
 
@@ -265,6 +265,7 @@ class Forwarder:
     async def _forward_counted(self, request: web.Request, session: OpenedSession) -> web.StreamResponse:
         body = await request.read()  # raises 413 where it is longer than BODY_BYTES_MAX
         headers = {str(name): request.headers[name] for name in PASSED if name in request.headers}
+        headers[HEADER_REQUEST] = secrets.token_hex(8)  # asked again, it is the same turn
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         asked = asyncio.ensure_future(self._gateway.ask(request.method, path, body or None, headers))
         try:
