@@ -200,7 +200,7 @@ def test_failing_agent_ends_a_run_that_wants_it(
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults" / "crash").touch()
     monkeypatch.setenv(FAULTS, str(tmp_path / "faults"))
-    spec = of_agent(AgentSpec(run="rig_agents.faulty"), on_bad_reward="fail")
+    spec = of_agent(AgentSpec(run="rig_agents.faulty", tokens=100), on_bad_reward="fail")
     with open_rig(tmp_path / "rig", tiny, **spec) as rig:
         sessions_of(rig, tiny)
         trainer = rig.assemble()
