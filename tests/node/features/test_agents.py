@@ -185,6 +185,9 @@ def test_further_branches_are_rows_with_their_sessions_advantage(tiny: Path, tmp
     assert int(trained.sum()) == int(found["num_items_in_batch"]) == sum(sum(one.mask) for one in branches)
     apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * trained
     assert float(apart.max()) < 1e-4
+    assert bool(found["prompt_mask"][:, -1].all() and found["completion_mask"][:, 0].all()), (
+        "a gap between the two"
+    )
     for at, branch in enumerate(branches):
         prompt = found["prompt_ids"][at][found["prompt_mask"][at] == 1].tolist()
         completion = found["completion_ids"][at][found["completion_mask"][at] == 1].tolist()
