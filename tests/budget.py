@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 # For what takes a moment on an idle machine, and a whole trainer half a minute. Only what hangs reaches it: a busy
 # machine may be twenty times slower.
-HANG_S = 25.0
+HANG_S = 600.0
 
 T = TypeVar("T")
 

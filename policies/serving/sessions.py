@@ -28,6 +28,7 @@ from policies.serving.wire import HandOver, PolicyRef
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"
 HEADER_REQUEST = "X-Request-ID"  # who asks again under the same one gets the same turn
+LOST_CODE = "session_not_found"  # of the error for a session that is not open
 LIMIT_CODE = "session_limit"  # of the error that an agent gets beyond a limit of its session
 TURNS_MAX = 1000
 TURNS_AT_ONCE_MAX = 16

@@ -1,8 +1,8 @@
 """What the trainer asks of the gateway about sessions, and the forwarder through which agents ask.
 
 An agent gets an address on this machine and a key of its own, never the run's token. While the gateway is away,
-the forwarder waits and asks again, so an agent sees only a pause. Asking again is exact: the gateway answers a
-recorded turn from its record.
+the forwarder waits and asks again, so an agent sees only a pause. Asking again is exact: each request has a name,
+and the gateway answers what it has answered before under that name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.serving.sessions import HEADER_REQUEST, SESSIONS, TURNS_AT_ONCE_MAX, OpenSession, Trace
+from policies.serving.sessions import HEADER_REQUEST, LOST_CODE, SESSIONS, TURNS_AT_ONCE_MAX, OpenSession, Trace
 from policies.serving.wire import CHAT
 from tasks.completions.gateway_client import RETRY_S, GenerationFailed
 
@@ -94,7 +94,7 @@ class Gateway:
     async def trace(self, session: str) -> Trace:
         """What was recorded of a session. Raises SessionLost, GenerationFailed, StoreError."""
         answer = await self.ask("GET", f"{SESSIONS}/{session}")
-        if answer.status == 404:
+        if _is_lost(answer):
             raise SessionLost(session)
         if answer.status != 200:
             raise GenerationFailed(f"the gateway answered {answer.status} for session {session}: {_text(answer)}")
@@ -165,6 +165,11 @@ class Gateway:
             await self._http.close()
 
 
+def _is_lost(answer: Answer) -> bool:
+    """Whether the gateway does not know the session; a wrong model's name is a 404, too."""
+    return answer.status == 404 and LOST_CODE.encode() in answer.body
+
+
 def _text(answer: Answer) -> str:
     return answer.body.decode(errors="replace")[:500]
 
@@ -231,7 +236,8 @@ class Forwarder:
         # These alone: the gateway serves others to whom the run's token is enough.
         for method, path in (("POST", CHAT), ("GET", MODELS)):
             app.router.add_route(method, f"{SESSIONS}/{{session}}{path}", self._forward)
-        self._runner = web.AppRunner(app, access_log=None)
+        # An agent that goes away, and asks again, gets the turn that it has left behind.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()
@@ -265,7 +271,8 @@ class Forwarder:
     async def _forward_counted(self, request: web.Request, session: OpenedSession) -> web.StreamResponse:
         body = await request.read()  # raises 413 where it is longer than BODY_BYTES_MAX
         headers = {str(name): request.headers[name] for name in PASSED if name in request.headers}
-        headers[HEADER_REQUEST] = secrets.token_hex(8)  # asked again, it is the same turn
+        # The gateway takes what is asked for again as another turn, unless it has the same name.
+        headers[HEADER_REQUEST] = secrets.token_hex(16)
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         asked = asyncio.ensure_future(self._gateway.ask(request.method, path, body or None, headers))
         try:
@@ -275,7 +282,7 @@ class Forwarder:
             answer = asked.result()
         finally:
             asked.cancel()
-        if answer.status == 404 and request.method == "POST":
+        if _is_lost(answer):
             session.lost.set()  # a gateway that was started again without it
         # A streamed answer is sent once it is complete: pieces of one that breaks off could not be taken back.
         kind = {hdrs.CONTENT_TYPE: answer.content_type}

@@ -34,7 +34,7 @@ from tasks.storing.heartbeat import Heartbeat
 log = structlog.get_logger()
 
 SESSIONS_AT_ONCE = 256
-TRIES = 5  # of a session that the gateway does not know any more
+TRIES = 3  # of a session that the gateway does not know any more
 OUTPUT_CHARS = 2000  # of a failed agent's output, in the log
 CLOCK_S = 0.5  # between two looks at the time of an agent that waits for the model
 
@@ -200,7 +200,9 @@ class AgentRunner:
                 failed,
                 trace.discarded,
             )
-        raise GenerationFailed(f"the gateway has lost session {request.session} {TRIES} times")
+        failed = f"the gateway has lost the session {TRIES} times"
+        self._report(request.session, failed, ended.output)
+        return Session(request.index, request.session, batch.policy.label, [], None, failed)
 
     async def _agent(self, request: SessionRequest, opened: OpenedSession) -> Ended:
         """Run a session's agent within its time."""

@@ -256,9 +256,10 @@ def _what_was_learnt(store: Store, spec: RunSpec, why: str) -> End:
     """Return how a trainer ends that has made every step: not as a success where no step had a reward."""
     from tasks.trainer.lessons import lessons_of
 
-    lessons, names = lessons_of(store), ", ".join(spec.trainer.reward_funcs)
+    by_agent = [] if spec.trainer.agent is None else ["agent"]
+    lessons, names = lessons_of(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
     if lessons.rows and not lessons.rewarded:
-        returned = f"trainer.reward_funcs ({names}) returned None or NaN for all of them"
+        returned = f"the run's rewards ({names}) were None or NaN for all of them"
         return exit_codes.NOTHING_LEARNT, f"{why}, and no completion ever had a reward: {returned}"
     if lessons.rows and not lessons.varied:
         why += "; no group ever had variance in its rewards: nothing was learnt"

@@ -38,4 +38,4 @@ class Unrewarded:
             log.warning("no_reward", completions=completions, functions=names, stops_after=UNREWARDED_MAX)
         if self._in_a_row >= UNREWARDED_MAX:
             batch = f"none of {completions} completions had a reward, {self._in_a_row} steps in a row"
-            raise NothingToLearn(f"{batch}: trainer.reward_funcs ({names}) returned None or NaN for all of them")
+            raise NothingToLearn(f"{batch}: the run's rewards ({names}) were None or NaN for all of them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from checkpoint.store.codec import to_json
-from policies.serving.sessions import LIMIT_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
+from policies.serving.sessions import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
 
 Sample = Callable[[OpenSession, list[int], int, int], tuple[list[int], list[float]]]
 Reply = tuple[int, str, bytes]  # status, content type, body
@@ -24,10 +25,11 @@ class Recorded:
     """A session. `turns` outlive a new opening, `branches` do not."""
 
     wanted: OpenSession
-    answers: dict[str, list[int]] = field(default_factory=dict)  # tokens by the conversation before them
+    answers: dict[str, list[int]] = field(default_factory=dict)  # tokens by what was asked
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
-    requests: int = 0
+    named: dict[str, Reply] = field(default_factory=dict)  # answers by the request's name
+    asked: Counter[str] = field(default_factory=Counter)
     limit: str = ""
 
 
@@ -58,7 +60,7 @@ class StandInSessions:
         self.on_turn: Callable[[str], None] = lambda _: None
         self._lock = threading.Lock()
 
-    def answer(self, method: str, path: str, body: bytes) -> Reply:
+    def answer(self, method: str, path: str, body: bytes, request: str = "") -> Reply:
         name, _, rest = path.removeprefix(f"{SESSIONS}/").partition("/")
         match method, rest:
             case "PUT", "":
@@ -74,8 +76,13 @@ class StandInSessions:
             case "POST", "v1/chat/completions" if name in self.recorded:
                 self.on_turn(name)
                 with self._lock:
-                    return self._turn(name, self.recorded[name], json.loads(body))
-        return 404, JSON, b'{"error": {"message": "no such session"}}'
+                    session = self.recorded[name]
+                    if request not in session.named:
+                        answer = self._turn(name, session, json.loads(body))
+                        session.named[request or str(len(session.named))] = answer
+                        return answer
+                    return session.named[request]
+        return 404, JSON, json.dumps({"error": {"message": "no such session", "code": LOST_CODE}}).encode()
 
     def _open(self, name: str, wanted: OpenSession) -> None:
         self.opened.append((name, wanted.seed))
@@ -84,28 +91,32 @@ class StandInSessions:
         if before is None or before.wanted.policy != wanted.policy:
             self.recorded[name] = Recorded(wanted)
         else:
-            self.recorded[name] = replace(before, branches=[], requests=0, limit="")
+            self.recorded[name] = replace(before, branches=[], named={}, asked=Counter(), limit="")
 
     def _turn(self, name: str, session: Recorded, asked: dict[str, Any]) -> Reply:
         messages = [{key: one[key] for key in ("role", "content")} for one in asked["messages"]]
-        key, wanted = json.dumps(messages), session.wanted
-        session.requests += 1
+        text, wanted = json.dumps(messages), session.wanted
+        key = f"{text}{session.asked[text] or ''}"
         made = sum(sum(branch.mask) for branch in session.branches)
         left = min(asked.get("max_tokens") or 1 << 30, wanted.tokens_max - made)
-        for limit, is_over in (("turns_max", session.requests > wanted.turns_max), ("tokens_max", left <= 0)):
+        for limit, is_over in (
+            ("turns_max", session.asked.total() >= wanted.turns_max),
+            ("tokens_max", left <= 0),
+        ):
             if is_over:
                 session.limit = limit
                 error = {"message": f"beyond {limit}", "code": LIMIT_CODE, "type": "invalid_request_error"}
                 return 400, JSON, json.dumps({"error": error}).encode()
+        session.asked[text] += 1
         prompt = self._rendered(session, messages)
         if key not in session.answers:
             self.made.append((name, len(session.answers)))
-            words = hashlib.blake2b(f"{wanted.seed}{prompt}".encode(), digest_size=4).digest()
+            words = hashlib.blake2b(f"{wanted.seed}{prompt}{key}".encode(), digest_size=4).digest()
             made_now = self._sample(wanted, prompt, int.from_bytes(words, "big"), left)
             session.answers[key], session.logprobs[key] = made_now
-        text = self._decode(session.answers[key])
-        self._record(session, prompt, key, messages, text)
-        return _said(asked, text)
+        said = self._decode(session.answers[key])
+        self._record(session, prompt, key, messages, said)
+        return _said(asked, said)
 
     def _rendered(self, session: Recorded, messages: list[dict[str, Any]]) -> list[int]:
         """Recorded tokens where an answer was recorded behind the same messages."""

@@ -30,7 +30,7 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.chat import Answer, Prompt, Translator
 from orchestrator.gateway.surface.openai_request import Chat
 from orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog, Told
-from policies.serving.sessions import LIMIT_CODE, TURNS_AT_ONCE_MAX, Branch, OpenSession, Trace, Turn
+from policies.serving.sessions import LIMIT_CODE, LOST_CODE, TURNS_AT_ONCE_MAX, Branch, OpenSession, Trace, Turn
 from policies.serving.wire import labelled_version
 
 log = structlog.get_logger()
@@ -241,7 +241,7 @@ class Sessions:
                 if turn is not None and turn.place is None:
                     session.left[turn.key].append(turn.number)
                 raise
-            raise Refused(404, f"session {name} was closed", code="session_not_found") from None
+            raise Refused(404, f"session {name} was closed", code=LOST_CODE) from None
         finally:
             session.running -= 1
         return turn.job, finished, turn.answer
@@ -249,7 +249,7 @@ class Sessions:
     def _get(self, name: str) -> _Session:
         session = self._sessions.get(name)
         if session is None:
-            raise Refused(404, f"there is no session {name}", code="session_not_found")
+            raise Refused(404, f"there is no session {name}", code=LOST_CODE)
         return session
 
     async def _turn(self, session: _Session, chat: Chat, request: str) -> _Turn:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from checkpoint.records import metrics, rollouts
 from checkpoint.records.metrics import Row
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, unused_windows
+from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session, unused_windows
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
+from policies.serving.sessions import Branch, Turn
 from policies.serving.wire import Completion
 
 _names = itertools.count()
@@ -52,6 +54,21 @@ def test_unreadable_record_is_left_out() -> None:
     store = stored((6, 0, 30), (7, 0, 5))
     store.put(layout.rollout(PolicyVersion(0, 6), 0, (0, 1, 1)), b"{")
     assert unused_windows(store, 0) == (1, 5)
+
+
+def test_sessions_come_back_and_count_what_the_policy_made() -> None:
+    store = stored()
+    branch = Branch([1, 2, 3, 4], 1, [0, 1, 0, 1], [0.0, -1.0, 0.0, -2.0], [Turn(1, 2, "stop", "n")], [])
+    short = replace(branch, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, -1.0])
+    sessions = [
+        Session(0, "0-6-0-0-0", "0-6", [short, branch], 0.5),
+        Session(1, "0-6-0-0-1", "0-6", [], None, "died"),
+    ]
+    rollout = Rollout(1, "0-6", "0-6", 0, "", [], sessions=sessions)
+    rollouts.write_rollout(store, rollout, (0, 1, 1))
+    [key] = rollouts.stored_since(store, PolicyVersion(0, 6))[PolicyVersion(0, 6), 0]
+    assert rollouts.read_rollout(store, key) == rollout
+    assert unused_windows(store, 0) == (1, 3)
 
 
 def test_staleness_is_in_optimizer_steps() -> None:

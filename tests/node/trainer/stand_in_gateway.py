@@ -27,7 +27,7 @@ from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import Precedence
 from policies.serving.canary import Canary, disagreement
-from policies.serving.sessions import SESSIONS, OpenSession
+from policies.serving.sessions import HEADER_REQUEST, SESSIONS, OpenSession
 from policies.serving.wire import (
     REFUSED,
     Batch,
@@ -128,7 +128,8 @@ class StandInGateway:
             handler.send_error(401, "who are you?")
             return
         assert self.sessions is not None, "the test has not made it"
-        status, kind, answer = self.sessions.answer(handler.command, handler.path, body)
+        request = handler.headers[HEADER_REQUEST] or ""
+        status, kind, answer = self.sessions.answer(handler.command, handler.path, body, request)
         if self._server is None:  # closed meanwhile: nobody gets an answer
             handler.close_connection = True
             return

@@ -11,6 +11,7 @@ from orchestrator.cli.prepare import init_text
 from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
 from orchestrator.config.load import load as load_config
 from policies.model.spec import (
+    AgentSpec,
     CheckpointsSpec,
     Dataset,
     KlPolicy,
@@ -22,6 +23,7 @@ from policies.model.spec import (
     RollbackBudget,
     RunSpec,
 )
+from policies.sizing.training import why_not_itself
 from tests.generators.config_world import VALID, changed, furnish
 
 
@@ -275,3 +277,18 @@ def test_the_store_is_found_however_the_rest_of_the_file_is(tmp_path: Path) -> N
         path.write_text(text)
         with pytest.raises(ConfigError, match="storage"):
             load_storage(path)
+
+
+def test_agent_in_short_and_as_command(folder: Path) -> None:
+    rewards = "  reward_funcs: [rewards.digit_share]\n"
+    spec = load(folder, changed((rewards, "  agent: rewards.digit_share\n")))
+    assert spec.trainer.agent == AgentSpec(run="rewards.digit_share")
+    assert spec.trainer.reward_funcs == ()
+    assert spec.policies.on_bad_reward == "none"
+    assert "agent" in why_not_itself(spec)
+    agent = "  agent: {run: [node, agent.js], turns: 4}\n"
+    stale = ("  replicas: 2\n", "  replicas: 2\n  max_staleness: 1\n")
+    fails = ("policies:\n", "policies:\n  on_bad_reward: fail\n")
+    spec = load(folder, changed((rewards, agent + rewards), stale, fails))
+    assert spec.trainer.agent == AgentSpec(run=("node", "agent.js"), turns=4)
+    assert spec.policies.on_bad_reward == "fail"

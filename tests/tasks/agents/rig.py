@@ -13,7 +13,7 @@ from aiohttp import web
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.store.run_store import Store
-from policies.serving.sessions import OpenSession
+from policies.serving.sessions import HEADER_REQUEST, OpenSession
 from policies.serving.wire import Batch, PolicyRef
 from policies.tick.snapshot import Trainer
 from tasks.agents.gateway import Gateway
@@ -83,8 +83,12 @@ class HttpGateway:
             instead = await instead
         if isinstance(instead, web.StreamResponse):
             return instead
-        status, kind, answer = self.sessions.answer(request.method, request.path, body)
+        status, kind, answer = self.sessions.answer(request.method, request.path, body, request_of(request))
         return web.Response(status=status, body=answer, headers={"Content-Type": kind})
+
+
+def request_of(request: web.Request) -> str:
+    return request.headers.get(HEADER_REQUEST, "")
 
 
 @contextlib.asynccontextmanager
@@ -105,8 +109,13 @@ def runner_of(
     return AgentRunner(Gateway(gateway.store, TOKEN), host, Limits(time_s, turns, tokens), beat, lambda: None)
 
 
-def batch_of(rows: list[dict[str, object]], deadline_s: float = 600.0) -> Batch:
+def batch_of(
+    rows: list[dict[str, object]],
+    deadline_s: float = 600.0,
+    policy: PolicyRef = POLICY,
+    sampling: dict[str, object] | None = None,
+) -> Batch:
     requests = [
         SessionRequest(index, [], 100 + index, f"0-0-0-{index}-0", dict(row)) for index, row in enumerate(rows)
     ]
-    return Batch(POLICY, {"temperature": 1.0}, list(requests), deadline_s)
+    return Batch(policy, sampling or {"temperature": 1.0}, list(requests), deadline_s)

@@ -20,7 +20,7 @@ from policies.serving.sessions import TURNS_AT_ONCE_MAX
 from tasks.agents.gateway import Forwarder, Gateway
 from tasks.agents.runner import AgentRunner
 from tasks.completions.gateway_client import Generated, GenerationFailed
-from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, runner_of, serving
+from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -81,7 +81,8 @@ async def test_gateway_that_dies_is_a_pause_to_agents(runners: list[AgentRunner]
             fault = left.pop()
             if isinstance(fault, int):
                 return web.Response(status=fault)
-            gateway.sessions.answer(request.method, request.path, await request.read())  # recorded, and lost
+            body, name = await request.read(), request_of(request)
+            gateway.sessions.answer(request.method, request.path, body, name)  # recorded, and lost
             if fault == "away":
                 back.append(asyncio.ensure_future(reopened()))
                 await asyncio.sleep(10)
