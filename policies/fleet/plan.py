@@ -490,9 +490,12 @@ def _only_waits(facts: _Facts, beat: Trainer) -> bool:
 
 
 def _nothing_available(facts: _Facts) -> bool:
-    """Whether rollout nodes are refused, or fail, again and again on each market where they may be bought. A
-    launch that takes long is no lack of machines."""
-    asked = {node.kind for node in facts.state.live(Role.ROLLOUT)}
+    """Whether rollout nodes are refused, or fail, again and again on each market where they may be bought, and no
+    machine for one is there. A launch that takes long is no lack of machines."""
+    live = facts.state.live(Role.ROLLOUT)
+    if any(node.phase is not NodePhase.REQUESTED for node in live):
+        return False
+    asked = {node.kind for node in live}
     if not facts.is_spot_too_expensive:
         asked.add(kind_of(Role.ROLLOUT, _own_market(facts)))
     # That there was no money for one once says nothing: what had taken it may be gone.

@@ -82,8 +82,8 @@ def _nodes_generate(tick: Tick, activity: str) -> bool:
 
 
 def _capacity(tick: Tick) -> None:
-    """The run has waited for a machine for an hour, as far as this controller has watched: without one for the
-    trainer, or without any for rollouts while the trainer works. A parked run has reported that."""
+    """The run has waited for machines for an hour, as far as this controller has watched: without one for the
+    trainer, or without a rollout node that serves while the trainer works. A parked run has reported that."""
     state = tick.state
     if state.phase is RunPhase.PARKED:
         return
@@ -99,7 +99,8 @@ def _capacity(tick: Tick) -> None:
 def _missing(tick: Tick, role: Role, since_s: float | None) -> None:
     if since_s is None or tick.silent_s(since_s) < MISSING_S:
         return
-    minutes = f"no {role} machine for {tick.silent_s(since_s) / 60:.0f} min"
+    lacks = "no trainer machine" if role is Role.TRAINER else "no rollout node has served"
+    minutes = f"{lacks} for {tick.silent_s(since_s) / 60:.0f} min"
     refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
     newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
     why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes
