@@ -62,6 +62,13 @@ def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: 
     assert (serving.kinds["rollout on spot"].fails, serving.shortages.rollout_since_s) == (False, None)
 
 
+def test_machines_that_a_zone_takes_at_once_are_one_in_a_row() -> None:
+    booting = [NodeMoved(f"rollout-{place}-i1", NodePhase.BOOTING, "") for place in range(3)]
+    taken = [NodeMoved(f"rollout-{place}-i1", NodePhase.GONE, "preempted") for place in range(3)]
+    state = fold([(1, 100.0, [asked(0), asked(1), asked(2), *booting]), (2, 200.0, taken)])
+    assert state.kinds["rollout on spot"].taken_in_a_row == 1
+
+
 DAY_S = 86400.0
 
 
