@@ -512,8 +512,10 @@ KEEP, RETURN = "nodes that wait for a trainer", "returning them"
 def _without_trainer(facts: _Facts) -> Comparison | None:
     """Compare keeping the rollout nodes while the trainer has no machine with starting them again later."""
     since_s = _trainerless_since_s(facts)
+    if since_s is None or facts.snapshot.machines is None:
+        return None
     nodes = len(facts.state.live(Role.ROLLOUT))
-    if since_s is None or facts.snapshot.machines is None or not nodes:
+    if not nodes:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
     candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]

@@ -84,7 +84,9 @@ class _Reconciler:
         self.wanted, self.market, self.state, self.snapshot, self.spec = wanted, market, state, snapshot, spec
         self.found = Changes()
         self.filling = {node.id: node for node in state.nodes.values() if node.phase in FILLING_NODE}
-        self.rollouts = {node.id for node in state.live(Role.ROLLOUT)}  # live ones
+        rollouts = [node for node in self.filling.values() if node.role is Role.ROLLOUT]
+        self.fallback = {node.id: node for node in rollouts if node.stand_in}
+        self.spot = {node.id: node for node in rollouts if not node.stand_in}  # on the market that run.yaml names
         self.requested: dict[str, int] = {}  # how many of each kind in this tick
         self.incarnations: dict[str, int] = {}  # of slots that were
         self.is_parked = not wanted.trainer
@@ -132,7 +134,7 @@ class _Reconciler:
             return
         if self.is_parked:
             return
-        fallback, spot = self._nodes(fallback=True), self._nodes(fallback=False)
+        fallback, spot = list(self.fallback.values()), list(self.spot.values())
         surplus = [*_surplus(fallback, self.wanted.on_demand), *_surplus(spot, self.wanted.spot)]
         calm = self._nothing_generates()
         for node in sorted(surplus, key=release_order):
@@ -150,8 +152,8 @@ class _Reconciler:
 
     def _give_back(self, node: Node, why: str) -> None:
         self.found.move(node, NodePhase.TERMINATING, why)
-        self.filling.pop(node.id, None)
-        self.rollouts.discard(node.id)
+        for nodes in (self.filling, self.fallback, self.spot):
+            nodes.pop(node.id, None)
 
     def _nothing_generates(self) -> bool:
         """Whether a node can go without handing on requests; or has waited for that for long enough."""
@@ -160,14 +162,10 @@ class _Reconciler:
         sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.size.at_s
         return calm or sized_s > RETURN_WITHIN_S
 
-    def _nodes(self, *, fallback: bool) -> list[Node]:
-        nodes = self.filling.values()
-        return [node for node in nodes if node.role is Role.ROLLOUT and node.stand_in is fallback]
-
     # Requests: on demand in place of unavailable spot.
 
     def _request_fallback(self) -> None:
-        count = self.wanted.on_demand - len(self._nodes(fallback=True))
+        count = self.wanted.on_demand - len(self.fallback)
         if self.is_parked:
             own = market_of(Role.ROLLOUT, self.spec)
             count = int(Market.ON_DEMAND in self.wanted.probes and own is Market.SPOT)
@@ -184,7 +182,7 @@ class _Reconciler:
             return
         lacks = "is too expensive" if self.wanted.spot_too_expensive else "is unavailable"
         words = f"on demand, for spot {lacks}", "the run is behind its deadline" if self.wanted.is_behind else ""
-        taken = {node.slot for node in self._nodes(fallback=True)}
+        taken = {node.slot for node in self.fallback.values()}
         for name in list(islice(self._free(taken), count)):
             if not self._room(Role.ROLLOUT, Market.ON_DEMAND):
                 return
@@ -249,11 +247,11 @@ class _Reconciler:
     def _spot_missing(self) -> int:
         """How many nodes are to be requested on the market that run.yaml names. One more than `replicas.max` with
         on-demand nodes, so that spot can show that it holds and the next of them can go."""
-        fallback = len(self._nodes(fallback=True)) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
+        fallback = len(self.fallback) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
         if market_of(Role.ROLLOUT, self.spec) is Market.ON_DEMAND:
             fallback = 0
         most = self.spec.rollout.replicas.max - fallback + (fallback > 0)
-        return max(0, min(most, self.wanted.spot) - len(self._nodes(fallback=False)))
+        return max(0, min(most, self.wanted.spot) - len(self.spot))
 
     def _free(self, taken: Container[str]) -> Iterator[str]:
         """The rollout slots that are not taken; found one by one, for there may be thousands."""
@@ -266,8 +264,8 @@ class _Reconciler:
     @property
     def _present(self) -> int:
         """Rollout nodes that are there or requested."""
-        present = sum(node.role is Role.ROLLOUT for node in self.filling.values())
-        return present + sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
+        requested = sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
+        return len(self.fallback) + len(self.spot) + requested
 
     def _trainer_is_near(self) -> bool:
         """Whether the trainer has a machine on which it works, or will: what it cannot work with is known. A
@@ -337,7 +335,9 @@ class _Reconciler:
 
     @property
     def _has_rollouts(self) -> bool:
-        return bool(self.rollouts) or any(kind.startswith(Role.ROLLOUT) for kind in self.requested)
+        nodes = self.state.nodes.values()
+        drains = any(node.role is Role.ROLLOUT and node.phase is NodePhase.DRAINING for node in nodes)
+        return drains or self._present > 0
 
     def _in_its_way(self, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
         """Return the rollout nodes, the most expensive first, without which the cap an hour has room for a
