@@ -30,7 +30,7 @@ from policies.fleet.objective import (
     size_words,
     zones_of,
 )
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S, PROBE_MAX_S
+from policies.model.buying import HELD_S, PROBE_MAX_S
 from policies.model.loss import steps_of_generation
 from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
@@ -173,7 +173,7 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
     held = _without_trainer(facts)
     compared = tuple(one for one in (sized, shortage, idle, held) if one is not None)
     changed = size != rollouts_wanted(state, spec)
-    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts, fallback)
+    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts)
     return Allocation(
         trainer=True,
         spot=size,
@@ -362,30 +362,24 @@ def _spot_usd_per_h(facts: _Facts) -> float:
     return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
 
 
-def _asks_spot_again(facts: _Facts, fallback: int) -> bool:
-    """Whether an on-demand node is returned because a spot machine would fit under the cap an hour instead of it:
-    not while machines come or go, or one of `fallback` nodes can still be bought, nor before each has served for
-    STAYS_S, nor where the deadline depends on the only one."""
-    spec, state, snapshot = facts.spec, facts.state, facts.snapshot
-    if not facts.fallback or caps_of(state, spec).usd_per_h is None or state.phase is not RunPhase.TRAINING:
+def _asks_spot_again(facts: _Facts) -> bool:
+    """Whether an on-demand node is returned because a spot machine would fit under the cap only instead of it: not
+    while machines come or go, nor before each has served for STAYS_S, nor where the deadline depends on the only
+    node."""
+    rollouts = [node for node in facts.state.nodes.values() if node.role is Role.ROLLOUT]
+    if not facts.fallback or len(facts.spot) >= rollouts_wanted(facts.state, facts.spec):
         return False
-    if None in (snapshot.pools, snapshot.prices, snapshot.machines):
+    if any(node.phase is not NodePhase.SERVING for node in rollouts):
         return False
-    if facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
+    if any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
         return False
-    rollouts = [node for node in state.nodes.values() if node.role is Role.ROLLOUT]
     if len(rollouts) == 1 and facts.course is not None and not facts.course.is_safe:
         return False
-    settled = all(node.phase is NodePhase.SERVING for node in rollouts)
-    if not settled or any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
-        return False
-    if len(facts.spot) >= rollouts_wanted(state, spec):
+    if not facts.market.are_known or not facts.market.room(Role.ROLLOUT, Market.SPOT):
         return False
     leaves = max(facts.fallback, key=lambda node: node.usd_per_h)
-    without = [node for node in state.nodes.values() if node is not leaves]
-    with_all, with_others = (Purse(state, snapshot, spec, nodes) for nodes in (None, without))
-    if fallback > len(facts.fallback) and facts.market.has_room(with_all, Market.ON_DEMAND):
-        return False
+    others = [node for node in facts.state.nodes.values() if node is not leaves]
+    with_all, with_others = (Purse(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
     return not facts.market.has_room(with_all, Market.SPOT) and facts.market.has_room(with_others, Market.SPOT)
 
 
@@ -565,13 +559,7 @@ def _parked(facts: _Facts) -> Allocation:
     if all(unpaid):
         return Allocation(stops=f"there is not the money to continue: {unpaid[0]}")
     spot, on_demand = (facts.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))
-    probes: list[Market] = []
+    probes = [] if facts.is_spot_too_expensive else [_own_market(facts)]
     if facts.may_ask_both and (spot.failed_at_s >= on_demand.failed_at_s or facts.is_spot_too_expensive):
         probes.append(Market.ON_DEMAND)
-    if not facts.is_spot_too_expensive:
-        probes.append(_own_market(facts))
     return replace(kept, probes=tuple(probes), spot_too_expensive=facts.is_spot_too_expensive)
-
-
-# Where spot is asked at all, it is asked at least that often.
-ASKED_S = 2 * BACK_OFF_MAX_EXTRA_S
