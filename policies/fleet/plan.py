@@ -126,6 +126,12 @@ class _Facts:
         return self.course is not None and self.course.is_behind
 
     @cached_property
+    def held(self) -> list[Node]:
+        """Spot nodes that have served for so long that they are taken to stay."""
+        serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
+        return [node for node in serving if self.waited_s(node.since_s) >= HELD_S]
+
+    @cached_property
     def on_demand_usd_per_h(self) -> float:
         """USD an hour of an on-demand rollout node: of those seen, else the most; 0: not known."""
         live = [*self.spot, *self.fallback]
@@ -253,11 +259,7 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
     while the cloud does not answer: nobody knows which machines are still there."""
     if facts.snapshot.machines is None or not facts.fallback:
         return None
-    held = [
-        node
-        for node in facts.spot
-        if node.phase is NodePhase.SERVING and node.served and facts.waited_s(node.since_s) >= HELD_S
-    ]
+    held = facts.held
     if not held or (facts.course is not None and not facts.course.is_safe):
         return None
     most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
@@ -317,8 +319,7 @@ def _lacks_spot_s(facts: _Facts, present: int) -> float:
 def _last_asked_s(facts: _Facts) -> float:
     """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
     fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
-    held = any(node.phase is NodePhase.SERVING and facts.waited_s(node.since_s) >= HELD_S for node in facts.spot)
-    if not held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
+    if not facts.held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
         return 0.0
     asked = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
     return min(asked, default=facts.now_s)
