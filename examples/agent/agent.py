@@ -11,6 +11,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 TURNS = 4
+TOKENS = 1  # of an answer: a tool call is one token of this model
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 DOOR = {
     "type": "object",
@@ -42,7 +43,9 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     client = AsyncOpenAI(base_url=base_url, api_key=api_key)
     doors, messages = Doors(row["door"]), list(row["prompt"])
     for _ in range(TURNS):
-        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, max_tokens=4)
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=TOOLS, max_tokens=TOKENS
+        )
         message = answer.choices[0].message
         messages.append(message)
         if not message.tool_calls:

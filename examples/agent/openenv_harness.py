@@ -24,7 +24,7 @@ from openenv.core.harness.rollout import (
 )
 from openenv.core.llm_client import OpenAIClient
 
-TURNS, TOKENS = 4, 4
+TURNS, TOKENS = 4, 1  # a tool call is one token of this model
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 DOOR = {
     "type": "object",

@@ -8,7 +8,6 @@ for a while meets its successor's entry in the journal before it acts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
 
@@ -79,11 +78,9 @@ class Controller:
 
     def _tick(self, now_s: float, steady_s: float) -> Decision:
         self._settle(now_s)
-        looked = self._observer.look(now_s, self._actuator.collect(), self.state)
-        if looked.machines is None:
+        snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
+        if snapshot.machines is None:
             self.broke()
-            steady_s = 0.0
-        snapshot = replace(looked, steady_s=steady_s)
         self.seen = snapshot
         decision = self._decide(self.state, snapshot, self._spec)
         if decision.events:

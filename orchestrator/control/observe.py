@@ -251,10 +251,13 @@ class Observer:
         self._prices = prices(cloud)
         self._pooled = spec.cloud == "sky"
 
-    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:
+    def look(
+        self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float = math.inf
+    ) -> Snapshot:
         """Return what is there now. Raises StoreError when the store cannot be read.
 
-        What is read only now and then depends on what the run is at: `state`.
+        What is read only now and then depends on what the run is at: `state`. `steady_s`: for how long the
+        controller has looked without a break, which ends here if the cloud does not answer.
         """
         status = self._gateway.look()
         machines = self._machines()
@@ -289,6 +292,7 @@ class Observer:
                 self._watching(trainer, self._metrics.step_shape), self._watching(trainer, self._metrics.own_step)
             ),
             store=self._stored(state, target_wanted=target_wanted),
+            steady_s=0.0 if machines is None else steady_s,
         )
 
     def _stored(self, state: RunState, *, target_wanted: bool) -> Stored:

@@ -213,6 +213,7 @@ class SimulatedCloud:
         self.stale: dict[str, Machine] = {}  # what every listing shows, however old,
         self.stale_until_s = 0.0  # until then
         self.never_work = False  # rollout machines that are launched now
+        self.takes_early = False  # spot machines for rollouts that are launched now, before they work
         self.slow_by_s = 0.0  # of launches
         self.closed_zones: set[str] = set()
         self.time_s = 0.0
@@ -345,6 +346,16 @@ class SimulatedCloud:
         box.begin(order.attempt, timeline, self.time_s)
         self.boxes[order.node] = box
         self.bought.append(order.node)
+        if self.takes_early and order.role is Role.ROLLOUT and order.market is Market.SPOT:
+            self._take_early(box)
+
+    def _take_early(self, box: Box) -> None:
+        """The cloud will take a new machine before it works, with a notice from its first moment on or without."""
+        taken_at_s = self._random.uniform(box.up_at_s, box.works_at_s)
+        if self._random.random() < self.physics.noticed:
+            self.warn(box, taken_at_s)
+        else:
+            box.taken_at_s = taken_at_s
 
     def _zone_for(self, order: Order) -> tuple[Zone | None, float]:
         """The zone of a new machine, and what refusals on the way to it took; None: nobody asks, as of machines on

@@ -203,6 +203,17 @@ def never_work(world: World, random: Random) -> Undo:
     return back
 
 
+def taken_early(world: World, random: Random) -> Undo:
+    world.cloud.takes_early = True
+    world.note("spot machines for rollouts come, and are taken before they work")
+    machine_lost(world, random)
+
+    def back() -> None:
+        world.cloud.takes_early = False
+
+    return back
+
+
 def slow_launches(world: World, random: Random) -> Undo:
     world.cloud.slow_by_s = 1000.0
     world.note("launches take longer than the deadline")
@@ -243,13 +254,14 @@ FAULTS: tuple[Fault, ...] = (
     answers_lost,
     stale_listing,
     never_work,
+    taken_early,
     slow_launches,
     rebalance,
 )
 # What may stay for good: the run ends all the same where the first do, and where the others do is left waiting,
 # for a stated reason and with a try now and then.
 BEARABLE: tuple[Fault, ...] = (zone_lost, clocks_set, second_daemon)
-STARVING: tuple[Fault, ...] = (no_spot, never_work)
+STARVING: tuple[Fault, ...] = (no_spot, never_work, taken_early)
 
 
 # Stories.
@@ -352,8 +364,9 @@ def _stays(world: World, random: Random) -> None:
 def _starves(world: World) -> bool:
     """Where no rollout node will ever work again the run cannot end: it must wait, say why, and buy next to
     nothing."""
-    lacks_spot = _needs_spot(world.spec) and (world.cloud.refusing_spot or _is_dry(world))
-    starving = world.cloud.never_work or lacks_spot
+    cloud = world.cloud
+    lacks_spot = _needs_spot(world.spec) and (cloud.refusing_spot or cloud.takes_early or _is_dry(world))
+    starving = cloud.never_work or lacks_spot
     if not starving or world.is_over or generates_itself(world.spec):
         return False
     world.rest()

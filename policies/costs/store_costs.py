@@ -131,11 +131,6 @@ def of_fetch(size_bytes: float) -> Use:
     return Use(gets=size_bytes / CHUNK_BYTES, fetched_bytes=size_bytes)
 
 
-def of_send(size_bytes: float) -> Use:
-    """The same of one that sends it."""
-    return Use(puts=size_bytes / CHUNK_BYTES, sent_bytes=size_bytes)
-
-
 def are_reports_listed(machines: float) -> bool:
     """Whether what so many machines say of themselves is listed, and read where it has changed: to read each
     report each time would cost more."""

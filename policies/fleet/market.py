@@ -352,8 +352,12 @@ class Offers:
         return self.is_elsewhere(name, kind) or waited_s >= probe_wait_s(kind, self._needed)
 
     def is_elsewhere(self, name: str, kind: MachineKind) -> bool:
-        """Whether one pool after the other fails, and one is left."""
-        return not kind.never_serves and self._has_other_pool(*_KINDS[name], kind.last_refusal)
+        """Whether one pool after the other fails, and one is left; where all machines are taken before they serve,
+        one that took none lately."""
+        if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
+            return False
+        records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
+        return not kind.is_always_taken or any(not record or not record.taken_in_a_row for record in records)
 
     def _has_other_pool(self, role: Role, market: Market, last: Refusal | None) -> bool:
         if last not in _OF_POOL:

@@ -30,7 +30,7 @@ from policies.fleet.objective import (
     size_words,
     zones_of,
 )
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S, PROBE_MAX_S
+from policies.model.buying import HELD_S, PROBE_MAX_S
 from policies.model.loss import steps_of_generation
 from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
@@ -126,6 +126,12 @@ class _Facts:
         return self.course is not None and self.course.is_behind
 
     @cached_property
+    def held(self) -> list[Node]:
+        """Spot nodes that have served for so long that they are taken to stay."""
+        serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
+        return [node for node in serving if self.waited_s(node.since_s) >= HELD_S]
+
+    @cached_property
     def on_demand_usd_per_h(self) -> float:
         """USD an hour of an on-demand rollout node: of those seen, else the most; 0: not known."""
         live = [*self.spot, *self.fallback]
@@ -173,7 +179,7 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
     held = _without_trainer(facts)
     compared = tuple(one for one in (sized, shortage, idle, held) if one is not None)
     changed = size != rollouts_wanted(state, spec)
-    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts, fallback)
+    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts)
     return Allocation(
         trainer=True,
         spot=size,
@@ -253,11 +259,7 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
     while the cloud does not answer: nobody knows which machines are still there."""
     if facts.snapshot.machines is None or not facts.fallback:
         return None
-    held = [
-        node
-        for node in facts.spot
-        if node.phase is NodePhase.SERVING and node.served and facts.waited_s(node.since_s) >= HELD_S
-    ]
+    held = facts.held
     if not held or (facts.course is not None and not facts.course.is_safe):
         return None
     most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
@@ -317,8 +319,7 @@ def _lacks_spot_s(facts: _Facts, present: int) -> float:
 def _last_asked_s(facts: _Facts) -> float:
     """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
     fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
-    held = any(node.phase is NodePhase.SERVING and facts.waited_s(node.since_s) >= HELD_S for node in facts.spot)
-    if not held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
+    if not facts.held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
         return 0.0
     asked = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
     return min(asked, default=facts.now_s)
@@ -362,30 +363,24 @@ def _spot_usd_per_h(facts: _Facts) -> float:
     return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
 
 
-def _asks_spot_again(facts: _Facts, fallback: int) -> bool:
-    """Whether an on-demand node is returned because a spot machine would fit under the cap an hour instead of it:
-    not while machines come or go, or one of `fallback` nodes can still be bought, nor before each has served for
-    STAYS_S, nor where the deadline depends on the only one."""
-    spec, state, snapshot = facts.spec, facts.state, facts.snapshot
-    if not facts.fallback or caps_of(state, spec).usd_per_h is None or state.phase is not RunPhase.TRAINING:
+def _asks_spot_again(facts: _Facts) -> bool:
+    """Whether an on-demand node is returned because a spot machine would fit under the cap only instead of it: not
+    while machines come or go, nor before each has served for STAYS_S, nor where the deadline depends on the only
+    node."""
+    rollouts = [node for node in facts.state.nodes.values() if node.role is Role.ROLLOUT]
+    if not facts.fallback or len(facts.spot) >= rollouts_wanted(facts.state, facts.spec):
         return False
-    if None in (snapshot.pools, snapshot.prices, snapshot.machines):
+    if any(node.phase is not NodePhase.SERVING for node in rollouts):
         return False
-    if facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
+    if any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
         return False
-    rollouts = [node for node in state.nodes.values() if node.role is Role.ROLLOUT]
     if len(rollouts) == 1 and facts.course is not None and not facts.course.is_safe:
         return False
-    settled = all(node.phase is NodePhase.SERVING for node in rollouts)
-    if not settled or any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
-        return False
-    if len(facts.spot) >= rollouts_wanted(state, spec):
+    if not facts.market.are_known or not facts.market.room(Role.ROLLOUT, Market.SPOT):
         return False
     leaves = max(facts.fallback, key=lambda node: node.usd_per_h)
-    without = [node for node in state.nodes.values() if node is not leaves]
-    with_all, with_others = (Purse(state, snapshot, spec, nodes) for nodes in (None, without))
-    if fallback > len(facts.fallback) and facts.market.has_room(with_all, Market.ON_DEMAND):
-        return False
+    others = [node for node in facts.state.nodes.values() if node is not leaves]
+    with_all, with_others = (Purse(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
     return not facts.market.has_room(with_all, Market.SPOT) and facts.market.has_room(with_others, Market.SPOT)
 
 
@@ -490,9 +485,12 @@ def _only_waits(facts: _Facts, beat: Trainer) -> bool:
 
 
 def _nothing_available(facts: _Facts) -> bool:
-    """Whether rollout nodes are refused, or fail, again and again on each market where they may be bought. A
-    launch that takes long is no lack of machines."""
-    asked = {node.kind for node in facts.state.live(Role.ROLLOUT)}
+    """Whether rollout nodes are refused, or fail, again and again on each market where they may be bought, and no
+    machine for one is there. A launch that takes long is no lack of machines."""
+    live = facts.state.live(Role.ROLLOUT)
+    if any(node.phase is not NodePhase.REQUESTED for node in live):
+        return False
+    asked = {node.kind for node in live}
     if not facts.is_spot_too_expensive:
         asked.add(kind_of(Role.ROLLOUT, _own_market(facts)))
     # That there was no money for one once says nothing: what had taken it may be gone.
@@ -509,8 +507,10 @@ KEEP, RETURN = "nodes that wait for a trainer", "returning them"
 def _without_trainer(facts: _Facts) -> Comparison | None:
     """Compare keeping the rollout nodes while the trainer has no machine with starting them again later."""
     since_s = _trainerless_since_s(facts)
+    if since_s is None or facts.snapshot.machines is None:
+        return None
     nodes = len(facts.state.live(Role.ROLLOUT))
-    if since_s is None or facts.snapshot.machines is None or not nodes:
+    if not nodes:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
     candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]
@@ -560,13 +560,7 @@ def _parked(facts: _Facts) -> Allocation:
     if all(unpaid):
         return Allocation(stops=f"there is not the money to continue: {unpaid[0]}")
     spot, on_demand = (facts.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))
-    probes: list[Market] = []
+    probes = [] if facts.is_spot_too_expensive else [_own_market(facts)]
     if facts.may_ask_both and (spot.failed_at_s >= on_demand.failed_at_s or facts.is_spot_too_expensive):
         probes.append(Market.ON_DEMAND)
-    if not facts.is_spot_too_expensive:
-        probes.append(_own_market(facts))
     return replace(kept, probes=tuple(probes), spot_too_expensive=facts.is_spot_too_expensive)
-
-
-# Where spot is asked at all, it is asked at least that often.
-ASKED_S = 2 * BACK_OFF_MAX_EXTRA_S

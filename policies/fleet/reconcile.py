@@ -1,8 +1,8 @@
 """Reconcile: the events that bring the fleet from what it is to what the plan wants.
 
-Releases come first, in one order for all nodes; then requests: on-demand nodes that replace unavailable spot, the
-trainer, rollout nodes. Each request is checked against the market (`Offers`) and the money (`Purse`), to which it
-is added, so a burst of thousands costs the same for each.
+Releases come first, in one order for all nodes; then requests: the trainer, rollout nodes, and on-demand nodes
+that replace unavailable spot. Each request is checked against the market (`Offers`) and the money (`Purse`), to
+which it is added, so a burst of thousands costs the same for each.
 
 The trainer comes first: rollout nodes can do nothing without it. Until one has trained, or been about to, none is
 requested, so a broken configuration fails on one machine instead of the whole fleet. From then on they are
@@ -20,8 +20,8 @@ from itertools import islice
 from policies.fleet.budget import PRICES_UNKNOWN, Caps, Purse
 from policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
 from policies.fleet.objective import rollouts_wanted
-from policies.fleet.plan import ASKED_S, Allocation, wanted_slots
-from policies.model.buying import HELD_S
+from policies.fleet.plan import Allocation, wanted_slots
+from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S
 from policies.model.events import (
     BudgetReached,
     BudgetRefused,
@@ -38,6 +38,7 @@ from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
 from policies.tick.snapshot import GENERATES, Snapshot
 
+ASKED_S = 2 * BACK_OFF_MAX_EXTRA_S  # where spot is asked at all, it is asked at least that often
 RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
 
 
@@ -84,7 +85,9 @@ class _Reconciler:
         self.wanted, self.market, self.state, self.snapshot, self.spec = wanted, market, state, snapshot, spec
         self.found = Changes()
         self.filling = {node.id: node for node in state.nodes.values() if node.phase in FILLING_NODE}
-        self.rollouts = {node.id for node in state.live(Role.ROLLOUT)}  # live ones
+        rollouts = [node for node in self.filling.values() if node.role is Role.ROLLOUT]
+        self.fallback = {node.id: node for node in rollouts if node.stand_in}
+        self.spot = {node.id: node for node in rollouts if not node.stand_in}  # on the market that run.yaml names
         self.requested: dict[str, int] = {}  # how many of each kind in this tick
         self.incarnations: dict[str, int] = {}  # of slots that were
         self.is_parked = not wanted.trainer
@@ -102,9 +105,13 @@ class _Reconciler:
             text = f"{wanted.spot} rollout nodes in place of {before}: {wanted.size_reason}"
             self.found.add(FleetSized(wanted.spot, before, wanted.size_reason), text)
         self._release()
-        if not wanted.releases:
+        # The first one to request takes the room under a cap: spot, unless it has just been asked in vain.
+        if self._is_spot_refused():
             self._request_fallback()
-        self._request_others()
+            self._request_others()
+        else:
+            self._request_others()
+            self._request_fallback()
         return self.found
 
     # What the whole run does.
@@ -132,7 +139,7 @@ class _Reconciler:
             return
         if self.is_parked:
             return
-        fallback, spot = self._nodes(fallback=True), self._nodes(fallback=False)
+        fallback, spot = list(self.fallback.values()), list(self.spot.values())
         surplus = [*_surplus(fallback, self.wanted.on_demand), *_surplus(spot, self.wanted.spot)]
         calm = self._nothing_generates()
         for node in sorted(surplus, key=release_order):
@@ -150,8 +157,8 @@ class _Reconciler:
 
     def _give_back(self, node: Node, why: str) -> None:
         self.found.move(node, NodePhase.TERMINATING, why)
-        self.filling.pop(node.id, None)
-        self.rollouts.discard(node.id)
+        for nodes in (self.filling, self.fallback, self.spot):
+            nodes.pop(node.id, None)
 
     def _nothing_generates(self) -> bool:
         """Whether a node can go without handing on requests; or has waited for that for long enough."""
@@ -160,60 +167,17 @@ class _Reconciler:
         sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.size.at_s
         return calm or sized_s > RETURN_WITHIN_S
 
-    def _nodes(self, *, fallback: bool) -> list[Node]:
-        nodes = self.filling.values()
-        return [node for node in nodes if node.role is Role.ROLLOUT and node.stand_in is fallback]
+    # Requests: the trainer, rollout nodes on their own market, and on demand in place of unavailable spot.
 
-    # Requests: on demand in place of unavailable spot.
-
-    def _request_fallback(self) -> None:
-        count = self.wanted.on_demand - len(self._nodes(fallback=True))
-        if self.is_parked:
-            own = market_of(Role.ROLLOUT, self.spec)
-            count = int(Market.ON_DEMAND in self.wanted.probes and own is Market.SPOT)
-        if count <= 0 or self.market.fallback_is_backing_off() or not self._trainer_is_near():
-            return
-        purse = Purse(self.state, self.snapshot, self.spec)
-        if self.is_parked:  # it must leave room for the trainer, which will be requested again
-            self.market.reserve_trainer(purse)
-        spot_first = self._must_ask_spot_first(purse)
-        if spot_first:
-            terms = self.market.terms(Role.ROLLOUT, Market.SPOT, lambda _: True)
-            purse.add(Role.ROLLOUT, terms.usd_per_h or 0.0)
-        if not self.market.are_known:
-            return
-        lacks = "is too expensive" if self.wanted.spot_too_expensive else "is unavailable"
-        words = f"on demand, for spot {lacks}", "the run is behind its deadline" if self.wanted.is_behind else ""
-        taken = {node.slot for node in self._nodes(fallback=True)}
-        for name in list(islice(self._free(taken), count)):
-            if not self._room(Role.ROLLOUT, Market.ON_DEMAND):
-                return
-            if spot_first and not self.market.has_room(purse, Market.ON_DEMAND):
-                self.found.notes.append("spot is asked before another node on demand takes the room for it")
-                return
-            if not self._buy(purse, Role.ROLLOUT, name, Market.ON_DEMAND, *words, fallback=True):
-                return
-
-    def _must_ask_spot_first(self, purse: Purse) -> bool:
-        """Whether spot, which is wanted and fits, has neither been asked nor refused lately: only then may an
-        on-demand node take its room."""
-        if self.is_parked or not self._spot_missing() or not self.market.has_room(purse, Market.SPOT):
-            return False
-        spot, name = self.market.kind(Role.ROLLOUT, Market.SPOT), kind_of(Role.ROLLOUT, Market.SPOT)
-        asked = any(node.kind == name and node.phase is NodePhase.REQUESTED for node in self.state.nodes.values())
-        refused = spot.refused_in_a_row > 0 and self.snapshot.now_s - spot.failed_at_s < ASKED_S
-        return not asked and not refused
-
-    # Requests: the trainer, and rollout nodes on their own market.
+    def _is_spot_refused(self) -> bool:
+        spot = self.market.kind(Role.ROLLOUT, Market.SPOT)
+        return spot.refused_in_a_row > 0 and self.snapshot.now_s - spot.failed_at_s < ASKED_S
 
     def _request_others(self) -> None:
         places = self._places()
         if not places:
             return
-        purse, near = Purse(self.state, self.snapshot, self.spec), self._trainer_is_near()
-        for event, _ in self.found.events:
-            if isinstance(event, NodeRequested):
-                purse.add(event.role, event.most_usd_per_h + event.disk_usd_per_h)
+        purse, near = self._purse(), self._trainer_is_near()
         closed: set[Role] = set()  # one was not to be bought, and the others are needed no more than it was
         for role, name, needed in places:
             market = market_of(role, self.spec)
@@ -232,11 +196,33 @@ class _Reconciler:
             if not self._buy(purse, role, name, market, words):
                 break
 
+    def _request_fallback(self) -> None:
+        count = self.wanted.on_demand - len(self.fallback)
+        if self.is_parked:
+            own = market_of(Role.ROLLOUT, self.spec)
+            count = int(Market.ON_DEMAND in self.wanted.probes and own is Market.SPOT and not self.requested)
+        if count <= 0 or self.wanted.releases or self.market.fallback_is_backing_off():
+            return
+        if not self._trainer_is_near():
+            return
+        purse = self._purse()
+        if self.is_parked:  # it must leave room for the trainer, which will be requested again
+            self.market.reserve_trainer(purse)
+        if not self.market.are_known:
+            return
+        lacks = "is too expensive" if self.wanted.spot_too_expensive else "is unavailable"
+        words = f"on demand, for spot {lacks}", "the run is behind its deadline" if self.wanted.is_behind else ""
+        taken = {node.slot for node in self.fallback.values()}
+        for name in list(islice(self._free(taken), count)):
+            if not self._room(Role.ROLLOUT, Market.ON_DEMAND):
+                return
+            if not self._buy(purse, Role.ROLLOUT, name, Market.ON_DEMAND, *words, fallback=True):
+                return
+
     def _places(self) -> list[tuple[Role, str, bool]]:
         """The slots to fill now: role, name, and whether the run needs it immediately."""
         if self.is_parked:
-            probes = self.wanted.probes and not self.requested
-            asks = probes and market_of(Role.ROLLOUT, self.spec) in self.wanted.probes
+            asks = market_of(Role.ROLLOUT, self.spec) in self.wanted.probes and not self.requested
             return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if asks else []
         trainer = slot_of(Role.TRAINER, 0)
         filled = {node.slot for node in self.filling.values() if not node.stand_in}
@@ -249,11 +235,11 @@ class _Reconciler:
     def _spot_missing(self) -> int:
         """How many nodes are to be requested on the market that run.yaml names. One more than `replicas.max` with
         on-demand nodes, so that spot can show that it holds and the next of them can go."""
-        fallback = len(self._nodes(fallback=True)) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
+        fallback = len(self.fallback) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
         if market_of(Role.ROLLOUT, self.spec) is Market.ON_DEMAND:
             fallback = 0
         most = self.spec.rollout.replicas.max - fallback + (fallback > 0)
-        return max(0, min(most, self.wanted.spot) - len(self._nodes(fallback=False)))
+        return max(0, min(most, self.wanted.spot) - len(self.spot))
 
     def _free(self, taken: Container[str]) -> Iterator[str]:
         """The rollout slots that are not taken; found one by one, for there may be thousands."""
@@ -266,8 +252,8 @@ class _Reconciler:
     @property
     def _present(self) -> int:
         """Rollout nodes that are there or requested."""
-        present = sum(node.role is Role.ROLLOUT for node in self.filling.values())
-        return present + sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
+        requested = sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
+        return len(self.fallback) + len(self.spot) + requested
 
     def _trainer_is_near(self) -> bool:
         """Whether the trainer has a machine on which it works, or will: what it cannot work with is known. A
@@ -282,6 +268,14 @@ class _Reconciler:
         return self.market.room(role, market) > self.requested.get(kind_of(role, market), 0)
 
     # One request.
+
+    def _purse(self) -> Purse:
+        """What is spent and runs, with what this tick has requested."""
+        purse = Purse(self.state, self.snapshot, self.spec)
+        for event, _ in self.found.events:
+            if isinstance(event, NodeRequested):
+                purse.add(event.role, event.most_usd_per_h + event.disk_usd_per_h)
+        return purse
 
     def _buy(
         self, purse: Purse, role: Role, name: str, market: Market, *words: str, fallback: bool = False
@@ -337,7 +331,9 @@ class _Reconciler:
 
     @property
     def _has_rollouts(self) -> bool:
-        return bool(self.rollouts) or any(kind.startswith(Role.ROLLOUT) for kind in self.requested)
+        nodes = self.state.nodes.values()
+        drains = any(node.role is Role.ROLLOUT and node.phase is NodePhase.DRAINING for node in nodes)
+        return drains or self._present > 0
 
     def _in_its_way(self, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
         """Return the rollout nodes, the most expensive first, without which the cap an hour has room for a

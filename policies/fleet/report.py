@@ -82,24 +82,25 @@ def _nodes_generate(tick: Tick, activity: str) -> bool:
 
 
 def _capacity(tick: Tick) -> None:
-    """The run has waited for a machine for an hour, as far as this controller has watched: without one for the
-    trainer, or without any for rollouts while the trainer works. A parked run has reported that."""
+    """The run has waited for machines for an hour, as far as this controller has watched: without one for the
+    trainer, or without a rollout node that serves while the trainer works. A parked run has reported that."""
     state = tick.state
     if state.phase is RunPhase.PARKED:
         return
-    if not state.trainer_machines:
-        _missing(tick, Role.TRAINER, state.shortages.trainer_since_s)
-        return
-    since_s = state.shortages.rollout_since_s
-    serving = [node.since_s for node in state.trainer_machines if node.phase is NodePhase.SERVING]
-    if tick.spec.rollout.replicas.max and since_s is not None and serving:
-        _missing(tick, Role.ROLLOUT, max(since_s, min(serving)))
+    trainer_since_s, since_s = state.shortages.trainer_since_s, state.shortages.rollout_since_s
+    if trainer_since_s is not None:
+        _missing(tick, Role.TRAINER, trainer_since_s)
+    elif since_s is not None and tick.spec.rollout.replicas.max:
+        serving = [node.since_s for node in state.trainer_machines if node.phase is NodePhase.SERVING]
+        if serving:
+            _missing(tick, Role.ROLLOUT, max(since_s, min(serving)))
 
 
-def _missing(tick: Tick, role: Role, since_s: float | None) -> None:
-    if since_s is None or tick.silent_s(since_s) < MISSING_S:
+def _missing(tick: Tick, role: Role, since_s: float) -> None:
+    if tick.silent_s(since_s) < MISSING_S:
         return
-    minutes = f"no {role} machine for {tick.silent_s(since_s) / 60:.0f} min"
+    lacks = "no trainer machine" if role is Role.TRAINER else "no rollout node has served"
+    minutes = f"{lacks} for {tick.silent_s(since_s) / 60:.0f} min"
     refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
     newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
     why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes

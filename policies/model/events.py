@@ -162,7 +162,7 @@ class BudgetNeared:
 
 @dataclass(frozen=True, slots=True)
 class CapacityMissing:
-    """There has been no machine of a role for an hour, though one is wanted. It is still asked for."""
+    """For an hour the trainer has had no machine, or no rollout node has served. Machines are still requested."""
 
     role: str
     since_s: float  # seconds since the epoch

@@ -56,7 +56,7 @@ from policies.model.events import (
     TrainerFenced,
     TrainerGenerates,
 )
-from policies.model.phases import LIVE_NODE, NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
 from policies.model.pools import Pool, PoolRecord, came, refused, stayed
 from policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
 from policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
@@ -368,7 +368,6 @@ def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
 
 
 # How journalled events change what is known of machines, from the order to the end, and of their work.
-_HAS_MACHINE = LIVE_NODE - {NodePhase.REQUESTED}
 
 
 def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
@@ -443,7 +442,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     state = note_moved(state, node, event, time_s)
     slot = state.slots.get(node.slot, Slot())
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
-    lost = event.phase is NodePhase.GONE and unserved
+    lost = unserved and event.phase in (NodePhase.GONE, NodePhase.DRAINING)
     state = _noting_spot(state, node, event, time_s)
     if node.stand_in:
         pass  # its slot's own tries go on beside it
@@ -453,9 +452,9 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     elif event.phase is NodePhase.SERVING:
         slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
     state = _with_slot(state, node.slot, slot)
-    came, served = node.phase is not NodePhase.REQUESTED, node.served or node.phase is NodePhase.TERMINATING
     kind = state.kinds.get(node.kind, MachineKind())
-    kind = after_move(kind, event, time_s, came=came, served=served, asked_at_s=node.requested_at_s)
+    came, at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
+    kind = after_move(kind, event, time_s, came=came, served=node.served, lost=lost, asked_at_s=at_s)
     state = _with_kind(state, node.kind, kind)
     money = state.money
     if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
@@ -488,22 +487,23 @@ def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) ->
 
 
 def _noting_machines(state: RunState, role: Role, phase: NodePhase, time_s: float) -> RunState:
-    """Note since when there has been no machine of a role, after one of `role` moved to `phase`."""
+    """Note since when the trainer has had no machine, or no rollout node has served, after one of `role` moved to
+    `phase`. Rollout machines that come and do not serve end no shortage: the trainer waits on."""
     trainer, rollout = state.shortages.trainer_since_s, state.shortages.rollout_since_s
-    if role is Role.TRAINER:  # whose machines change with its own moves alone
-        trainer = _without_since(state, Role.TRAINER, trainer, time_s)
-    if role is Role.TRAINER or rollout is None or phase in _HAS_MACHINE:
-        rollout = _without_since(state, Role.ROLLOUT, rollout, time_s)
+    if role is Role.TRAINER:
+        trainer = None if state.trainer_machines else time_s if trainer is None else trainer
+    if role is Role.TRAINER or rollout is None or phase is NodePhase.SERVING:
+        rollout = None if _has_service(state) else time_s if rollout is None else rollout
     present = [role for role, since_s in ((Role.TRAINER, trainer), (Role.ROLLOUT, rollout)) if since_s is None]
     reports = without(state.reports, *(f"{CAPACITY} {role}" for role in present)) if present else state.reports
     shortages = replace(state.shortages, trainer_since_s=trainer, rollout_since_s=rollout)
     return replace(state, shortages=shortages, reports=reports)
 
 
-def _without_since(state: RunState, role: Role, since_s: float | None, time_s: float) -> float | None:
-    if any(node.role is role and node.phase in _HAS_MACHINE for node in state.nodes.values()):
-        return None
-    return time_s if since_s is None else since_s
+def _has_service(state: RunState) -> bool:
+    """Whether a rollout node serves, or drains and completes what it has."""
+    serves = (NodePhase.SERVING, NodePhase.DRAINING)
+    return any(node.role is Role.ROLLOUT and node.served and node.phase in serves for node in state.nodes.values())
 
 
 def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:

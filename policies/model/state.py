@@ -119,7 +119,7 @@ class Shortages:
 
     spot_since_s: float | None = None  # rollout machines on spot were refused or lost, and none held before
     trainer_since_s: float | None = None  # there has been no machine for the trainer
-    rollout_since_s: float | None = None  # the same, of rollout nodes
+    rollout_since_s: float | None = None  # no rollout node has served
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -37,11 +36,9 @@ STORIES = 400
 def _acts_before_it_journals() -> AbstractContextManager[object]:
     def tick(self: Controller, now_s: float, steady_s: float) -> Decision:
         self._settle(now_s)
-        looked = self._observer.look(now_s, self._actuator.collect(), self.state)
-        if looked.machines is None:
+        snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
+        if snapshot.machines is None:
             self.broke()
-            steady_s = 0.0
-        snapshot = replace(looked, steady_s=steady_s)
         decision = self._decide(self.state, snapshot, self._spec)
         self._actuator.submit(decision.actions, self.fence)
         if decision.events:

@@ -132,7 +132,9 @@ def render(body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a chat's render request, as far as the gateway reads it."""
     prompt = rendered(body)
     limit = body.get("max_tokens") or CONTEXT - len(prompt)
-    params = {"max_tokens": limit, "structured_outputs": None, "stop_token_ids": body.get("stop_token_ids")}
+    params: dict[str, Any] = {"stop_token_ids": body.get("stop_token_ids") or []}
+    if limit != 16:  # what is vLLM's default it leaves out
+        params["max_tokens"] = limit
     reasons: Any = {"chat_template_kwargs": {}} if body.get("reasoning_effort") else None
     return {"token_ids": prompt, "sampling_params": params, "features": None, "reasoning_parser_kwargs": reasons}
 
@@ -210,6 +212,7 @@ class FakeVllm:
         self.refusal = ""  # of PUT /grpo/sampling
         self.running = 0
         self.sent = 0  # tokens
+        self.nonsense = b""  # in the place of a chat's prompt or message
         self.translated = 0  # messages to tokens, or back
         self.stalled = 0  # requests that have come to where it stalls
         self.aborted = 0
@@ -295,7 +298,7 @@ class FakeVllm:
             else:
                 said = (render if path == RENDER else derender)(request)
             await self._until(lambda: not self.deaf)
-            writer.write(_response(status, json.dumps(said).encode()))
+            writer.write(_response(status, self.nonsense or json.dumps(said).encode()))
         else:
             request = json.loads(body)
             self.asked.append(request)

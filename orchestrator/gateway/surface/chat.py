@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
-from orchestrator.gateway.job import Finished
+from orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
 from orchestrator.gateway.nodes.attempt import NodeFailed
 from orchestrator.gateway.nodes.upstream import RETRYABLE
 from orchestrator.gateway.routing.members import Members
@@ -20,14 +21,16 @@ from orchestrator.gateway.surface.admission import Refused
 from orchestrator.gateway.surface.openai_request import Chat
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
+UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
 AGAIN_S = 0.2  # after every member has failed at it
 REFUSAL_SIZE_MAX = 2000
+log = structlog.get_logger()
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
 class _Sampling(msgspec.Struct):
-    max_tokens: int
+    max_tokens: int = VLLM_DEFAULT_TOKENS  # vLLM leaves out what is its default
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
 
@@ -160,6 +163,7 @@ class Translator:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise Refused(400, f"it cannot be sent to a node: {error}") from error
         failed: set[str] = set()
+        unreadable = 0
         while True:
             link = await self._members.anyone_of(failed)
             if link is None:
@@ -170,8 +174,13 @@ class Translator:
                 status, said = await link.ask(path, body)
                 if status == 200:
                     return decoder.decode(said)
-            except (NodeFailed, msgspec.MsgspecError, ValueError, RecursionError):
+            except NodeFailed:
                 status = 0
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                status, unreadable = 0, unreadable + 1
+                log.warning("chat_answer_not_read", node=link.node, path=path, why=str(error)[:REFUSAL_SIZE_MAX])
+                if unreadable == UNREADABLE_MAX:
+                    raise Refused(502, f"{link.node} answered {path} with what is no answer: {error}") from error
             if 400 <= status < 500 and status not in RETRYABLE:
                 raise Refused(status, _why(said))
             failed.add(link.node)

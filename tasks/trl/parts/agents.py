@@ -88,6 +88,8 @@ class RunsAgents:
             return super()._generate(prompts)  # type: ignore[misc, no-any-return]  # the same
         # As texts: TRL would read each conversation as one message.
         found = list(super()._generate([""] * len(prompts)))  # type: ignore[misc]  # the same
+        # A session does not end with a token of the model's, so TRL would count each one as cut.
+        self._metrics["train" if self.model.training else "eval"].pop("completions/clipped_ratio", None)
         if self._further is None and not isinstance(prompts[0], str):
             found[3] = [_answers(session, text) for session, text in zip(self._sessions, found[3], strict=True)]
         return tuple(found)

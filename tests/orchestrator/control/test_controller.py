@@ -56,12 +56,12 @@ class Eyes:
     away = False
     cloud_away = False
 
-    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
         if self.away:
             raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))
-        snapshot = self._world.snapshot()
-        return replace(snapshot, machines=None) if self.cloud_away else snapshot
+        snapshot = replace(self._world.snapshot(), steady_s=steady_s)
+        return replace(snapshot, machines=None, steady_s=0.0) if self.cloud_away else snapshot
 
 
 class Hands:

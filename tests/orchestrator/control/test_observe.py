@@ -246,6 +246,7 @@ def test_a_snapshot_tells_absent_from_unknown() -> None:
         "rollout-0-i1": MemberStatus("rollout-0-i1", "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1)
     }
     assert (nobody.machines, full.machines) == (MACHINES, None)
+    assert (nobody.steady_s, full.steady_s) == (math.inf, 0.0)
 
 
 def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None:

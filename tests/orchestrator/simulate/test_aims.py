@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from checkpoint import journal
 from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.store import SimulatedStore
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import Zone
+from orchestrator.simulate.weather import Zone, plentiful
 from orchestrator.simulate.world import COARSE, World
+from policies.model.buying import PROBE_MAX_S
 from policies.model.events import BuyingStopped, NodeRequested
-from policies.model.vocabulary import Market, Role, role_of
+from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.stand_ins.world import spec, with_disks
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -64,6 +67,32 @@ def test_an_image_that_never_serves_costs_three_machines_and_is_stopped(nodes: i
                 assert rollouts_bought(found) <= 4, "one more to see whether it works by now"
                 return
     raise AssertionError(f"not stopped: {requests}")
+
+
+@pytest.mark.parametrize("use_spot", [{"use_spot": True}, {}], ids=["spot alone", "on demand, too"])
+@pytest.mark.parametrize("pools", [True, False])
+def test_spot_taken_before_it_serves_is_tried_ever_more_rarely(pools: bool, use_spot: dict[str, bool]) -> None:
+    """Half a day of it: 500 machines were once bought one after the other. Then spot is good again."""
+    run = spec(4)
+    run = replace(run, rollout=replace(run.rollout, resources=use_spot))
+    weather = (SPOT, replace(SPOT, name="b"), on_demand(9)) if pools else plentiful(4)
+    found = World(0, run, weather=weather, physics=Physics(), max_steps=10**9, rhythm=COARSE, logs=True)
+    found.cloud.takes_early = True
+    found.run_for(12 * HOUR_S)
+    assert found.newest is not None
+    state = found.newest.controller.state
+    assert "rollout on spot" in {name for name, kind in state.kinds.items() if kind.stopped}
+    assert rollouts_bought(found) <= 20
+    spent_usd = found.cloud.spent_usd
+    if use_spot:
+        assert state.phase is RunPhase.PARKED
+        assert spent_usd < 12.0
+    else:
+        assert found.work.made_steps > 12 * HOUR_S / 220
+    found.cloud.takes_early = False
+    found.run_for(PROBE_MAX_S + HOUR_S)
+    live = found.newest.controller.state.live(Role.ROLLOUT)
+    assert {(node.market, node.phase) for node in live} == {(Market.SPOT, NodePhase.SERVING)}
 
 
 DAY = pytest.param(24.0, marks=pytest.mark.soak)

@@ -128,4 +128,4 @@ def test_a_run_that_is_asked_to_stop_as_it_ends_has_ended() -> None:
 def test_a_run_on_spot_alone_whose_only_zone_is_lost_for_good_waits_and_breaks_no_promise() -> None:
     run = spec(2)
     run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
-    assert tell(14, run, weather=market("unclouded", 14, 2)).phase is RunPhase.PARKED
+    assert tell(22, run, weather=market("unclouded", 22, 2)).phase is RunPhase.PARKED

@@ -223,6 +223,17 @@ def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refuse
     assert (world.state.phase, len(world.stood_in)) == (RunPhase.TRAINING, 1)
 
 
+def test_many_pools_that_refuse_slowly_keep_no_node_on_demand_away() -> None:
+    """The cap has room for one of the two, and one spot pool after the other is asked for a minute."""
+    spot = [Pool("aws", "r", f"z{zone}", "m", "A:1", Market.SPOT) for zone in range(12)]
+    pools = {kind: [Pool("aws", "r", "z0", "m", "A:1", kind[1])] for kind in USD}
+    pools[Role.ROLLOUT, Market.SPOT] = spot
+    offers = tuple(PoolOffer(kind[0], pool, USD[kind]) for kind, found in pools.items() for pool in found)
+    world = two_markets(capped(usd_per_h=8.5, max_replicas=1), offers=offers, refused_after_s=60.0)
+    world.let_pass(0.3, 5.0)
+    assert len(world.stood_in) == 1
+
+
 def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() -> None:
     world = two_markets(capped(usd_per_h=10.5, max_replicas=2), no_spot=False)
     assert world.most is not None

@@ -6,7 +6,7 @@ import pytest
 
 from policies.ledger.rentals import rentals
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.fold import apply, behind_s, draft, final, fold
+from policies.model.fold import NOTICED, apply, behind_s, draft, final, fold
 from policies.model.pools import Pool
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, NodePhase, Role
@@ -39,6 +39,34 @@ def test_a_draft_leaves_the_state_that_it_was_made_of_and_ends_as_the_fold_would
     assert mappings(before) == known
     assert made == one_by_one == fold([(1, 10.0, begun), (2, 20.0, more)])
     assert not any(hasattr(one, "__setitem__") for one in (made.nodes, made.slots, made.kinds, made.pools))
+
+
+@pytest.mark.parametrize(("phase", "why"), [(NodePhase.GONE, "preempted"), (NodePhase.DRAINING, NOTICED)])
+def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: str) -> None:
+    def moved(count: int, *phases: NodePhase) -> list[Event]:
+        node = f"rollout-0-i{count}"
+        asked = NodeRequested(node, Role.ROLLOUT, "rollout-0", count, Market.SPOT, "")
+        return [asked, *(NodeMoved(node, to, why) for to in phases)]
+
+    gone = [NodePhase.GONE] if phase is NodePhase.DRAINING else []
+    history = [(1, 100.0, moved(1, NodePhase.BOOTING, NodePhase.SERVING, NodePhase.GONE))]
+    history += [(at, at * 100.0, moved(at, NodePhase.BOOTING, phase, *gone)) for at in (2, 3, 4)]
+    state = fold(history)
+    kind = state.kinds["rollout on spot"]
+    assert (kind.taken_in_a_row, kind.fails, kind.never_serves) == (3, True, False)
+    assert state.slots["rollout-0"].refusals_in_a_row == 3
+    assert state.shortages.rollout_since_s == 100.0
+    booting = fold([(5, 500.0, moved(5, NodePhase.BOOTING))], state)
+    assert (booting.kinds["rollout on spot"].fails, booting.shortages.rollout_since_s) == (True, 100.0)
+    serving = fold([(6, 600.0, [NodeMoved("rollout-0-i5", NodePhase.SERVING, "")])], booting)
+    assert (serving.kinds["rollout on spot"].fails, serving.shortages.rollout_since_s) == (False, None)
+
+
+def test_machines_that_a_zone_takes_at_once_are_one_in_a_row() -> None:
+    booting = [NodeMoved(f"rollout-{place}-i1", NodePhase.BOOTING, "") for place in range(3)]
+    taken = [NodeMoved(f"rollout-{place}-i1", NodePhase.GONE, "preempted") for place in range(3)]
+    state = fold([(1, 100.0, [asked(0), asked(1), asked(2), *booting]), (2, 200.0, taken)])
+    assert state.kinds["rollout on spot"].taken_in_a_row == 1
 
 
 DAY_S = 86400.0

@@ -527,6 +527,24 @@ async def test_what_vllm_finds_wrong_is_the_agents_error_and_no_turn(world: Worl
     assert len((await agent.trace()).branches) == 1
 
 
+async def test_a_limit_that_is_vllms_default_is_one(world: World) -> None:
+    node = await world.node("a")
+    agent = await Agent(world, sampling={}).open()
+    await agent.turn(max_tokens=16)
+    assert node.asked[0]["max_tokens"] == 16
+
+
+async def test_members_that_answer_nonsense_are_named(world: World) -> None:
+    node = await world.node("a")
+    node.nonsense = b'{"token_ids": "none"}'
+    agent = await Agent(world).open()
+    answer = await agent.ask()
+    assert answer.status_code == 502
+    assert "a answered /v1/chat/completions/render" in answer.json()["error"]["message"]
+    node.nonsense = b""
+    await agent.turn()
+
+
 async def test_messages_are_read_by_any_member_that_answers(world: World) -> None:
     a, b = await world.node("a"), await world.node("b")
     a.kill()

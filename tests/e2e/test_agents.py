@@ -1,0 +1,77 @@
+"""The example's agent with real parts: it learns, and whatever is killed in the middle of sessions, the weights
+are those of the run that nobody disturbed."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from checkpoint.store import layout
+from tests.e2e.harness import ROOT, Run, kill
+from tests.e2e.tiny import NODE_PYTHON, check_healthy, final_weights, finish, kill_trainer, reach, step
+
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
+EXAMPLE = ROOT / "examples" / "agent"
+STEPS = 16
+# A tool takes a while: so whatever is killed, sessions are in the middle.
+PAUSED = ("        for call in message.tool_calls:\n", "        await asyncio.sleep(0.3)\n")
+
+
+def agent_run(folder: Path, replicas: int, steps: int = STEPS, **rollout: Any) -> Run:
+    """The example as a run whose agent's tools take a while."""
+    spec = yaml.safe_load((EXAMPLE / "run.yaml").read_text())
+    folder.mkdir()
+    made = [str(NODE_PYTHON), EXAMPLE / "make_model.py", "--out", folder / "build"]
+    subprocess.run(made, check=True, capture_output=True)
+    spec["trainer"].pop("setup")
+    spec["trainer"]["model"] = str(folder / "build" / "model")
+    spec["trainer"]["dataset"] = str(folder / "build" / "prompts.jsonl")
+    spec["grpo"] |= {"max_steps": steps, "save_steps": 4}
+    spec["rollout"] |= {"replicas": replicas, **rollout}
+    agent = (EXAMPLE / "agent.py").read_text()
+    at, pause = PAUSED
+    assert agent.count(at) == 1
+    (folder / "agent.py").write_text(
+        agent.replace(at, pause + at).replace("import json", "import asyncio\nimport json")
+    )
+    shutil.copy(EXAMPLE / "make_model.py", folder)
+    return Run(folder, spec, NODE_PYTHON)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_sessions_survive_every_fault_and_train_the_same_weights(tmp_path: Path, staleness: int) -> None:
+    undisturbed = agent_run(tmp_path / "one", 1, max_staleness=staleness)
+    try:
+        undisturbed.cli("up", str(undisturbed.yaml), "-y", "-d")
+        finish(undisturbed)
+        assert check_healthy(undisturbed, STEPS, drift=math.inf)["tokens_regenerated"] == 0
+    finally:
+        undisturbed.end()
+
+    run = agent_run(tmp_path / "two", 2, max_staleness=staleness)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        reach(run, 2)
+        kill(run.pids("rollout-0-i1"))
+        reach(run, step(run) + 2)
+        os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
+        reach(run, step(run) + 2)
+        kill_trainer(run)
+        reach(run, step(run) + 2)
+        os.kill(run.daemon_pid, signal.SIGKILL)
+        run.cli("resume", run.url, "-d")
+        finish(run)
+        assert check_healthy(run, STEPS, drift=math.inf)["faults_survived"] >= 3
+        assert final_weights(run, STEPS) == final_weights(undisturbed, STEPS)
+        assert run.store.entries(layout.SESSIONS) == [], "sessions of finished steps are still recorded"
+    finally:
+        run.end()
