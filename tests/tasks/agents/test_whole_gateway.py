@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import orchestrator.gateway.surface.sessions
 import tasks.agents.gateway
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
@@ -129,7 +128,6 @@ async def test_model_of_another_name_costs_the_session_alone(tmp_path: Path) -> 
 async def test_agents_wait_for_a_node_longer_than_sessions_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orchestrator.gateway.surface.sessions, "KEPT_S", 1.0)
     store = Store(f"file://{tmp_path}/store")
     runner = runner_of(store, "answers")
     try:
@@ -145,9 +143,10 @@ async def test_agents_wait_for_a_node_longer_than_sessions_are_kept(
             node = await world.node("a")
             node.stalls = 2
             running = asyncio.ensure_future(complete(runner))
-            await world.until(lambda: len(node.asked) >= 3)
+            await world.until(lambda: node.stalled == len(ROWS))
             node.lose()
-            await asyncio.sleep(3.0)
+            for session in list(world.gateway.sessions._sessions.values()):
+                world.gateway.sessions._expire(session)  # as after half an hour
             await world.node("b")
             assert not [session.failed for session in await running if session.failed]
             assert len(opened) == len(ROWS), "an agent was run again"
