@@ -20,6 +20,8 @@ from policies.serving.wire import SILENT_S, Announce
 # Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
 # requests more than the least loaded one: up to there a larger batch costs a server hardly more time per token.
 TOGETHER_REQUESTS = 8
+# A turn of a session stays for longer: all that was said before would be computed again elsewhere.
+TOGETHER_TURNS = 32
 GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each a cached prompt at most
 DOUBTED_REQUESTS = 1  # for a member that failed as a whole, to prove itself
 # Nodes break one by one; a policy that no node can load is broken itself.
@@ -250,8 +252,9 @@ class Membership:
             return self._fewest_sessions(able)
         least = min(able, key=lambda row: row.outstanding)
         mate = mate or self._together.get(load.group)
+        more = (TOGETHER_TURNS if load.is_turn else TOGETHER_REQUESTS) * load.tokens
         for row in able:
-            if row.node == mate and row.outstanding < least.outstanding + TOGETHER_REQUESTS * load.tokens:
+            if row.node == mate and row.outstanding < least.outstanding + more:
                 return row
         return least
 
