@@ -423,7 +423,9 @@ class Sessions:
             turn.recorded = made
 
     def _expire(self, session: _Session) -> None:
-        if self._sessions.get(session.name) is session:
+        if session.running:  # a turn waits for a node, however long that takes
+            self._keep(session)
+        elif self._sessions.get(session.name) is session:
             log.warning("session_given_up", session=session.name, after_s=KEPT_S)
             self._end(session)
 

@@ -81,15 +81,20 @@ class RunsAgents:
 
     def _generate_and_score_completions(self: Any, inputs: list[Any]) -> dict[str, Any]:
         self._agent_rows = inputs
-        return super()._generate_and_score_completions(inputs)  # type: ignore[misc, no-any-return]  # the trainer's
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the trainer's
+        if self.rollout_func is rollout_func:
+            # A session does not end with a token of the model's, so TRL would count each one as cut. Here and not
+            # earlier: what is left out is counted again in between.
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name in metrics if "clipped_ratio" in name or "terminated_length" in name]:
+                del metrics[name]
+        return output
 
     def _generate(self: Any, prompts: list[Any]) -> tuple[Any, ...]:
         if self.rollout_func is not rollout_func:
             return super()._generate(prompts)  # type: ignore[misc, no-any-return]  # the same
         # As texts: TRL would read each conversation as one message.
         found = list(super()._generate([""] * len(prompts)))  # type: ignore[misc]  # the same
-        # A session does not end with a token of the model's, so TRL would count each one as cut.
-        self._metrics["train" if self.model.training else "eval"].pop("completions/clipped_ratio", None)
         if self._further is None and not isinstance(prompts[0], str):
             found[3] = [_answers(session, text) for session, text in zip(self._sessions, found[3], strict=True)]
         return tuple(found)

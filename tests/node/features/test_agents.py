@@ -139,11 +139,12 @@ def test_faulty_agents_cost_their_samples_alone(
     assert (first["agent/failed"], second["agent/failed"]) == (2 / GROUP, 0)
     assert (first["agent/further_branches"], second["agent/further_branches"]) == (1, 0)
     assert first["agent/untrained_tokens"] == 0
+    assert not [name for name in first if "clipped" in name or "terminated" in name]
     assert first["rewards/share_of_messages/mean"] > 0
     assert trainer.reward_func_names == ["share_of_messages", "agent"]
     assert max(row["sampling/sampling_logp_difference/max"] for row in (first, second)) < 1e-4
     assert {one.failed for one in shown if one.failed} == {*failed, "it asked for no turn"}
-    whole = next(one for one in shown if not one.failed)
+    whole = max((one for one in shown if not one.failed), key=lambda one: len(one.completion))
     assert [one.role for one in whole.completion] == ["user", "assistant"] * TURNS
     assert sum(one.tokens or 0 for one in whole.completion) == whole.tokens
     assert whole.rewards[0] is not None
@@ -185,6 +186,9 @@ def test_further_branches_are_rows_with_their_sessions_advantage(tiny: Path, tmp
     assert int(trained.sum()) == int(found["num_items_in_batch"]) == sum(sum(one.mask) for one in branches)
     apart = (found["old_per_token_logps"] - found["sampling_per_token_logps"]).abs() * trained
     assert float(apart.max()) < 1e-4
+    assert bool(found["prompt_mask"][:, -1].all() and found["completion_mask"][:, 0].all()), (
+        "a gap between the two"
+    )
     for at, branch in enumerate(branches):
         prompt = found["prompt_ids"][at][found["prompt_mask"][at] == 1].tolist()
         completion = found["completion_ids"][at][found["completion_mask"][at] == 1].tolist()
@@ -200,7 +204,7 @@ def test_failing_agent_ends_a_run_that_wants_it(
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults" / "crash").touch()
     monkeypatch.setenv(FAULTS, str(tmp_path / "faults"))
-    spec = of_agent(AgentSpec(run="rig_agents.faulty"), on_bad_reward="fail")
+    spec = of_agent(AgentSpec(run="rig_agents.faulty", tokens=100), on_bad_reward="fail")
     with open_rig(tmp_path / "rig", tiny, **spec) as rig:
         sessions_of(rig, tiny)
         trainer = rig.assemble()

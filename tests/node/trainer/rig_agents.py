@@ -69,7 +69,7 @@ async def faulty(base_url: str, api_key: str, row: dict[str, Any]) -> float | No
 async def branches(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     """Three turns, and two in a conversation of its own."""
     reward = await solve(base_url, api_key, row)
-    messages = [{"role": "user", "content": "in short?"}]
+    messages = [{"role": "user", "content": "in short, please?"}]
     for text in ("shorter!", ""):
         said = await asyncio.to_thread(ask, base_url, api_key, messages)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
