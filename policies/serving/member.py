@@ -14,6 +14,7 @@ EASE_IN_REQUESTS = 8
 # The tokens of requests that are handed over are computed again as prompts, which stalls whoever decodes there. So
 # many at a time are two of vLLM's own steps of 8,192.
 REPLAY_TOKENS_MAX = 16_384
+KV_FULL = 0.9  # of an engine's room for keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,13 @@ class Row:
     def places(self) -> int:
         """For how many more requests there is room."""
         return max(0, min(self.allowed, self.max_requests) - self.running)
+
+    @property
+    def keeps_session(self) -> bool:
+        """Whether it takes one more turn of a session that it has had: a member that is new to others has proved
+        itself to that one, and only an engine that is full cannot have the session's tokens any more."""
+        full = self.engine is not None and self.engine.waiting > 0 and self.engine.kv_usage >= KV_FULL
+        return self.running < self.max_requests and not full
 
     def takes(self, load: Load) -> bool:
         """Whether there is room for it."""

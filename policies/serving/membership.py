@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from policies.model.vocabulary import machine_of
-from policies.serving.member import EASE_IN_REQUESTS, Change, Load, Row
+from policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Row
 from policies.serving.wire import SILENT_S, Announce
 
 # Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
 # requests more than the least loaded one: up to there a larger batch costs a server hardly more time per token.
 TOGETHER_REQUESTS = 8
+# A turn of a session stays for longer: all that was said before would be computed again elsewhere.
+TOGETHER_TURNS = 32
 GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each a cached prompt at most
-KV_FULL = 0.9  # of an engine's room for keys and values
 DOUBTED_REQUESTS = 1  # for a member that failed as a whole, to prove itself
 # Nodes break one by one; a policy that no node can load is broken itself.
 EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
@@ -240,15 +241,20 @@ class Membership:
         well = tuple(row for row in serving if not row.stuck)
         others = tuple(row for row in well if row.node not in avoid)
         best = next((some for some in (others, well) if any(row.places for row in some)), serving)
-        able = [row for row in best if row.takes(load)]
+        mate = self._sessions.get(load.group) if load.is_turn else None
+        if any(row.node == mate and row.keeps_session for row in best):
+            able = [row for row in best if row.node == mate or row.takes(load)]
+        else:
+            able = [row for row in best if row.takes(load)]
         if not able:
             return None
-        if load.is_turn and load.group not in self._sessions:
+        if load.is_turn and mate is None:
             return self._fewest_sessions(able)
         least = min(able, key=lambda row: row.outstanding)
-        mate = (self._sessions if load.is_turn else self._together).get(load.group)
+        mate = mate or self._together.get(load.group)
+        more = (TOGETHER_TURNS if load.is_turn else TOGETHER_REQUESTS) * load.tokens
         for row in able:
-            if row.node == mate and row.outstanding < least.outstanding + TOGETHER_REQUESTS * load.tokens:
+            if row.node == mate and row.outstanding < least.outstanding + more:
                 return row
         return least
 

@@ -12,6 +12,7 @@ import pytest
 
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
+from policies.serving.member import EASE_IN_REQUESTS
 from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS, Branch, Trace
 from policies.serving.wire import CHAT, HEADER_POLICY
 from tests.rigs.gateway_world import World
@@ -427,6 +428,18 @@ async def test_a_session_stays_on_its_member_and_the_first_turns_spread(world: W
         [branch] = (await agent.trace()).branches
         assert len({turn.node for turn in branch.turns}) == 1
     assert [len(node.asked) for node in nodes] == [12, 12, 12]
+
+
+async def test_a_member_that_is_new_to_others_keeps_its_sessions(world: World) -> None:
+    """More sessions than a new member gets requests at a time, all at once."""
+    nodes = [await world.node(name) for name in "ab"]
+    agents = [await Agent(world, f"s{number}").open() for number in range(4 * EASE_IN_REQUESTS)]
+    for _ in range(3):
+        await asyncio.gather(*(agent.turn() for agent in agents))
+    for agent in agents:
+        for branch in (await agent.trace()).branches:
+            assert len({turn.node for turn in branch.turns}) == 1
+    assert abs(len(nodes[0].asked) - len(nodes[1].asked)) <= 3
 
 
 async def test_a_stream_is_the_answer_at_once(world: World) -> None:
