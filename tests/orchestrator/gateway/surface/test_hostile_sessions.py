@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from policies.serving.sessions import SESSIONS
+from policies.serving.sessions import HEADER_REQUEST, SESSIONS
+from policies.serving.wire import CHAT
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, Agent
 from tests.rigs.gateway_world import World
+from tests.stand_ins import fake_vllm
+
+
+def session_of(world: World, name: str = "0-1-0-0-0") -> Any:
+    return world.gateway.sessions._sessions[name]
+
+
+async def named(agent: Agent, request: str, **more: Any) -> Any:
+    """Ask under a name."""
+    body = {"messages": agent.messages, **more}
+    headers = {HEADER_REQUEST: request}
+    return await agent.world.http.post(f"{SESSIONS}/{agent.name}{CHAT}", json=body, headers=headers)
+
+
+def check_empty(world: World) -> None:
+    """Nothing is left of sessions that are over."""
+    gateway = world.gateway
+    assert len(gateway.sessions) == 0
+    assert not gateway.sessions._making
+    assert world.members._demand._open == {}
+    assert world.members._table._sessions == {}
+    assert world.members.waiting.count == 0
+    assert all(row.running == 0 for row in world.members.rows)
+    assert world.session_log._open == world.session_log._parts == {}
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
@@ -18,3 +45,26 @@ async def test_session_of_no_policy_version_leaves_gateway_intact(world: World, 
     assert "policy version" in answer.json()["error"]["message"]
     assert len(world.gateway.sessions) == 0
     await (await Agent(world).open()).turn()
+
+
+@pytest.mark.parametrize(
+    ("function", "broken"),
+    [
+        ("derender", {"choices": []}),
+        ("derender", {"choices": [{"message": {}}, {"message": {}}]}),
+        ("derender", {"choices": [{"message": {"content": 5}}]}),
+        ("render", {"token_ids": [-1], "sampling_params": {"max_tokens": 5}}),
+        ("render", {"token_ids": [2**40], "sampling_params": {"max_tokens": 5}}),
+        ("render", {"token_ids": [1], "sampling_params": {"max_tokens": -5}}),
+        ("render", [1]),
+    ],
+)
+async def test_node_that_reads_nonsense_is_not_believed(
+    world: World, monkeypatch: pytest.MonkeyPatch, function: str, broken: Any
+) -> None:
+    real, answers = getattr(fake_vllm, function), iter([broken])
+    monkeypatch.setattr(fake_vllm, function, lambda body: next(answers, None) or real(body))
+    await world.node("a")
+    await world.node("b")
+    agent = await Agent(world).open()
+    await agent.turn()
