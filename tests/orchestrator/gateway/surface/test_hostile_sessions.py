@@ -8,7 +8,7 @@ import pytest
 
 from policies.serving.sessions import HEADER_REQUEST, SESSIONS
 from policies.serving.wire import CHAT
-from tests.orchestrator.gateway.surface.test_sessions import OPEN, Agent
+from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm
 
@@ -45,6 +45,26 @@ async def test_session_of_no_policy_version_leaves_gateway_intact(world: World, 
     assert "policy version" in answer.json()["error"]["message"]
     assert len(world.gateway.sessions) == 0
     await (await Agent(world).open()).turn()
+
+
+async def test_logprobs_of_a_turn_are_its_tokens(world: World) -> None:
+    await world.node("a")
+    agent = await Agent(world).open()
+    answer = (await agent.ask(logprobs=True, return_token_ids=True)).json()
+    [choice], [branch] = answer["choices"], (await agent.trace()).branches
+    turn = branch.turns[0]
+    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    assert logprobs == branch.logprobs[turn.start : turn.end][: len(logprobs)]
+    assert choice["token_ids"] == branch.token_ids[turn.start : turn.end]
+
+
+async def test_parsed_chat_without_a_session_keeps_top_logprobs(world: World) -> None:
+    await world.node("a")
+    body = {"messages": [USER], "reasoning_effort": "high", "logprobs": True, "top_logprobs": 1, "max_tokens": 5}
+    [choice] = (await world.http.post(CHAT, json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 5
+    assert all(len(one["top_logprobs"]) == 1 for one in content)
 
 
 @pytest.mark.parametrize(
