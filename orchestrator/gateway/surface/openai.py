@@ -91,8 +91,9 @@ class OpenAI:
         opened, named = request.match_info.get("session"), request.headers.get(HEADER_SESSION)
         if (session := opened or named) is not None:
             admission.name_of(HEADER_SESSION, session)
+            openai_request.check_turn(chat)
             if opened is None:
-                self._sessions.open_if_new(session)
+                self._sessions.open_if_new(session, request.headers.get(HEADER_POLICY))
             return await self._turn(request, chat, session)
         policy = self._policy(request)
         try:
