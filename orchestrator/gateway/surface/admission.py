@@ -228,6 +228,10 @@ def check_session(said: OpenSession) -> None:
     """Raise Refused for a session that could have no turn."""
     _check_policy(said.policy)
     _check_sampling(said.sampling)
+    try:
+        msgspec.msgpack.encode(said.sampling)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise Refused(400, f"sampling that cannot be recorded: {error}") from error
     if not 0 <= said.seed < SEED_END:
         raise Refused(400, "seed is outside [0, 2**63)")
     for name, value in (("turns_max", said.turns_max), ("tokens_max", said.tokens_max)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.gateway.job import Finished, Job
 from orchestrator.gateway.surface import sessions
 from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
 from policies.serving.wire import CHAT, HEADER_POLICY
@@ -37,7 +38,8 @@ def check_empty(world: World) -> None:
     assert world.members._table._sessions == {}
     assert world.members.waiting.count == 0
     assert all(row.running == 0 for row in world.members.rows)
-    assert world.session_log._open == world.session_log._parts == {}
+    assert world.session_log._open == {}
+    assert world.session_log._parts == {}
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
@@ -290,3 +292,70 @@ async def test_node_that_reads_nonsense_is_not_believed(
     await world.node("b")
     agent = await Agent(world).open()
     await agent.turn()
+
+
+async def test_session_whose_sampling_cannot_be_recorded_is_refused(world: World) -> None:
+    answer = await world.http.put(f"{SESSIONS}/s", json={**OPEN, "sampling": {"top_k": 10**24}})
+    assert answer.status_code == 400
+    assert "sampling" in answer.json()["error"]["message"]
+    check_empty(world)
+
+
+async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> None:
+    node = await world.node("a", max_requests=1, stalls=3)
+    first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
+    asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
+    await world.until(lambda: node.stalled and world.members.waiting.count == 1)
+    waiting = next(name for name in ("second", first.name) if name not in world.members._table._sessions)
+    world.gateway.sessions.drop(waiting)
+    node.row.max_requests = node.row.allowed = 2
+    world.members.places.fill()
+    await world.until(lambda: len(world.gateway.sessions._making) == 1)
+    assert waiting not in world.members._table._sessions
+    for name in {first.name, "second"} - {waiting}:
+        world.gateway.sessions.drop(name)
+    await asyncio.gather(*asking)
+    await world.until(lambda: not world.gateway.sessions._making)
+    check_empty(world)
+
+
+async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> None:
+    await world.node("a")
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    real, made = world.completer.complete, list[Job]()
+
+    async def complete(job: Job) -> Finished:
+        finished = await real(job)
+        made.append(job)
+        await gate
+        return finished
+
+    world.completer.complete = complete  # type: ignore[method-assign]
+    agent = await Agent(world).open()
+    asking = asyncio.ensure_future(agent.ask())
+    await world.until(lambda: made)
+    gate.set_result(None)
+    world.gateway.sessions.drop(agent.name)
+    assert (await asking).status_code == 404
+    await world.until(lambda: not world.gateway.sessions._making)
+    check_empty(world)
+    assert (world.ledger.delivered, world.ledger.discarded) == (0, len(made[0].token_ids))
+
+
+async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: [len(turn.job.token_ids) for turn in session_of(world).turns.values()] == [5])
+    [turn] = session_of(world).turns.values()
+    records: list[Any] = []
+    monkeypatch.setattr(world.session_log, "append", records.append)
+    world.gateway.sessions._record_parts()
+    turn.job.start_over()
+    turn.job.token_ids += range(6)
+    turn.job.logprobs += [0.0] * 6
+    world.gateway.sessions._record_parts()
+    world.gateway.sessions._record_parts()
+    assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
+    assert node.stalled
+    asking.cancel()
