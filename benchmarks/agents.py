@@ -54,7 +54,7 @@ SESSIONS_AT_ONCE, TURNS = 64, 8
 PROMPT_WORDS, TOOL_WORDS, ANSWER_TOKENS = 60, 20, 16
 TOOL_S = 0.2  # at most
 # A model with random weights says what no text shows (pad, bos, unk), after which no prompt begins as before.
-SHOWN = [2, *range(4, 22)]
+SAMPLING: dict[str, Any] = {"max_tokens": ANSWER_TOKENS, "allowed_token_ids": [2, *range(4, 22)]}
 START_S = 300.0
 TOKEN = "the-run's-secret"
 SIDES = ("gateway", "hashed", "in turn")
@@ -253,12 +253,7 @@ def balanced(servers: list[Server], choose: Callable[[int], int]) -> Ask:
         first = choose(number)
         for at in range(len(servers)):
             server = servers[(first + at) % len(servers)]
-            body = {
-                "model": "policy",
-                "messages": messages,
-                "max_tokens": ANSWER_TOKENS,
-                "allowed_token_ids": SHOWN,
-            }
+            body = {"model": "policy", "messages": messages, **SAMPLING}
             try:  # without a seed: on CPUs vLLM ends with one where it computes a prompt in parts
                 answer = await client.post(f"{server.url}{CHAT}", json=body)
             except httpx.TransportError:
@@ -347,7 +342,7 @@ def through(url: str) -> Ask:
     client = httpx.AsyncClient(base_url=url, headers=headers, timeout=600.0, trust_env=False, limits=limits)
 
     async def ask(number: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "allowed_token_ids": SHOWN}
+        body = {"messages": messages, **SAMPLING}
         answer = await client.post(f"{SESSIONS}/s{number}{CHAT}", json=body)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()

@@ -41,9 +41,10 @@ class OpenSession:
     Args:
         policy: the version that makes all of its turns.
         seed: each turn's seed follows from this one and the turn's prompt.
-        sampling: vLLM's parameters, in the place of the agent's own.
+        sampling: vLLM's parameters, in the place of the agent's own, but for `max_tokens`.
         turns_max: requests that it may make. The next one is refused, with LIMIT_CODE.
-        tokens_max: tokens that all its turns may have together. A turn that reaches it is cut there.
+        tokens_max: tokens that all its turns may have together. A turn that reaches it is cut there; each of
+            several at a time may have what was left when it was asked for.
     """
 
     policy: PolicyRef

@@ -30,7 +30,7 @@ def agent_run(folder: Path, replicas: int, steps: int = STEPS, **rollout: Any) -
     """The example as a run whose agent's tools take a while."""
     spec = yaml.safe_load((EXAMPLE / "run.yaml").read_text())
     folder.mkdir()
-    made = [str(NODE_PYTHON), EXAMPLE / "make_model.py", "--out", folder / "build"]
+    made: list[str | Path] = [NODE_PYTHON, EXAMPLE / "make_model.py", "--out", folder / "build"]
     subprocess.run(made, check=True, capture_output=True)
     spec["trainer"].pop("setup")
     spec["trainer"]["model"] = str(folder / "build" / "model")

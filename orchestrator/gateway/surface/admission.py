@@ -23,7 +23,7 @@ from orchestrator.gateway.turns import Turns
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
 from policies.serving.sessions import OpenSession
-from policies.serving.wire import Announce, Batch, PromptLine, Sample
+from policies.serving.wire import Announce, Batch, PolicyRef, PromptLine, Sample
 
 T = TypeVar("T")
 _batch, _prompt_line = msgspec.json.Decoder(Batch), msgspec.json.Decoder(PromptLine)
@@ -216,11 +216,7 @@ def _check_address(address: str) -> None:
 
 def check_batch(batch: Batch) -> None:
     """Raise Refused for what no node could do; its prompts are checked as they come."""
-    try:
-        PolicyVersion.parse(batch.policy.version)
-    except ValueError as error:
-        raise Refused(400, str(error)) from error
-    name_of("policy", batch.policy.label)
+    _check_policy(batch.policy)
     _check_sampling(batch.sampling)
     if not (math.isfinite(batch.deadline_s) and batch.deadline_s > 0):
         raise Refused(400, f"deadline_s must be above 0, not {batch.deadline_s}")
@@ -230,13 +226,26 @@ def check_batch(batch: Batch) -> None:
 
 def check_session(said: OpenSession) -> None:
     """Raise Refused for a session that could have no turn."""
-    name_of("policy", said.policy.label)
+    _check_policy(said.policy)
     _check_sampling(said.sampling)
+    try:
+        msgspec.msgpack.encode(said.sampling)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise Refused(400, f"sampling that cannot be recorded: {error}") from error
     if not 0 <= said.seed < SEED_END:
         raise Refused(400, "seed is outside [0, 2**63)")
     for name, value in (("turns_max", said.turns_max), ("tokens_max", said.tokens_max)):
         if not 0 < value < NUMBER_END:
             raise Refused(400, f"{name} must be at least 1")
+
+
+def _check_policy(policy: PolicyRef) -> None:
+    """Raise Refused for a name that is no version's: the newest of them could not be found any more."""
+    try:
+        PolicyVersion.parse(policy.version)
+    except ValueError as error:
+        raise Refused(400, str(error)) from error
+    name_of("policy", policy.label)
 
 
 def _check_sampling(sampling: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import structlog
@@ -18,7 +18,7 @@ from orchestrator.gateway.nodes.attempt import NodeFailed
 from orchestrator.gateway.nodes.upstream import RETRYABLE
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.openai_request import Chat
+from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
 UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
@@ -30,13 +30,15 @@ T = TypeVar("T")
 
 
 class _Sampling(msgspec.Struct):
-    max_tokens: int = VLLM_DEFAULT_TOKENS  # vLLM leaves out what is its default
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = (
+        VLLM_DEFAULT_TOKENS  # vLLM leaves out what is its default
+    )
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[Token]
     sampling_params: _Sampling
     features: dict[str, Any] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
@@ -55,7 +57,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Derendered(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
 class _Error(msgspec.Struct):

@@ -91,8 +91,9 @@ class OpenAI:
         opened, named = request.match_info.get("session"), request.headers.get(HEADER_SESSION)
         if (session := opened or named) is not None:
             admission.name_of(HEADER_SESSION, session)
+            openai_request.check_turn(chat)
             if opened is None:
-                self._sessions.open_if_new(session)
+                self._sessions.open_if_new(session, request.headers.get(HEADER_POLICY))
             return await self._turn(request, chat, session)
         policy = self._policy(request)
         try:
@@ -318,10 +319,8 @@ class AnswerFormat:
         """The answer to a request that does not stream; `answers`: what the choices' texts were parsed to."""
         asked = self.asked
         kind = "chat.completion" if asked.chat else "text_completion"
-        choices = [self._whole_choice(i, one) for i, one in enumerate(finished)]
-        for choice, answer in zip(choices, answers, strict=False):
-            choice["message"], choice["finish_reason"] = answer.message, answer.finish_reason
-            choice["logprobs"] = answer.logprobs if asked.logprobs else None
+        parsed = [*answers, *[None] * (len(finished) - len(answers))]
+        choices = [self._whole_choice(i, *one) for i, one in enumerate(zip(finished, parsed, strict=True))]
         document = {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
         if asked.chat and asked.token_ids:
             document["prompt_token_ids"] = list(asked.jobs[0].prompt_token_ids or ())
@@ -335,7 +334,7 @@ class AnswerFormat:
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": answer.logprobs if self.asked.logprobs else None,
+            "logprobs": self._all_logprobs(index, answer),
             "finish_reason": answer.finish_reason,
             "stop_reason": finished.stop_reason,
         }
@@ -392,21 +391,30 @@ class AnswerFormat:
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _whole_choice(self, index: int, answer: Finished) -> dict[str, Any]:
-        asked, job = self.asked, self.asked.jobs[index]
+    def _whole_choice(self, index: int, answer: Finished, parsed: Answer | None) -> dict[str, Any]:
+        asked = self.asked
         choice: dict[str, Any] = {"index": index}
-        if asked.chat:
+        if parsed is not None:
+            choice["message"] = parsed.message
+        elif asked.chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
         else:
             choice["text"] = answer.text
-        choice["logprobs"] = self._logprobs(job, 0, len(job.token_ids))
-        choice["finish_reason"] = answer.finish_reason
+        choice["logprobs"] = self._all_logprobs(index, parsed)
+        choice["finish_reason"] = answer.finish_reason if parsed is None else parsed.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if asked.token_ids:
             choice["token_ids"] = answer.token_ids
             if not asked.chat:
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         return choice
+
+    def _all_logprobs(self, index: int, parsed: Answer | None) -> dict[str, Any] | None:
+        """Those of a whole choice. A turn of a session has no text but what it was parsed to."""
+        job = self.asked.jobs[index]
+        if parsed is not None and not job.keep_text:
+            return parsed.logprobs if self.asked.logprobs else None
+        return self._logprobs(job, 0, len(job.token_ids))
 
     def _logprobs(self, job: Job, start: int, end: int) -> dict[str, Any] | None:
         """Those of the tokens `[start:end]`, in the endpoint's form."""

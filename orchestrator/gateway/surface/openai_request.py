@@ -166,6 +166,22 @@ def of_turn(chat: Chat, job: Job) -> Asked:
     )
 
 
+def check_turn(chat: Chat) -> None:
+    """Raise Refused for what cannot be recorded as a turn of a session."""
+    if (chat.said.n or 1) != 1:
+        raise Refused(400, "a turn of a session has one choice: leave `n` out", "n", "unsupported_parameter")
+    if chat.said.top_logprobs:
+        message = "a session records the log-probability of each token that was made, and no others"
+        raise Refused(400, f"{message}: leave `top_logprobs` out", "top_logprobs", "unsupported_parameter")
+    if chat.document.get("truncate_prompt_tokens") is not None:
+        name = "truncate_prompt_tokens"
+        raise Refused(400, f"a session records whole prompts: leave `{name}` out", name, "unsupported_parameter")
+    try:
+        msgspec.msgpack.encode(chat.document["messages"])
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Refused(400, f"messages that cannot be recorded: {error}", "messages") from error
+
+
 def _usage(said: _Common) -> bool:
     return said.stream_options is not None and bool(said.stream_options.include_usage)
 

@@ -8,9 +8,11 @@ what is lost with the machine. Objects and lines are needed until their sessions
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +30,7 @@ log = structlog.get_logger()
 
 UPLOAD_S = 2.0
 HEAD_SIZE = 4  # before each record: its size
-COMPACT_SIZE = 256 * 1024 * 1024  # of the file, which is then written anew
+COMPACT_SIZE = 256 * 1024 * 1024  # of the file, which is then written anew, or twice what it had then
 
 
 class Made(msgspec.Struct, tag=True):
@@ -83,7 +85,7 @@ class Told(msgspec.Struct, tag=True):
 
 
 class Closed(msgspec.Struct, tag=True):
-    """A session that nobody opens again."""
+    """A session is over. One that is opened later under its name has nothing of it."""
 
     session: str
 
@@ -99,14 +101,15 @@ class SessionLog:
     Args:
         path: the file of this machine; None: nothing is kept but in the store.
         store: the run's, without retries; None: nothing is kept beyond this machine.
-        timeline: the trainer's: sessions of others are over.
+        timeline: the trainer's: sessions of earlier ones are over.
     """
 
     def __init__(self, path: Path | None, store: Store | None, timeline: int = 0) -> None:
         self._path, self._store, self._timeline = path, store, timeline
         self._file: int | None = None
-        self._size = 0
+        self._size = self._compact_size = 0
         self._open: dict[str, list[bytes]] = {}  # what is stored of each session, encoded
+        self._parts: dict[str, dict[tuple[bytes, int], list[bytes]]] = {}  # of each session's unfinished turns
         self._pending: list[tuple[str, bytes]] = []
         self._objects: dict[str, set[str]] = {}  # the sessions in each
         self._number = 0
@@ -123,25 +126,22 @@ class SessionLog:
             data = None
         found = list(_records(data)) if data is not None else []
         found += self._stored(is_needed=data is None)
-        closed = {one.session for one in found if isinstance(one, Closed)}
-        kept: list[Record] = [one for one in found if one.session not in closed]
-        self._rewrite(kept)
+        for record, encoded in found:
+            self._note(record, encoded)
+        kept = set(map(id, self._needed()))
+        self._rewrite()
         self._pending = [(name, one) for name, every in self._open.items() for one in every]
-        return kept
+        return [record for record, encoded in found if id(encoded) in kept]
 
     def append(self, record: Record) -> None:
-        """Write a record down before this returns; the store gets it later. A file that fails is left alone."""
+        """Write a record down before this returns; the store gets it later."""
         data = _encode(record)
+        self._note(record, data)
         if not isinstance(record, Part | Closed):
-            self._open.setdefault(record.session, []).append(data)
             self._pending.append((record.session, data))
-        elif isinstance(record, Closed):
-            self._open.pop(record.session, None)
-            for sessions in self._objects.values():
-                sessions.discard(record.session)
         self._write(data)
-        if self._size > COMPACT_SIZE:
-            self._rewrite(_decode(one) for every in self._open.values() for one in every)
+        if self._size > self._compact_size:
+            self._rewrite()
 
     async def run(self) -> None:
         """Store what is new, and delete what is not needed, for ever."""
@@ -161,14 +161,16 @@ class SessionLog:
         key = layout.sessions(self._timeline, int(time.time() * 1000), self._number)
         try:
             if pending:
-                await asyncio.to_thread(self._store.put, key, b"".join(_framed(data) for _, data in pending))
                 self._objects[key] = {session for session, _ in pending}
+                await asyncio.to_thread(self._store.put, key, b"".join(_framed(data) for _, data in pending))
+                pending = []
             if unneeded:
                 await asyncio.to_thread(self._store.delete, unneeded)
                 for one in unneeded:
                     self._objects.pop(one, None)
         except StoreError as error:
-            if key not in self._objects:
+            if pending:
+                self._objects[key] = set()  # it may have come there
                 self._pending = [*pending, *self._pending]
             if not self._is_failing:
                 log.warning("sessions_not_stored", why=str(error))
@@ -182,14 +184,44 @@ class SessionLog:
             os.close(self._file)
             self._file = None
 
-    def _stored(self, *, is_needed: bool) -> list[Record]:
+    def _note(self, record: Record, data: bytes) -> None:
+        """Know what is needed after this record."""
+        name = record.session
+        if isinstance(record, Opened):
+            self._open.setdefault(name, []).append(data)
+        elif isinstance(record, Closed):
+            self._open.pop(name, None)
+            self._parts.pop(name, None)
+            for sessions in self._objects.values():
+                sessions.discard(name)
+        elif name not in self._open:
+            return
+        elif isinstance(record, Part):
+            parts = self._parts.setdefault(name, {}).setdefault((record.key, record.number), [])
+            if record.start == 0:
+                parts.clear()
+            parts.append(data)
+        else:
+            self._open[name].append(data)
+            if isinstance(record, Made):
+                self._parts.get(name, {}).pop((record.key, record.number), None)
+
+    def _needed(self) -> Iterator[bytes]:
+        for name, every in self._open.items():
+            yield from every
+            for parts in self._parts.get(name, {}).values():
+                yield from parts
+
+    def _stored(self, *, is_needed: bool) -> list[tuple[Record, bytes]]:
         """What the store has, which is deleted once this gateway has stored it anew."""
-        found: list[Record] = []
+        found: list[tuple[Record, bytes]] = []
         if self._store is None:
             return found
         mine = layout.sessions(self._timeline, 0, 0).rpartition("/")[0]
         try:
             for entry in self._store.entries(layout.SESSIONS):
+                if entry.key[: len(mine)] > mine:  # of a newer trainer than this gateway's
+                    continue
                 if is_needed and entry.key.startswith(mine):
                     found += _records(self._store.get_or_none(entry.key) or b"")
                 self._objects[entry.key] = set()
@@ -197,51 +229,61 @@ class SessionLog:
             log.warning("stored_sessions_not_read", why=str(error))
         return found
 
-    def _rewrite(self, records: Iterable[Record]) -> None:
-        """Begin the file anew, with these alone."""
+    def _rewrite(self) -> None:
+        """Begin the file anew, with what is needed alone."""
         self.close()
-        data = [_encode(one) for one in records]
-        self._open = {}
-        for one in data:
-            record = _decode(one)
-            if not isinstance(record, Part):
-                self._open.setdefault(record.session, []).append(one)
-        self._size = 0
         if self._path is None:
             return
         new = self._path.with_suffix(".new")
         try:
-            new.write_bytes(b"".join(map(_framed, data)))
+            with new.open("wb") as out:
+                out.writelines(map(_framed, self._needed()))
             os.replace(new, self._path)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-            self._size = sum(map(len, data))
+            self._size = os.fstat(self._file).st_size
+            self._compact_size = max(COMPACT_SIZE, 2 * self._size)
         except OSError as error:
-            log.warning("sessions_not_kept", why=str(error))
+            self._give_up(error)
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
+        framed = _framed(data)
         try:
-            os.write(self._file, _framed(data))
-            self._size += HEAD_SIZE + len(data)
-        except OSError as error:  # a full disk: the store still gets it
-            log.warning("sessions_not_kept", why=str(error))
-            self.close()
+            if os.write(self._file, framed) < len(framed):
+                raise OSError(errno.ENOSPC, "the disk is full")
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._size += len(framed)
+
+    def _give_up(self, error: OSError) -> None:
+        """Do without a file, as on a full disk. One that lacks something would hide what the store has."""
+        log.warning("sessions_not_kept", why=str(error))
+        self.close()
+        self._size = 0
+        assert self._path is not None
+        for path in (self._path.with_suffix(".new"), self._path):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(HEAD_SIZE, "big") + data
 
 
-def _records(data: bytes) -> Iterable[Record]:
-    """The records in a file, up to one that was cut off."""
+def _records(data: bytes) -> Iterator[tuple[Record, bytes]]:
+    """The records in a file, decoded and as they are there, up to one that was cut off."""
     place = 0
     while place + HEAD_SIZE <= len(data):
         end = place + HEAD_SIZE + int.from_bytes(data[place : place + HEAD_SIZE], "big")
         if end > len(data):
             return
+        encoded = data[place + HEAD_SIZE : end]
         try:
-            yield _decode(data[place + HEAD_SIZE : end])
-        except (msgspec.MsgspecError, ValueError) as error:
+            record = _decode(encoded)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("session_record_not_read", why=str(error))
+        else:
+            yield record, encoded
         place = end

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 # A trainer that is started again loads its model before it opens its sessions again.
 KEPT_S = 1800.0
+HELD_S = 300.0  # that members hold the policy of a session that nobody asks
 PART_S = 0.25  # between two looks for tokens of unfinished turns
 SEED_BITS = 63
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -56,7 +57,9 @@ class _Turn:
     messages: list[dict[str, Any]] = field(default_factory=list)
     rendered: int = 0  # tokens of its prompt as vLLM rendered it
     place: int | None = None  # in which its agent was answered since the session was opened
+    askers: int = 0  # that wait for it
     recorded: int = 0  # tokens that were written down while it was under way
+    recorded_ids: list[int] | None = None  # the job's list that they are of: one that starts over has another
 
     @property
     def prompt(self) -> array[int]:
@@ -78,9 +81,10 @@ class _Session:
     opening: bytes  # what was said at its opening: turns of another are not its own
     turns: dict[tuple[bytes, int], _Turn] = field(default_factory=dict)  # by key and number
     asked: Counter[bytes] = field(default_factory=Counter)  # since it was opened
-    left: defaultdict[bytes, list[int]] = field(default_factory=lambda: defaultdict(list))  # by who went away
+    left: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))  # by who went away
     requests: dict[str, _Turn] = field(default_factory=dict)  # by the names that they were given
     places: int = 0
+    openings: int = 0
     running: int = 0  # requests of its agent that are open
     history: dict[bytes, _Turn] = field(default_factory=dict)  # by a conversation that ends with the turn's answer
     parts: dict[tuple[bytes, int], tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class _Session:
 
     def begin(self) -> None:
         """Nothing was asked for yet."""
+        self.openings += 1
         self.asked.clear()
         self.left.clear()
         self.requests.clear()
@@ -119,13 +124,20 @@ class _Session:
             self.requests[request] = turn
         turn.place, self.places = self.places, self.places + 1
 
+    def forget(self, turn: _Turn) -> None:
+        """A turn was not made: who asks for it again gets it made."""
+        self.turns.pop((turn.key, turn.number), None)
+        self.requests = {name: one for name, one in self.requests.items() if one is not turn}
+        if turn.number < self.asked[turn.key]:
+            self.left[turn.key].add(turn.number)
+
     def count_told(self) -> None:
         """Know what was asked for from what was told."""
         for turn in self.every():
             self.asked[turn.key] = max(self.asked[turn.key], turn.number + 1)
         for key, asked in self.asked.items():
             numbers = ((number, self.turns.get((key, number))) for number in range(asked))
-            self.left[key] = [number for number, turn in numbers if turn is None or turn.place is None]
+            self.left[key] = {number for number, turn in numbers if turn is None or turn.place is None}
 
 
 class Sessions:
@@ -150,7 +162,7 @@ class Sessions:
         self._members, self._completer, self._ledger = members, completer, ledger
         self._translator, self._log = translator, session_log
         self._sessions: dict[str, _Session] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._making: dict[asyncio.Task[None], tuple[_Session, _Turn]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -164,7 +176,8 @@ class Sessions:
                 self._end(session)
                 continue
             session.count_told()
-            self._keep(session)
+            # One that nobody asks or opens is over, as far as is known: its policy is not held for it.
+            self._ends_in(session, KEPT_S, self._expire)
         if self._sessions:
             log.info("sessions_taken_over", sessions=len(self._sessions))
 
@@ -172,13 +185,11 @@ class Sessions:
         """Write down unfinished turns as they grow, for ever."""
         while True:
             await asyncio.sleep(PART_S)
-            for session in self._sessions.values():
-                self._record_parts(session)
+            self._record_parts()
 
     def close(self) -> None:
         """The gateway ends: write down what there is."""
-        for session in self._sessions.values():
-            self._record_parts(session)
+        self._record_parts()
         self._log.close()
 
     def open(self, name: str, said: OpenSession) -> None:
@@ -194,10 +205,22 @@ class Sessions:
         self._log.append(Opened(name, opening, said))
         self._keep(session)
 
-    def open_if_new(self, name: str) -> None:
-        """Open a session that nobody has opened, with the newest policy, if there is one."""
-        if name not in self._sessions and self._members.wanted is not None:
-            self.open(name, OpenSession(self._members.wanted, _seed_of(name.encode())))
+    def open_if_new(self, name: str, policy: str | None = None) -> None:
+        """Open a session that nobody has opened, with the newest policy.
+
+        Args:
+            policy: the label that its agent names, if any.
+
+        Raises Refused where it is of another, or none is wanted yet.
+        """
+        session, wanted = self._sessions.get(name), self._members.wanted
+        found = session.opened.policy if session is not None else wanted
+        if found is None:
+            raise Refused(503, "no policy is wanted yet: ask again later")
+        if policy not in (None, found.label):
+            raise Refused(409, f"session {name} is of policy {found.label}, not {policy}")
+        if session is None:
+            self.open(name, OpenSession(found, _seed_of(name.encode()), recovery=self._members.recovery))
 
     def drop(self, name: str) -> None:
         """End a session, whose record is not needed any more. Raises Refused."""
@@ -213,38 +236,52 @@ class Sessions:
         discarded = sum(turn.job.discarded for turn in session.turns.values())
         return Trace(name, session.opened.policy.label, branches, discarded, session.limit)
 
-    def policy(self, name: str) -> str:
-        """The label of a session's policy. Raises Refused."""
-        return self._get(name).opened.policy.label
-
     async def ask(self, name: str, chat: Chat, request: str = "") -> tuple[Job, Finished, Answer]:
         """Return a turn: made now, or as it was recorded. It goes on when its agent goes away; then the next one
         that asks for the same gets it, or the next under the same name of a `request`. Raises Refused."""
         session = self._get(name)
-        _check(chat)
         if session.running >= TURNS_AT_ONCE_MAX:
             raise Refused(429, f"the session has {session.running} open requests already; wait for their answers")
-        self._keep(session)
         session.running += 1
-        turn: _Turn | None = None
+        openings = session.openings
+        self._keep(session)
         try:
-            turn = session.requests.get(request) or await self._turn(session, chat, request)
-            finished = await asyncio.shield(turn.finished)
-            if turn.answer is None or (chat.said.logprobs and turn.answer.logprobs is None):
-                turn.answer = await self._answer(turn, chat, finished)
-            if turn.place is None:
-                self._tell(session, turn, chat, request, turn.answer)
+            turn = await self._turn(session, chat, request)
+            return await self._told(session, turn, chat, request)
         except RequestRefused as error:
             raise Refused(error.status, str(error)) from error
         except asyncio.CancelledError:
-            if self._sessions.get(name) is session:
-                if turn is not None and turn.place is None:
-                    session.left[turn.key].append(turn.number)
-                raise
-            raise Refused(404, f"session {name} was closed", code=LOST_CODE) from None
+            self._check_open(session, openings)
+            raise
         finally:
             session.running -= 1
+            if self._sessions.get(name) is session:
+                self._keep(session)
+
+    async def _told(
+        self, session: _Session, turn: _Turn, chat: Chat, request: str
+    ) -> tuple[Job, Finished, Answer]:
+        """Wait for a turn, and tell it to its agent. One that its agent does not get is left for the next."""
+        openings = session.openings
+        turn.askers += 1
+        try:
+            finished = await asyncio.shield(turn.finished)
+            if turn.answer is None or (chat.said.logprobs and turn.answer.logprobs is None):
+                turn.answer = await self._answer(turn, chat, finished)
+            self._check_open(session, openings)
+            if turn.place is None:
+                self._tell(session, turn, chat, request, turn.answer)
+        finally:
+            turn.askers -= 1
+            is_left = not turn.askers and turn.place is None and session.openings == openings
+            if is_left and session.turns.get((turn.key, turn.number)) is turn:
+                session.left[turn.key].add(turn.number)
         return turn.job, finished, turn.answer
+
+    def _check_open(self, session: _Session, openings: int) -> None:
+        """Raise Refused if the session was closed since, or opened again: the next agent's turns are its own."""
+        if self._sessions.get(session.name) is not session or session.openings != openings:
+            raise Refused(404, f"session {session.name} was closed, or opened again", code=LOST_CODE)
 
     def _get(self, name: str) -> _Session:
         session = self._sessions.get(name)
@@ -254,14 +291,27 @@ class Sessions:
 
     async def _turn(self, session: _Session, chat: Chat, request: str) -> _Turn:
         """The turn that a chat asks for, begun if it is a new one."""
-        prompt, parent, continues = await self._prompt(session, chat)
-        tokens_left = self._check_limits(session)
+        openings = session.openings
+        if request not in session.requests:
+            prompt, parent, continues = await self._prompt(session, chat)
+            self._check_open(session, openings)
+        if request in session.requests:
+            known = session.requests[request]
+            session.left[known.key].discard(known.number)
+            return known
         sampling = {**chat.sampling, **prompt.sampling, **session.opened.sampling}
-        sampling["max_tokens"] = min(prompt.room_tokens, tokens_left)
+        sampling.pop("max_completion_tokens", None)
+        sampling["max_tokens"] = min(prompt.room_tokens, _tokens_left(session))
+        if (sampling.get("min_tokens") or 0) > sampling["max_tokens"]:
+            sampling["min_tokens"] = sampling["max_tokens"]
         ids = array("I", prompt.token_ids)
         key = blake3(ids.tobytes() + _encode(sampling)).digest(16)
-        left = session.left[key]
-        number = left.pop(0) if left else session.asked[key]
+        if left := session.left[key]:
+            number = min(left)
+            left.discard(number)
+        else:
+            _check_limits(session)
+            number = session.asked[key]
         session.asked[key] = max(session.asked[key], number + 1)
         turn = session.turns.get((key, number))
         if turn is None:
@@ -273,17 +323,6 @@ class Sessions:
         if request:
             session.requests[request] = turn
         return turn
-
-    def _check_limits(self, session: _Session) -> int:
-        """How many tokens a turn may get. Raises Refused beyond the limits."""
-        opened, made = session.opened, sum(len(turn.job.token_ids) for turn in session.every())
-        if session.asked.total() >= opened.turns_max:
-            session.limit = f"it made {opened.turns_max} requests, which is the limit of turns"
-        elif made >= opened.tokens_max:
-            session.limit = f"it was given {made} tokens, and the limit is {opened.tokens_max}"
-        else:
-            return opened.tokens_max - made
-        raise Refused(400, f"the session is at its end: {session.limit}", code=LIMIT_CODE)
 
     async def _prompt(self, session: _Session, chat: Chat) -> tuple[_SpelledPrompt, _Turn | None, bool]:
         """A chat's prompt; the turn that it continues, token by token; and whether its messages do, too."""
@@ -338,8 +377,8 @@ class Sessions:
                 self._ledger.discarded += job.discarded
         turn = _Turn(key, number, job, asyncio.get_running_loop().create_future())
         task = asyncio.ensure_future(self._make(session, turn))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._making[task] = session, turn
+        task.add_done_callback(self._ended)
         turn.finished.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return turn
 
@@ -351,16 +390,23 @@ class Sessions:
             turn.finished.cancel()
             raise
         except Exception as error:  # noqa: BLE001  # told to the one that asked, and not recorded
-            session.turns.pop((turn.key, turn.number), None)
-            session.left[turn.key].append(turn.number)
+            self._ledger.discarded += len(turn.job.token_ids)
+            session.forget(turn)
             if not turn.finished.done():
                 turn.finished.set_exception(error)
                 turn.finished.exception()  # that nobody may be there to hear it is no fault
             return
+        if turn.finished.done():  # its session ended at this moment
+            self._ledger.discarded += len(finished.token_ids)
+            return
         self._ledger.delivered += len(finished.token_ids)
         self._log.append(_made(session, turn, finished))
-        if not turn.finished.done():
-            turn.finished.set_result(finished)
+        turn.finished.set_result(finished)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        session, _ = self._making.pop(task)
+        if session.name not in self._sessions:  # it got its place as its session ended
+            self._members.end_session(session.name)
 
     async def _answer(self, turn: _Turn, chat: Chat, finished: Finished) -> Answer:
         """The message of a turn, whose tool calls have names that follow from the turn."""
@@ -412,31 +458,44 @@ class Sessions:
         elif isinstance(record, Made) and record.opening == session.opening:
             session.turns.setdefault((record.key, record.number), _taken(session, record))
 
-    def _record_parts(self, session: _Session) -> None:
-        for turn in session.turns.values():
-            made = len(turn.job.token_ids)
-            if turn.finished.done() or made == turn.recorded:
+    def _record_parts(self) -> None:
+        for session, turn in self._making.values():
+            job = turn.job
+            start = turn.recorded if job.token_ids is turn.recorded_ids else 0
+            if turn.finished.done() or len(job.token_ids) == start:
                 continue
-            start = 0 if made < turn.recorded else turn.recorded  # less of one that started over
-            ids, logprobs = turn.job.token_ids[start:], turn.job.logprobs[start:]
+            ids, logprobs = job.token_ids[start:], job.logprobs[start:]
             self._log.append(Part(session.name, session.opening, turn.key, turn.number, start, ids, logprobs))
-            turn.recorded = made
-
-    def _expire(self, session: _Session) -> None:
-        if session.running:  # a turn waits for a node, however long that takes
-            self._keep(session)
-        elif self._sessions.get(session.name) is session:
-            log.warning("session_given_up", session=session.name, after_s=KEPT_S)
-            self._end(session)
+            turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
     def _keep(self, session: _Session) -> None:
-        """Count it as an open request of its policy, and end it if nobody opens it again for KEPT_S."""
-        if session.ends is not None:
-            session.ends.cancel()
-        session.ends = asyncio.get_running_loop().call_later(KEPT_S, self._expire, session)
+        """Count it as an open request of its policy for HELD_S, and end it if nobody asks for it within KEPT_S."""
+        self._ends_in(session, HELD_S, self._release)
         if not session.is_open:
             session.is_open = True
             self._members.want(session.opened.policy, 1, session.opened.recovery)
+
+    def _ends_in(self, session: _Session, after_s: float, end: Callable[[_Session], None]) -> None:
+        if session.ends is not None:
+            session.ends.cancel()
+        session.ends = asyncio.get_running_loop().call_later(after_s, end, session)
+
+    def _release(self, session: _Session) -> None:
+        """Members need not hold its policy any more, until it is asked for."""
+        if session.running:
+            self._keep(session)
+            return
+        self._finish(session)
+        self._ends_in(session, KEPT_S - HELD_S, self._expire)
+
+    def _expire(self, session: _Session) -> None:
+        log.warning("session_given_up", session=session.name, after_s=KEPT_S)
+        self._end(session)
+
+    def _finish(self, session: _Session) -> None:
+        if session.is_open:
+            session.is_open = False
+            self._members.finish(session.opened.policy.label, 1)
 
     def _end(self, session: _Session) -> None:
         """It has no turn any more."""
@@ -447,9 +506,7 @@ class Sessions:
             if not turn.finished.done():
                 turn.finished.cancel()
         self._members.end_session(session.name)
-        if session.is_open:
-            session.is_open = False
-            self._members.finish(session.opened.policy.label, 1)
+        self._finish(session)
         self._log.append(Closed(session.name))
 
 
@@ -475,13 +532,21 @@ def _seed_of(data: bytes) -> int:
     return int.from_bytes(blake3(data).digest(8), "big") >> (64 - SEED_BITS)
 
 
-def _check(chat: Chat) -> None:
-    """Raise Refused for what cannot be recorded."""
-    if (chat.said.n or 1) != 1:
-        raise Refused(400, "a turn of a session has one choice: leave `n` out", "n", "unsupported_parameter")
-    if chat.said.top_logprobs:
-        message = "a session records the log-probability of each token that was made, and no others"
-        raise Refused(400, f"{message}: leave `top_logprobs` out", "top_logprobs", "unsupported_parameter")
+def _tokens_left(session: _Session) -> int:
+    """How many tokens a turn may get."""
+    return max(0, session.opened.tokens_max - sum(len(turn.job.token_ids) for turn in session.every()))
+
+
+def _check_limits(session: _Session) -> None:
+    """Raise Refused if the session may have no more turns."""
+    opened = session.opened
+    if session.asked.total() >= opened.turns_max:
+        session.limit = f"it made {opened.turns_max} requests, which is the limit of turns"
+    elif not _tokens_left(session):
+        session.limit = f"its answers have {opened.tokens_max} tokens, which is the limit"
+    else:
+        return
+    raise Refused(400, f"the session is at its end: {session.limit}", code=LIMIT_CODE)
 
 
 def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: int) -> Job:
@@ -541,13 +606,21 @@ def _taken(session: _Session, record: Made) -> _Turn:
 # Conversations, known by their content.
 
 # What a template may print of a message. Clients add what OpenAI's have besides, and leave out what is empty.
+_OF_PROMPT = (
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "tools",
+)
 _OF_MESSAGE = ("role", "content", "name", "tool_call_id")
 
 
 def _digests(chat: Chat) -> Iterator[tuple[int, bytes]]:
     """After each message of a chat, how many there are and a digest of them, and of what else makes the prompt."""
     document = chat.document
-    rest = {name: document.get(name) for name in ("tools", "chat_template", "chat_template_kwargs", "documents")}
+    rest = {name: document.get(name) for name in _OF_PROMPT}
     digest = blake3(_encode(rest)).digest(16)
     for count, message in enumerate(document["messages"], 1):
         digest = _with(digest, message)
@@ -559,7 +632,7 @@ def _with(digest: bytes, message: dict[str, Any]) -> bytes:
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         said["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in calls]
+        said["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
     return blake3(digest + _encode(said)).digest(16)
 
 

@@ -1,0 +1,361 @@
+"""Sessions of agents, against what no well-behaved agent, node or trainer sends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.gateway.job import Finished, Job
+from orchestrator.gateway.surface import sessions
+from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
+from policies.serving.wire import CHAT, HEADER_POLICY
+from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
+from tests.rigs.gateway_world import World
+from tests.stand_ins import fake_vllm
+from tests.stand_ins.fake_vllm import FOREVER
+
+
+def session_of(world: World, name: str = "0-1-0-0-0") -> Any:
+    return world.gateway.sessions._sessions[name]
+
+
+async def named(agent: Agent, request: str, **more: Any) -> Any:
+    """Ask under a name."""
+    body = {"messages": agent.messages, **more}
+    headers = {HEADER_REQUEST: request}
+    return await agent.world.http.post(f"{SESSIONS}/{agent.name}{CHAT}", json=body, headers=headers)
+
+
+def check_empty(world: World) -> None:
+    """Nothing is left of sessions that are over."""
+    gateway = world.gateway
+    assert len(gateway.sessions) == 0
+    assert not gateway.sessions._making
+    assert world.members._demand._open == {}
+    assert world.members._table._sessions == {}
+    assert world.members.waiting.count == 0
+    assert all(row.running == 0 for row in world.members.rows)
+    assert world.session_log._open == {}
+    assert world.session_log._parts == {}
+
+
+@pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
+async def test_session_of_no_policy_version_leaves_gateway_intact(world: World, version: str) -> None:
+    await world.node("a")
+    policy = {"version": version, "prefix": "policies/x"}
+    answer = await world.http.put(f"{SESSIONS}/odd", json={**OPEN, "policy": policy})
+    assert answer.status_code == 400
+    assert "policy version" in answer.json()["error"]["message"]
+    assert len(world.gateway.sessions) == 0
+    await (await Agent(world).open()).turn()
+
+
+async def test_last_turn_asked_for_again_is_not_beyond_the_limit(world: World) -> None:
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}, turns_max=1).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: node.stalled)
+    asking.cancel()
+    await world.until(lambda: not session_of(world).running)
+    node.change(stalls=FOREVER)
+    await agent.turn(max_tokens=20)
+    assert len(node.asked) == 1
+    assert (await agent.ask()).json()["error"]["code"] == LIMIT_CODE
+
+
+async def test_two_at_a_time_under_one_name_are_one_turn(world: World) -> None:
+    node = await world.node("a", deaf=True)
+    agent = await Agent(world).open()
+    asking = [asyncio.ensure_future(named(agent, "r")) for _ in range(2)]
+    await world.until(lambda: node.translated == 2)
+    node.change(deaf=False)
+    first, second = await asyncio.gather(*asking)
+    assert first.json()["choices"] == second.json()["choices"]
+    assert len(node.asked) == 1
+
+
+async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: World) -> None:
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(named(agent, "r", max_tokens=20))
+    await world.until(lambda: node.stalled)
+    asking.cancel()
+    await world.until(lambda: not session_of(world).running)
+    node.change(stalls=FOREVER)
+    first = await named(agent, "r", max_tokens=20)
+    second = await named(agent, "s", max_tokens=20)
+    assert first.json()["choices"] != second.json()["choices"]
+    assert len((await agent.trace()).branches) == 2
+
+
+async def test_request_refused_once_is_made_when_asked_again_by_name(world: World) -> None:
+    node = await world.node("a")
+    agent = await Agent(world).open()
+    node.refuses = lambda body: "prompt" in body
+    assert (await named(agent, "r")).status_code == 400
+    node.refuses = lambda _: False
+    assert (await named(agent, "r")).status_code == 200
+
+
+async def test_turn_whose_answer_cannot_be_read_is_made_once(world: World) -> None:
+    node = await world.node("a")
+    agent = await Agent(world).open()
+    node.refuses = lambda body: "generate_response" in body
+    assert (await agent.ask()).status_code == 400
+    node.refuses = lambda _: False
+    await agent.turn()
+    assert len(node.asked) == 1
+
+
+async def test_session_closed_while_its_prompt_is_rendered_leaves_nothing(world: World) -> None:
+    node = await world.node("a", deaf=True)
+    agent = await Agent(world).open()
+    asking = asyncio.ensure_future(agent.ask())
+    await world.until(lambda: node.translated)
+    assert (await world.http.delete(f"{SESSIONS}/{agent.name}")).status_code == 204
+    node.change(deaf=False)
+    assert (await asking).status_code == 404
+    assert node.asked == []
+    check_empty(world)
+
+
+async def test_answer_of_an_agent_before_the_opening_is_no_turn_of_the_next(world: World) -> None:
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: node.stalled)
+    again = await Agent(world, sampling={}).open()
+    node.change(stalls=FOREVER)
+    assert (await asking).status_code == 404
+    assert (await again.trace()).branches == []
+    await again.turn(max_tokens=20)
+    assert len(node.asked) == 1, "what was made already was made again"
+    await again.ask([USER], max_tokens=20)
+    assert len((await again.trace()).branches) == 2
+
+
+async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "KEPT_S", 0.2)
+    monkeypatch.setattr(sessions, "HELD_S", 0.1)
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: node.stalled)
+    await asyncio.sleep(0.5)
+    node.change(stalls=FOREVER)
+    assert (await asking).status_code == 200
+    await world.until(lambda: len(world.gateway.sessions) == 0)
+    check_empty(world)
+
+
+async def test_session_that_nobody_asks_does_not_hold_its_policy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "HELD_S", 0.2)
+    node = await world.node("a", loads=True)
+    agent = await Agent(world).open()
+    await agent.turn()
+    newer = await Agent(world, "newer", policy={"version": "0-1", "prefix": "policies/0-1"}).open()
+    await newer.turn()
+    assert node.policy == "0-1"
+    assert (await agent.trace()).policy == "0-0"
+
+
+async def test_sessions_of_an_earlier_gateway_hold_no_policy_until_asked(tmp_path: Path) -> None:
+    async with World(folder=tmp_path) as world:
+        await world.node("a")
+        agent = await Agent(world).open()
+        await agent.turn()
+        saved = (tmp_path / "turns").read_bytes()
+    (tmp_path / "turns").write_bytes(saved)
+    async with World(folder=tmp_path) as world:
+        await world.node("a")
+        assert len(world.gateway.sessions) == 1
+        assert world.members._demand._open == {}
+        agent.world = world
+        await agent.turn()
+        assert world.members._demand._open["0-0"].requests == 1
+        await world.http.delete(f"{SESSIONS}/{agent.name}")
+        check_empty(world)
+
+
+@pytest.mark.parametrize("calls", [5, True, "abc", {"a": 1}, [1, None, []], [{"function": {"arguments": {}}}]])
+async def test_tool_calls_of_odd_shapes_are_a_conversation_like_others(
+    world: World, monkeypatch: pytest.MonkeyPatch, calls: Any
+) -> None:
+    real = fake_vllm.render
+    monkeypatch.setattr(fake_vllm, "render", lambda _: real({"messages": [USER]}))
+    await world.node("a")
+    agent = await Agent(world).open()
+    answer = await agent.ask([USER, {"role": "assistant", "tool_calls": calls}, USER])
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": [{"role": "user", "content": 2**70}]}, "messages"),
+        ({"messages": [USER], "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"messages": [USER], "n": 2}, "n"),
+    ],
+)
+async def test_request_that_cannot_be_recorded_opens_no_session(
+    world: World, body: dict[str, Any], said: str
+) -> None:
+    node = await world.node("a")
+    answer = await world.http.post(CHAT, json=body, headers={HEADER_SESSION: "mine"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, said)
+    assert len(world.gateway.sessions) == 0
+    assert node.asked == []
+
+
+async def test_session_of_a_header_is_of_the_policy_that_is_named() -> None:
+    async with World(policy="") as world:
+        await world.node("a")
+        headers = {HEADER_SESSION: "mine", HEADER_POLICY: "0-1"}
+        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 503
+        world.want("0-0")
+        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 409
+        assert len(world.gateway.sessions) == 0
+        headers[HEADER_POLICY] = "0-0"
+        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 200
+
+
+async def test_session_of_a_header_leaves_the_runs_recovery(world: World) -> None:
+    await world.node("a")
+    await Agent(world, recovery="exact").open()
+    headers = {HEADER_SESSION: "mine"}
+    assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 200
+    assert world.members.recovery == "exact"
+
+
+async def test_logprobs_of_a_turn_are_its_tokens(world: World) -> None:
+    await world.node("a")
+    agent = await Agent(world).open()
+    answer = (await agent.ask(logprobs=True, return_token_ids=True)).json()
+    [choice], [branch] = answer["choices"], (await agent.trace()).branches
+    turn = branch.turns[0]
+    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    assert logprobs == branch.logprobs[turn.start : turn.end][: len(logprobs)]
+    assert choice["token_ids"] == branch.token_ids[turn.start : turn.end]
+
+
+async def test_parsed_chat_without_a_session_keeps_top_logprobs(world: World) -> None:
+    await world.node("a")
+    body = {"messages": [USER], "reasoning_effort": "high", "logprobs": True, "top_logprobs": 1, "max_tokens": 5}
+    [choice] = (await world.http.post(CHAT, json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 5
+    assert all(len(one["top_logprobs"]) == 1 for one in content)
+
+
+async def test_session_sampling_of_tokens_does_not_lift_the_limits(world: World) -> None:
+    node = await world.node("a")
+    sampling = {"max_completion_tokens": 500, "min_tokens": 50}
+    agent = await Agent(world, sampling=sampling, tokens_max=30).open()
+    await agent.turn(max_tokens=100)
+    [asked] = node.asked
+    assert (asked["max_tokens"], asked["min_tokens"]) == (30, 30)
+    assert "max_completion_tokens" not in asked
+    assert sum((await agent.trace()).branches[0].mask) == 30
+
+
+async def test_other_effort_begins_a_branch(world: World) -> None:
+    await world.node("a")
+    agent = await Agent(world).open()
+    await agent.turn(reasoning_effort="low")
+    await agent.turn(reasoning_effort="high")
+    assert len((await agent.trace()).branches) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "broken"),
+    [
+        ("derender", {"choices": []}),
+        ("derender", {"choices": [{"message": {}}, {"message": {}}]}),
+        ("derender", {"choices": [{"message": {"content": 5}}]}),
+        ("render", {"token_ids": [-1], "sampling_params": {"max_tokens": 5}}),
+        ("render", {"token_ids": [2**40], "sampling_params": {"max_tokens": 5}}),
+        ("render", {"token_ids": [1], "sampling_params": {"max_tokens": -5}}),
+        ("render", [1]),
+    ],
+)
+async def test_node_that_reads_nonsense_is_not_believed(
+    world: World, monkeypatch: pytest.MonkeyPatch, function: str, broken: Any
+) -> None:
+    real, answers = getattr(fake_vllm, function), iter([broken])
+    monkeypatch.setattr(fake_vllm, function, lambda body: next(answers, None) or real(body))
+    await world.node("a")
+    await world.node("b")
+    agent = await Agent(world).open()
+    await agent.turn()
+
+
+async def test_session_whose_sampling_cannot_be_recorded_is_refused(world: World) -> None:
+    answer = await world.http.put(f"{SESSIONS}/s", json={**OPEN, "sampling": {"top_k": 10**24}})
+    assert answer.status_code == 400
+    assert "sampling" in answer.json()["error"]["message"]
+    check_empty(world)
+
+
+async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> None:
+    node = await world.node("a", max_requests=1, stalls=3)
+    first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
+    asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
+    await world.until(lambda: node.stalled and world.members.waiting.count == 1)
+    waiting = next(name for name in ("second", first.name) if name not in world.members._table._sessions)
+    world.gateway.sessions.drop(waiting)
+    node.row.max_requests = node.row.allowed = 2
+    world.members.places.fill()
+    await world.until(lambda: len(world.gateway.sessions._making) == 1)
+    assert waiting not in world.members._table._sessions
+    for name in {first.name, "second"} - {waiting}:
+        world.gateway.sessions.drop(name)
+    await asyncio.gather(*asking)
+    await world.until(lambda: not world.gateway.sessions._making)
+    check_empty(world)
+
+
+async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> None:
+    await world.node("a")
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    real, made = world.completer.complete, list[Job]()
+
+    async def complete(job: Job) -> Finished:
+        finished = await real(job)
+        made.append(job)
+        await gate
+        return finished
+
+    world.completer.complete = complete  # type: ignore[method-assign]
+    agent = await Agent(world).open()
+    asking = asyncio.ensure_future(agent.ask())
+    await world.until(lambda: made)
+    gate.set_result(None)
+    world.gateway.sessions.drop(agent.name)
+    assert (await asking).status_code == 404
+    await world.until(lambda: not world.gateway.sessions._making)
+    check_empty(world)
+    assert (world.ledger.delivered, world.ledger.discarded) == (0, len(made[0].token_ids))
+
+
+async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.node("a", stalls=3)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: [len(turn.job.token_ids) for turn in session_of(world).turns.values()] == [5])
+    [turn] = session_of(world).turns.values()
+    records: list[Any] = []
+    monkeypatch.setattr(world.session_log, "append", records.append)
+    world.gateway.sessions._record_parts()
+    turn.job.start_over()
+    turn.job.token_ids += range(6)
+    turn.job.logprobs += [0.0] * 6
+    world.gateway.sessions._record_parts()
+    world.gateway.sessions._record_parts()
+    assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
+    assert node.stalled
+    asking.cancel()
