@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from orchestrator.gateway.job import Finished, Job
@@ -359,3 +360,16 @@ async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypat
     assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
     assert node.stalled
     asking.cancel()
+
+
+@pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"stream": True}])
+async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str, Any]) -> None:
+    """vLLM's completions report the token that was made among the likeliest, its chats only as many as asked."""
+    await world.node("a")
+    body = {"messages": [USER], "logprobs": True, "max_tokens": 5, **more}
+    answer = await world.http.post(CHAT, json=body)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line and "[DONE]" not in line]
+    choices = [choice for line in lines for choice in msgspec.json.decode(line)["choices"]]
+    content = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())]
+    assert len(content) == 5
+    assert all(one["top_logprobs"] == [] for one in content)
