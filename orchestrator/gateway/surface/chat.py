@@ -21,6 +21,7 @@ from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
 AGAIN_S = 0.2  # after every member has failed at it
+AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
 REFUSAL_SIZE_MAX = 2000
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class Translator:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._failed: dict[str, float] = {}  # members, and when they last did
 
     async def prompt(self, chat: Chat) -> Prompt:
         """Return the prompt of a chat, however long there is no member. Raises Refused for one that has none."""
@@ -159,22 +161,28 @@ class Translator:
             body = _encode(document)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise Refused(400, f"it cannot be sent to a node: {error}") from error
-        failed: set[str] = set()
+        now = asyncio.get_running_loop().time
+        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOIDED_S}
+        failed, again = set(self._failed), False
         while True:
             link = await self._members.anyone_of(failed)
             if link is None:
                 failed.clear()
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AGAIN_S if again else 0.0)
+                again = True
                 continue
             try:
                 status, said = await link.ask(path, body)
                 if status == 200:
-                    return decoder.decode(said)
+                    found = decoder.decode(said)
+                    self._failed.pop(link.node, None)
+                    return found
             except (NodeFailed, msgspec.MsgspecError, ValueError, RecursionError):
                 status = 0
             if 400 <= status < 500 and status not in RETRYABLE:
                 raise Refused(status, _why(said))
             failed.add(link.node)
+            self._failed[link.node] = now()
 
 
 def _is_set(name: str, value: Any) -> bool:
@@ -184,5 +192,5 @@ def _is_set(name: str, value: Any) -> bool:
 def _why(said: bytes) -> str:
     try:
         return msgspec.json.decode(said, type=_Errors).error.message[:REFUSAL_SIZE_MAX]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return said[:REFUSAL_SIZE_MAX].decode(errors="replace")

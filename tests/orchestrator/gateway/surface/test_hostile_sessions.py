@@ -373,3 +373,24 @@ async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str,
     content = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())]
     assert len(content) == 5
     assert all(one["top_logprobs"] == [] for one in content)
+
+
+async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    asked = list[str]()
+
+    def fails(body: dict[str, Any]) -> bool:
+        if "prompt" in body:
+            return False
+        asked.append("a")
+        raise ConnectionError
+
+    a.change(refuses=fails)
+    agent = await Agent(world).open()
+    for _ in range(4):
+        b.row.outstanding += 1  # a is the one with least to do
+        await agent.turn()
+    assert len(asked) == 1
+    b.lose()
+    a.change(refuses=lambda _: False)
+    await agent.turn()
