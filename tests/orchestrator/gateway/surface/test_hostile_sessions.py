@@ -44,7 +44,7 @@ def check_empty(world: World) -> None:
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
-async def test_session_of_no_policy_version_leaves_gateway_intact(world: World, version: str) -> None:
+async def test_session_of_no_policy_version_is_refused(world: World, version: str) -> None:
     await world.node("a")
     policy = {"version": version, "prefix": "policies/x"}
     answer = await world.http.put(f"{SESSIONS}/odd", json={**OPEN, "policy": policy})
@@ -111,7 +111,7 @@ async def test_turn_whose_answer_cannot_be_read_is_made_once(world: World) -> No
     assert len(node.asked) == 1
 
 
-async def test_session_closed_while_its_prompt_is_rendered_leaves_nothing(world: World) -> None:
+async def test_session_closed_during_render_leaves_nothing(world: World) -> None:
     node = await world.node("a", deaf=True)
     agent = await Agent(world).open()
     asking = asyncio.ensure_future(agent.ask())
@@ -123,7 +123,7 @@ async def test_session_closed_while_its_prompt_is_rendered_leaves_nothing(world:
     check_empty(world)
 
 
-async def test_answer_of_an_agent_before_the_opening_is_no_turn_of_the_next(world: World) -> None:
+async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -165,7 +165,7 @@ async def test_session_that_nobody_asks_does_not_hold_its_policy(
     assert (await agent.trace()).policy == "0-0"
 
 
-async def test_sessions_of_an_earlier_gateway_hold_no_policy_until_asked(tmp_path: Path) -> None:
+async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         await world.node("a")
         agent = await Agent(world).open()
@@ -184,7 +184,7 @@ async def test_sessions_of_an_earlier_gateway_hold_no_policy_until_asked(tmp_pat
 
 
 @pytest.mark.parametrize("calls", [5, True, "abc", {"a": 1}, [1, None, []], [{"function": {"arguments": {}}}]])
-async def test_tool_calls_of_odd_shapes_are_a_conversation_like_others(
+async def test_tool_calls_of_odd_shapes_are_accepted(
     world: World, monkeypatch: pytest.MonkeyPatch, calls: Any
 ) -> None:
     real = fake_vllm.render
@@ -295,7 +295,7 @@ async def test_node_that_reads_nonsense_is_not_believed(
     await agent.turn()
 
 
-async def test_session_whose_sampling_cannot_be_recorded_is_refused(world: World) -> None:
+async def test_sampling_that_cannot_be_recorded_is_refused(world: World) -> None:
     answer = await world.http.put(f"{SESSIONS}/s", json={**OPEN, "sampling": {"top_k": 10**24}})
     assert answer.status_code == 400
     assert "sampling" in answer.json()["error"]["message"]
@@ -394,3 +394,12 @@ async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
     b.lose()
     a.change(refuses=lambda _: False)
     await agent.turn()
+
+
+async def test_refusal_that_is_no_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.node("a", refuses=lambda _: True)
+    real, odd = fake_vllm._response, b'{"error":{"message":"\xff"}}'
+    monkeypatch.setattr(fake_vllm, "_response", lambda status, body=b"": real(status, odd if body else body))
+    answer = await (await Agent(world).open()).ask()
+    assert answer.status_code == 400
+    assert node.translated == 1
