@@ -23,6 +23,7 @@ from policies.serving.wire import DERENDER, MODEL, RENDER
 
 UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
 AGAIN_S = 0.2  # after every member has failed at it
+AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
 REFUSAL_SIZE_MAX = 2000
 log = structlog.get_logger()
 _encode = msgspec.json.Encoder().encode
@@ -102,6 +103,7 @@ class Translator:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._failed: dict[str, float] = {}  # members, and when they last did
 
     async def prompt(self, chat: Chat) -> Prompt:
         """Return the prompt of a chat, however long there is no member. Raises Refused for one that has none."""
@@ -164,18 +166,22 @@ class Translator:
             body = _encode(document)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise Refused(400, f"it cannot be sent to a node: {error}") from error
-        failed: set[str] = set()
-        unreadable = 0
+        now = asyncio.get_running_loop().time
+        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOIDED_S}
+        failed, again, unreadable = set(self._failed), False, 0
         while True:
             link = await self._members.anyone_of(failed)
             if link is None:
                 failed.clear()
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AGAIN_S if again else 0.0)
+                again = True
                 continue
             try:
                 status, said = await link.ask(path, body)
                 if status == 200:
-                    return decoder.decode(said)
+                    found = decoder.decode(said)
+                    self._failed.pop(link.node, None)
+                    return found
             except NodeFailed:
                 status = 0
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -186,6 +192,7 @@ class Translator:
             if 400 <= status < 500 and status not in RETRYABLE:
                 raise Refused(status, _why(said))
             failed.add(link.node)
+            self._failed[link.node] = now()
 
 
 def _is_set(name: str, value: Any) -> bool:
@@ -195,5 +202,5 @@ def _is_set(name: str, value: Any) -> bool:
 def _why(said: bytes) -> str:
     try:
         return msgspec.json.decode(said, type=_Errors).error.message[:REFUSAL_SIZE_MAX]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return said[:REFUSAL_SIZE_MAX].decode(errors="replace")

@@ -422,9 +422,12 @@ class AnswerFormat:
             return None
         tokens, logprobs, top = job.tokens[start:end], job.logprobs[start:end], job.top_logprobs[start:end]
         if self.asked.chat:
-            likeliest = top or [{} for _ in tokens]
+            likeliest, most = top or [{} for _ in tokens], self.asked.chat.said.top_logprobs or 0
             content = [
-                {**_chat_logprob(token, value), "top_logprobs": [_chat_logprob(*one) for one in others.items()]}
+                {
+                    **_chat_logprob(token, value),
+                    "top_logprobs": [_chat_logprob(*one) for one in others.items()][:most],
+                }
                 for token, value, others in zip(tokens, logprobs, likeliest, strict=True)
             ]
             return {"content": content}

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from orchestrator.gateway.job import Finished, Job
@@ -43,7 +44,7 @@ def check_empty(world: World) -> None:
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
-async def test_session_of_no_policy_version_leaves_gateway_intact(world: World, version: str) -> None:
+async def test_session_of_no_policy_version_is_refused(world: World, version: str) -> None:
     await world.node("a")
     policy = {"version": version, "prefix": "policies/x"}
     answer = await world.http.put(f"{SESSIONS}/odd", json={**OPEN, "policy": policy})
@@ -110,7 +111,7 @@ async def test_turn_whose_answer_cannot_be_read_is_made_once(world: World) -> No
     assert len(node.asked) == 1
 
 
-async def test_session_closed_while_its_prompt_is_rendered_leaves_nothing(world: World) -> None:
+async def test_session_closed_during_render_leaves_nothing(world: World) -> None:
     node = await world.node("a", deaf=True)
     agent = await Agent(world).open()
     asking = asyncio.ensure_future(agent.ask())
@@ -122,7 +123,7 @@ async def test_session_closed_while_its_prompt_is_rendered_leaves_nothing(world:
     check_empty(world)
 
 
-async def test_answer_of_an_agent_before_the_opening_is_no_turn_of_the_next(world: World) -> None:
+async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -164,7 +165,7 @@ async def test_session_that_nobody_asks_does_not_hold_its_policy(
     assert (await agent.trace()).policy == "0-0"
 
 
-async def test_sessions_of_an_earlier_gateway_hold_no_policy_until_asked(tmp_path: Path) -> None:
+async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         await world.node("a")
         agent = await Agent(world).open()
@@ -183,7 +184,7 @@ async def test_sessions_of_an_earlier_gateway_hold_no_policy_until_asked(tmp_pat
 
 
 @pytest.mark.parametrize("calls", [5, True, "abc", {"a": 1}, [1, None, []], [{"function": {"arguments": {}}}]])
-async def test_tool_calls_of_odd_shapes_are_a_conversation_like_others(
+async def test_tool_calls_of_odd_shapes_are_accepted(
     world: World, monkeypatch: pytest.MonkeyPatch, calls: Any
 ) -> None:
     real = fake_vllm.render
@@ -294,7 +295,7 @@ async def test_node_that_reads_nonsense_is_not_believed(
     await agent.turn()
 
 
-async def test_session_whose_sampling_cannot_be_recorded_is_refused(world: World) -> None:
+async def test_sampling_that_cannot_be_recorded_is_refused(world: World) -> None:
     answer = await world.http.put(f"{SESSIONS}/s", json={**OPEN, "sampling": {"top_k": 10**24}})
     assert answer.status_code == 400
     assert "sampling" in answer.json()["error"]["message"]
@@ -359,3 +360,46 @@ async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypat
     assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
     assert node.stalled
     asking.cancel()
+
+
+@pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"stream": True}])
+async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str, Any]) -> None:
+    """vLLM's completions report the token that was made among the likeliest, its chats only as many as asked."""
+    await world.node("a")
+    body = {"messages": [USER], "logprobs": True, "max_tokens": 5, **more}
+    answer = await world.http.post(CHAT, json=body)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line and "[DONE]" not in line]
+    choices = [choice for line in lines for choice in msgspec.json.decode(line)["choices"]]
+    content = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())]
+    assert len(content) == 5
+    assert all(one["top_logprobs"] == [] for one in content)
+
+
+async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    asked = list[str]()
+
+    def fails(body: dict[str, Any]) -> bool:
+        if "prompt" in body:
+            return False
+        asked.append("a")
+        raise ConnectionError
+
+    a.change(refuses=fails)
+    agent = await Agent(world).open()
+    for _ in range(4):
+        b.row.outstanding += 1  # a is the one with least to do
+        await agent.turn()
+    assert len(asked) == 1
+    b.lose()
+    a.change(refuses=lambda _: False)
+    await agent.turn()
+
+
+async def test_refusal_that_is_no_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await world.node("a", refuses=lambda _: True)
+    real, odd = fake_vllm._response, b'{"error":{"message":"\xff"}}'
+    monkeypatch.setattr(fake_vllm, "_response", lambda status, body=b"": real(status, odd if body else body))
+    answer = await (await Agent(world).open()).ask()
+    assert answer.status_code == 400
+    assert node.translated == 1
