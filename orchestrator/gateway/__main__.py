@@ -11,6 +11,7 @@ leaves the requests under way to the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -45,6 +46,7 @@ log = structlog.get_logger()
 
 TURNS = "gateway-sessions"  # the file of the turns of sessions
 LEFT = "gateway-requests"  # the file of the requests that one gateway leaves to the next
+LAST_FLUSH_S = 3.0  # for the store, at the end
 GC_OBJECTS = 100_000  # made and not freed before garbage is looked for
 
 
@@ -116,6 +118,9 @@ async def serve(
     if left is not None:
         gateway.kept.save(left)
     gateway.sessions.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_FLUSH_S):
+            await session_log.flush()
     await gateway.members.close()
 
 

@@ -13,7 +13,6 @@ from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.records.rollouts import Session
 from checkpoint.store.run_store import Store
-from policies.serving.sessions import OpenSession
 from policies.serving.wire import PolicyRef
 from policies.tick.snapshot import Trainer
 from tasks.agents.gateway import Gateway
@@ -123,32 +122,3 @@ async def test_model_of_another_name_costs_the_session_alone(tmp_path: Path) -> 
     [found, *_] = await calm(tmp_path, "misnames")
     assert found.failed.startswith("HTTPError: HTTP Error 404")
     assert found.branches == []
-
-
-async def test_agents_wait_for_a_node_longer_than_sessions_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store(f"file://{tmp_path}/store")
-    runner = runner_of(store, "answers")
-    try:
-        async with World() as world:
-            announce(store, world)
-            opened, open_session = list[str](), world.gateway.sessions.open
-
-            def noted(name: str, said: OpenSession) -> None:
-                opened.append(name)
-                open_session(name, said)
-
-            monkeypatch.setattr(world.gateway.sessions, "open", noted)
-            node = await world.node("a")
-            node.stalls = 2
-            running = asyncio.ensure_future(complete(runner))
-            await world.until(lambda: node.stalled == len(ROWS))
-            node.lose()
-            for session in list(world.gateway.sessions._sessions.values()):
-                world.gateway.sessions._expire(session)  # as after half an hour
-            await world.node("b")
-            assert not [session.failed for session in await running if session.failed]
-            assert len(opened) == len(ROWS), "an agent was run again"
-    finally:
-        await asyncio.to_thread(runner.close)
