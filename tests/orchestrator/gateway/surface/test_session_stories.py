@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
+from orchestrator.gateway.surface import sessions
 from policies.serving.sessions import HEADER_REQUEST, SESSIONS
 from policies.serving.wire import CHAT
 from tests.budget import HANG_S
@@ -172,7 +173,10 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_sessions_are_the_same_whatever_is_lost(tmp_path: Path, seed: int) -> None:
+async def test_sessions_are_the_same_whatever_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(sessions, "PART_S", 0.01)  # turns are shorter than real ones, too
     async with asyncio.timeout(HANG_S):
         quiet = Story(tmp_path / "quiet", seed)
         quiet.folder.mkdir()
