@@ -85,7 +85,7 @@ def main(control: int, import_path: str) -> None:
     host.sendall(msgspec.json.encode(why) + b"\n")
     if why:
         return
-    keepers: set[int] = set()
+    keepers = {child.pid for child in psutil.Process().children()}  # and what the import has started
     signal.signal(signal.SIGCHLD, lambda *_: _reap(keepers))
     while True:
         _, descriptors, _, _ = socket.recv_fds(host, 1, 1)
@@ -116,7 +116,7 @@ def _reap(keepers: set[int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = found
-            if pid in keepers and status != 0:
+            if pid not in keepers or status != 0:  # with one that was left behind, what it had started comes here
                 for left in psutil.Process().children():
                     if left.pid not in keepers:
                         _kill_tree(left)
