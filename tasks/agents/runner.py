@@ -268,8 +268,12 @@ class AgentSource(RolloutSource):
             if session.failed and self._rule == "fail":
                 raise BadReward(f"trainer.agent: {session.failed}; session {session.session}")
 
+    def _store_rollout(self, rollout: Rollout) -> None:
+        super()._store_rollout(rollout)
+        self._runner.forget(rollout.sessions)
+
     def complete(self, *args: Any, **kwargs: Any) -> Rollout:
-        """The same; the gateway drops the sessions then, also those that a trainer has stored that died since."""
+        """The same. The gateway drops the sessions also of a call that was stored by a trainer that died then."""
         rollout = super().complete(*args, **kwargs)
         self._runner.forget(rollout.sessions)
         return rollout
