@@ -204,6 +204,7 @@ class FakeVllm:
         self.breaks: bytes | None = None  # sent in place of all events but the first
         self.extra = b""  # sent after every answer
         self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False  # answers 400 to these
+        self.stumbles: Callable[[dict[str, Any]], bool] = lambda _: False  # over these chats: answers 500
         self.unequal = ""  # its last bits differ from those of a node with another such name
         self.done = True  # ends its answers
         self.at_a_time = FOREVER  # requests that its engine works at; the others wait in their order
@@ -296,7 +297,12 @@ class FakeVllm:
             elif self.refuses(request):
                 status, said = 400, {"error": {"message": "no such template", "code": 400}}
             else:
-                said = (render if path == RENDER else derender)(request)
+                try:
+                    said = (render if path == RENDER else derender)(request)
+                except (KeyError, TypeError, AttributeError, ValueError) as error:  # as vLLM's checks would
+                    status, said = 400, {"error": {"message": f"no chat: {error!r}", "code": 400}}
+            if self.stumbles(request):
+                status, said = 500, {"error": {"message": "the template failed", "code": 500}}
             await self._until(lambda: not self.deaf)
             writer.write(_response(status, self.nonsense or json.dumps(said).encode()))
         else:

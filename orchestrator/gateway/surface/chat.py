@@ -22,6 +22,8 @@ from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
 UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
+# Answers of 5xx: no engine takes part in these, so the chat is at fault, as where a template fails over it.
+STUMBLED_MAX = 3
 AGAIN_S = 0.2  # after every member has failed at it
 AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
 REFUSAL_SIZE_MAX = 2000
@@ -168,7 +170,7 @@ class Translator:
             raise Refused(400, f"it cannot be sent to a node: {error}") from error
         now = asyncio.get_running_loop().time
         self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOIDED_S}
-        failed, again, unreadable = set(self._failed), False, 0
+        failed, again, unreadable, stumbled = set(self._failed), False, 0, 0
         while True:
             link = await self._members.anyone_of(failed)
             if link is None:
@@ -191,6 +193,10 @@ class Translator:
                     raise Refused(502, f"{link.node} answered {path} with what is no answer: {error}") from error
             if 400 <= status < 500 and status not in RETRYABLE:
                 raise Refused(status, _why(said))
+            if status >= 500:
+                stumbled += 1
+                if stumbled == STUMBLED_MAX:
+                    raise Refused(422, f"no node can read the chat: {_why(said)}")
             failed.add(link.node)
             self._failed[link.node] = now()
 

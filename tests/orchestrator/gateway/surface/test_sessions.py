@@ -559,6 +559,18 @@ async def test_members_that_answer_nonsense_are_named(world: World) -> None:
     await agent.turn()
 
 
+async def test_a_chat_over_which_every_template_fails_is_refused(world: World) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    agent = await Agent(world).open()
+    a.stumbles = lambda _: True
+    await agent.turn()
+    b.stumbles = lambda _: True
+    answer = await agent.ask()
+    assert answer.status_code == 422
+    assert "the template failed" in answer.json()["error"]["message"]
+    assert len((await agent.trace()).branches) == 1
+
+
 async def test_messages_are_read_by_any_member_that_answers(world: World) -> None:
     a, b = await world.node("a"), await world.node("b")
     a.kill()
