@@ -90,6 +90,7 @@ REFUSED_VLLM = {
     "seed": "every request carries its own seed, derived from grpo.seed",
     "middleware": "the nodes have one, which guards the policy they hold",
     "worker-extension-cls": "the nodes have one, by which a completion can go on at another",
+    "enable-scale-out": "it is on: the gateway has chats turned into tokens, and tokens into messages",
     "logprobs-mode": "it is what importance sampling needs",
     "root-path": _CLOSED,
     "ssl-keyfile": _CLOSED,
