@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.security import identity
 from checkpoint.stream import manifest
-from policies.serving.wire import PolicyRef
+from policies.serving.wire import CHAT, COMPLETIONS, RENDER, PolicyRef
 from tests.budget import HANG_S, until
 from tests.node.rollout.engines import HOST, TOKEN, Lab, completions, largest_difference
 from tests.stand_ins.strangers import check_closed
@@ -58,15 +58,16 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
         "X-Grpo-Policy": "0-1",
     }
     chat = {"model": "policy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
-    for path, asked in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+    for path, asked in ((COMPLETIONS, body), (RENDER, chat)):
         assert http.post(f"{node}{path}", json=asked, headers=right).status_code == 200
         for name, value, status in (
             ("Authorization", "Bearer wrong", 401),
             ("X-Grpo-Boot", "another", 409),
-            ("X-Grpo-Policy", "0-0", 409),
+            ("X-Grpo-Policy", "0-0", 409 if path == COMPLETIONS else 200),  # no weights take part in the other
         ):
             answer = http.post(f"{node}{path}", json=asked, headers={**right, name: value})
             assert answer.status_code == status
+    assert http.post(f"{node}{CHAT}", json=chat, headers=right).status_code == 404
     assert http.get(f"{node}/health").status_code == 401
     assert http.get(f"{node}/metrics").status_code == 401
     assert "vllm:num_requests_running" in http.get(f"{node}/metrics", headers=right).text
