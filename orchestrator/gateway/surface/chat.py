@@ -22,7 +22,8 @@ from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
 UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
-# Answers of 5xx: no engine takes part in these, so the chat is at fault, as where a template fails over it.
+# Answers of 500: no engine takes part, so the chat is at fault, as where a template fails over it. 502 to 504 are
+# a server that is not there, and pass.
 STUMBLED_MAX = 3
 AGAIN_S = 0.2  # after every member has failed at it
 AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
@@ -33,9 +34,8 @@ T = TypeVar("T")
 
 
 class _Sampling(msgspec.Struct):
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = (
-        VLLM_DEFAULT_TOKENS  # vLLM leaves out what is its default
-    )
+    # vLLM leaves out what is its default.
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = VLLM_DEFAULT_TOKENS
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
 
@@ -193,7 +193,7 @@ class Translator:
                     raise Refused(502, f"{link.node} answered {path} with what is no answer: {error}") from error
             if 400 <= status < 500 and status not in RETRYABLE:
                 raise Refused(status, _why(said))
-            if status >= 500:
+            if status == 500:
                 stumbled += 1
                 if stumbled == STUMBLED_MAX:
                     raise Refused(422, f"no node can read the chat: {_why(said)}")

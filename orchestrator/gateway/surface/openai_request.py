@@ -110,11 +110,6 @@ class Chat:
     document: dict[str, Any]
     sampling: dict[str, Any]
 
-    @property
-    def limit(self) -> int | None:
-        """How many tokens the answer may get."""
-        return self.said.max_completion_tokens or self.said.max_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:

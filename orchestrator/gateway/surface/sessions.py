@@ -70,9 +70,6 @@ class _Turn:
         """Its prompt and its answer."""
         return self.prompt + array("I", self.job.token_ids)
 
-    def ended(self) -> bool:
-        return self.finished.done() and not self.finished.cancelled() and self.finished.exception() is None
-
 
 @dataclass(slots=True, eq=False)
 class _Session:
@@ -334,8 +331,11 @@ class Sessions:
             spelled = await self._spelled(parent, chat, ids, chat.document["messages"][:count])
             if spelled is not None:
                 return _SpelledPrompt.of(rendered, spelled), parent, True
-        by_tokens = [turn for turn in session.every() if ids[: len(turn.tokens())] == turn.tokens()]
-        longest = max(by_tokens, key=lambda turn: len(turn.tokens()), default=None)
+        longest, most = None, 0
+        for turn in session.every():
+            so_far = turn.tokens()
+            if len(so_far) > most and ids[: len(so_far)] == so_far:
+                longest, most = turn, len(so_far)
         return _SpelledPrompt.of(rendered, ids), longest, False
 
     async def _spelled(
