@@ -88,7 +88,7 @@ class StandInSessions:
         self.opened.append((name, wanted.seed))
         self.policies[name] = wanted.policy.version
         before = self.recorded.get(name)
-        if before is None or before.wanted.policy != wanted.policy:
+        if before is None or before.wanted.policy.label != wanted.policy.label:
             self.recorded[name] = Recorded(wanted)
         else:
             self.recorded[name] = replace(before, branches=[], named={}, asked=Counter(), limit="")
