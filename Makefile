@@ -11,10 +11,11 @@ LOCKS := tasks/sky/locks
 # Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env openenv-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
+openenv-env: .venv-openenv/.ready
 
 # The controller's environment: no torch, about 1 GB with SkyPilot and the developers' tools.
 .venv/.ready: pyproject.toml $(LOCKS)/controller.txt
@@ -34,6 +35,12 @@ node-env: .venv-node/.ready
 		$(NODE)/uv pip install --quiet $$locked --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),deepspeed,tensorboard,test]'; \
 	fi
 	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# OpenEnv's harness, which a test trains: it does not install next to vLLM. 0.5 GB.
+.venv-openenv/.ready:
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/pip install --quiet 'openenv==0.10.*' msgspec psutil
 	touch $@
 
 # What each environment consists of, to the last package: what is written stays as far as pyproject.toml lets it, and
@@ -133,7 +140,7 @@ test: env node-env sandbox
 test-all: test test-long
 
 # What `make test` leaves out.
-test-long: test-node env node-env test-packages
+test-long: test-node env node-env openenv-env test-packages
 	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
 	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 

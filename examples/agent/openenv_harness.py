@@ -1,16 +1,19 @@
-"""The doors of agent.py under a harness of OpenEnv: a command for `trainer.agent.run`.
+"""The doors of agent.py under a harness of OpenEnv.
 
-OpenEnv does not install beside vLLM, so it has an environment of its own:
+OpenEnv does not install next to vLLM, so it gets an environment of its own:
 
-    python3.11 -m venv build/openenv && build/openenv/bin/pip install 'openenv==0.10.*'
+    python3.11 -m venv build/openenv
+    build/openenv/bin/pip install 'openenv==0.10.*' msgspec psutil
 
-and run.yaml says `run: [build/openenv/bin/python, openenv_harness.py]`. Each session is one such process.
+In run.yaml:
+
+    agent:
+      run: openenv_harness.solve
+      python: build/openenv/bin/python
 """
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 from openenv.core.env_server.mcp_types import Tool
@@ -62,14 +65,10 @@ class Doors(ResourceSession):
         pass
 
 
-def main() -> None:
-    doors = Doors(json.loads(os.environ["GRPO_ORCH_ROW"]))
-    url = os.environ["OPENAI_BASE_URL"]
-    client = OpenAIClient(url, None, "policy", api_key=os.environ["OPENAI_API_KEY"], max_tokens=TOKENS)
+def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+    """Return 1 for the right door, and 0 for the wrong one or none."""
+    doors = Doors(row)
+    client = OpenAIClient(base_url, None, "policy", api_key=api_key, max_tokens=TOKENS)
     limits = HarnessRunLimits(max_turns=TURNS)
     MCPHarnessAdapter().run_white_box(build_model_step(client), doors, limits)
-    print(json.dumps({"reward": doors.verify([]).env_reward}))
-
-
-if __name__ == "__main__":
-    main()
+    return doors.verify([]).env_reward or 0.0

@@ -287,7 +287,7 @@ def check_turns(trainer: Mapping[str, Any], workdir: Path, findings: Findings) -
     if isinstance(agent := trainer.get("agent", {}).get("run"), str):
         named.append((("trainer", "agent", "run"), agent))
     for path, name in named:
-        has_setup = bool(trainer.get("setup"))
+        has_setup = bool(trainer.get("setup")) or (path[1] == "agent" and "python" in trainer["agent"])
         if problem := function_problem(name, workdir, has_setup=has_setup, misfit=lambda *_: ""):
             findings.add(path, problem)
 
@@ -300,6 +300,8 @@ def check_agent(run: EffectiveRun, findings: Findings) -> None:
     others = [one for one in ("tools", "environment_factory", "rollout_func") if run.at("trainer", one)]
     if run.at("trainer", "agent", "run") == []:
         findings.add((*key, "run"), "expected a command's words, got none")
+    elif isinstance(run.at("trainer", "agent", "run"), list) and run.at("trainer", "agent", "python"):
+        findings.add((*key, "python"), "starts a function; a command names its own interpreter: remove this key")
     elif others:
         findings.add(key, f"an agent brings its own turns; expected no trainer.{others[0]} beside it")
     elif run.at("rollout", "replicas", "max") == 0:

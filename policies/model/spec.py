@@ -100,6 +100,7 @@ class AgentSpec:
     """
 
     run: str | tuple[str, ...]
+    python: str | None = None  # the function's interpreter, of an environment of its own; None: the trainer's
     time_s: float = 600.0  # without the time in which it waits for the model
     turns: int = 32
     tokens: int | None = None  # that all turns may have together; None: grpo.max_completion_length

@@ -24,7 +24,11 @@ log = structlog.get_logger()
 START_S = 300.0  # to import the agent's module; a busy machine takes its time
 END_S = GRACE_S + 30.0  # for a keeper to end what its agent has started
 ANSWER_BYTES = 1 << 20
-BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tasks.agents.host import main"
+BOOTSTRAP = (
+    "import json, sys; first, last = json.loads(sys.argv[1]); sys.path[:] = [*first, *filter(None, sys.path), *last]; "
+    "from tasks.agents.host import main"
+)
+PACKAGE_ROOT = Path(__file__).parents[2]
 OWN = "GRPO_ORCH_"  # the run's token among them
 
 
@@ -39,11 +43,19 @@ class AgentHost:
         run: an import path, or a command.
         workdir: the folder of run.yaml, in which agents run.
         memory_bytes: address space of each of an agent's processes; None: unlimited.
+        python: interpreter that imports the agent, relative to `workdir`; it needs msgspec and psutil. None: this
+            one.
     """
 
-    def __init__(self, run: str | Sequence[str], workdir: Path, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        run: str | Sequence[str],
+        workdir: Path,
+        memory_bytes: int | None = None,
+        python: str | None = None,
+    ) -> None:
         self._path, self._command = (run, []) if isinstance(run, str) else ("", list(run))
-        self._workdir, self._memory_bytes = workdir, memory_bytes
+        self._workdir, self._memory_bytes, self._python = workdir, memory_bytes, python
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -55,8 +67,12 @@ class AgentHost:
                 return
             self._close()
             self._control, theirs = socket.socketpair()
-            self._process = _start(theirs, self._path, self._workdir)
-            theirs.close()
+            with theirs:
+                try:
+                    self._process = _start(theirs, self._path, self._workdir, self._python)
+                except OSError as error:
+                    self._close()
+                    raise NoAgent(f"trainer.agent.python: {error}") from error
             self._control.settimeout(START_S)
             why = self._first_line(self._control)
             if why:
@@ -138,15 +154,26 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def _start(control: socket.socket, import_path: str, workdir: Path) -> subprocess.Popen[bytes]:
-    """Not by PYTHONPATH: a command of the agent may be Python in another environment."""
-    path = [str(workdir), *(entry for entry in sys.path if entry not in ("", str(workdir))), os.getcwd()]
+def _start(control: socket.socket, import_path: str, workdir: Path, python: str | None) -> subprocess.Popen[bytes]:
+    """Start the host. Its import path is an argument, not PYTHONPATH: a command may be Python of another environment.
+
+    Raises OSError.
+    """
+    if python is None:
+        interpreter, first, last = sys.executable, [str(workdir), *filter(None, sys.path)], os.getcwd()
+    else:  # packages of its own come first: ours are there for `tasks.agents` alone
+        interpreter, first, last = _program(python, workdir), [str(workdir)], str(PACKAGE_ROOT)
     env = {name: value for name, value in without_ranks(os.environ).items() if not name.startswith(OWN)}
     code = f"{BOOTSTRAP}; main({control.fileno()}, {import_path!r})"
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(path)],
+        [interpreter, "-c", code, json.dumps([first, [last]])],
         env={**env, "PYTHONHASHSEED": "0"},
         stdin=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
         start_new_session=True,
     )
+
+
+def _program(name: str, workdir: Path) -> str:
+    """As a shell in `workdir` finds it."""
+    return str(workdir / name) if "/" in name else name

@@ -166,7 +166,7 @@ def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
     memory_bytes = None if agent.memory_gb is None else int(agent.memory_gb * 1e9)
     runner = AgentRunner(
         Gateway(start.store, start.env.token),
-        AgentHost(agent.run, start.workdir, memory_bytes),
+        AgentHost(agent.run, start.workdir, memory_bytes, agent.python),
         Limits(agent.time_s, agent.turns, agent.tokens or config.max_completion_length),
         start.heartbeat,
         start.may_go_on,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from checkpoint.records.metrics import read_metrics
 from checkpoint.store import layout
 from tests.e2e.harness import ROOT, Run, kill
 from tests.e2e.tiny import NODE_PYTHON, check_healthy, final_weights, finish, kill_trainer, reach, step
@@ -21,30 +22,46 @@ from tests.e2e.tiny import NODE_PYTHON, check_healthy, final_weights, finish, ki
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
 EXAMPLE = ROOT / "examples" / "agent"
+OPENENV_PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
 STEPS = 16
 # A tool takes a while: so whatever is killed, sessions are in the middle.
 PAUSED = ("        for call in message.tool_calls:\n", "        await asyncio.sleep(0.3)\n")
 
 
-def agent_run(folder: Path, replicas: int, steps: int = STEPS, **rollout: Any) -> Run:
+def agent_run(folder: Path, replicas: int, agent: dict[str, Any] | None = None, **rollout: Any) -> Run:
     """The example as a run whose agent's tools take a while."""
     spec = yaml.safe_load((EXAMPLE / "run.yaml").read_text())
     folder.mkdir()
     made: list[str | Path] = [NODE_PYTHON, EXAMPLE / "make_model.py", "--out", folder / "build"]
     subprocess.run(made, check=True, capture_output=True)
     spec["trainer"].pop("setup")
+    spec["trainer"]["agent"] |= agent or {}
     spec["trainer"]["model"] = str(folder / "build" / "model")
     spec["trainer"]["dataset"] = str(folder / "build" / "prompts.jsonl")
-    spec["grpo"] |= {"max_steps": steps, "save_steps": 4}
+    spec["grpo"] |= {"max_steps": STEPS, "save_steps": 4}
     spec["rollout"] |= {"replicas": replicas, **rollout}
-    agent = (EXAMPLE / "agent.py").read_text()
+    source = (EXAMPLE / "agent.py").read_text()
     at, pause = PAUSED
-    assert agent.count(at) == 1
+    assert source.count(at) == 1
     (folder / "agent.py").write_text(
-        agent.replace(at, pause + at).replace("import json", "import asyncio\nimport json")
+        source.replace(at, pause + at).replace("import json", "import asyncio\nimport json")
     )
-    shutil.copy(EXAMPLE / "make_model.py", folder)
+    shutil.copy(EXAMPLE / "openenv_harness.py", folder)
     return Run(folder, spec, NODE_PYTHON)
+
+
+def test_harness_of_openenv_is_trained(tmp_path: Path) -> None:
+    harness = {"run": "openenv_harness.solve", "python": str(OPENENV_PYTHON)}
+    run = agent_run(tmp_path / "openenv", 1, agent=harness)
+    try:
+        run.cli("up", str(run.yaml), "-y", "-d")
+        finish(run)
+        assert check_healthy(run, STEPS, drift=math.inf)["tokens_regenerated"] == 0
+        rows = read_metrics(run.store)
+        assert {row.values["agent/failed"] for row in rows if "agent/failed" in row.values} == {0.0}
+        assert max(row.values.get("agent/turns", 0.0) for row in rows) > 1, "the harness has called no tool"
+    finally:
+        run.end()
 
 
 def test_sessions_survive_every_fault_and_train_the_same_weights(tmp_path: Path) -> None:

@@ -292,3 +292,7 @@ def test_agent_in_short_and_as_command(folder: Path) -> None:
     spec = load(folder, changed((rewards, agent + rewards), stale, fails))
     assert spec.trainer.agent == AgentSpec(run=("node", "agent.js"), turns=4)
     assert spec.policies.on_bad_reward == "fail"
+    elsewhere = "  agent: {run: only_there.solve, python: env/bin/python}\n"  # not looked for here
+    assert load(folder, changed((rewards, elsewhere))).trainer.agent == AgentSpec(
+        run="only_there.solve", python="env/bin/python"
+    )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -149,6 +150,31 @@ async def test_missing_command_is_named(hosts: list[AgentHost]) -> None:
 def test_agent_that_cannot_be_imported_is_named(path: str, says: str) -> None:
     with pytest.raises(NoAgent, match=says):
         AgentHost(path, HERE).start()
+
+
+def test_function_of_another_environment_is_forked_from_its_interpreter(
+    tmp_path: Path, hosts: list[AgentHost]
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    packages = next((tmp_path / "env/lib").iterdir()) / "site-packages"
+    for package in (msgspec, psutil):
+        (packages / package.__name__).symlink_to(Path(package.__file__).parent)
+    (packages / "only_there.py").write_text(
+        "import importlib.util, sys\n"
+        "def solve(base_url, api_key, row):\n"
+        "    print(sys.prefix, importlib.util.find_spec('pytest'))\n"
+        "    return 0.25\n"
+    )
+    with pytest.raises(NoAgent, match="only_there"):
+        AgentHost("only_there.solve", tmp_path).start()
+    hosts.append(AgentHost("only_there.solve", tmp_path, python="env/bin/python"))
+    ended = asyncio.run(run(hosts[-1]))
+    assert ended == Ended(0.25, "", f"{tmp_path}/env None\n")
+
+
+def test_missing_interpreter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NoAgent, match=r"trainer.agent.python: .*env/bin/python"):
+        AgentHost("rig_agents.plain", tmp_path, python="env/bin/python").start()
 
 
 def test_agents_die_with_the_trainer(tmp_path: Path) -> None:
