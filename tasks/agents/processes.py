@@ -25,8 +25,8 @@ START_S = 300.0  # to import the agent's module; a busy machine takes its time
 END_S = GRACE_S + 30.0  # for a keeper to end what its agent has started
 ANSWER_BYTES = 1 << 20
 BOOTSTRAP = (
-    "import json, sys; first, last = json.loads(sys.argv[1]); sys.path[:] = [*first, *filter(None, sys.path), *last]; "
-    "from tasks.agents.host import main"
+    "import json, sys; first, last = json.loads(sys.argv[1]); "
+    "sys.path[:] = [*first, *filter(None, sys.path), *last]; from tasks.agents.host import main"
 )
 PACKAGE_ROOT = Path(__file__).parents[2]
 OWN = "GRPO_ORCH_"  # the run's token among them
@@ -155,9 +155,9 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 def _start(control: socket.socket, import_path: str, workdir: Path, python: str | None) -> subprocess.Popen[bytes]:
-    """Start the host. Its import path is an argument, not PYTHONPATH: a command may be Python of another environment.
+    """Start the host. Raises OSError.
 
-    Raises OSError.
+    Its import path is an argument, not PYTHONPATH: a command may be Python of another environment.
     """
     if python is None:
         interpreter, first, last = sys.executable, [str(workdir), *filter(None, sys.path)], os.getcwd()

@@ -326,7 +326,7 @@ class _Call:
 
 
 def _refused(request: CompletionRequest, policy: str) -> Completion:
-    return Completion(request.index, [], [], REFUSED, policy, NOBODY, "the prompt has no token")
+    return Completion(request.index, [], [], REFUSED, policy, NOBODY, "the prompt is empty")
 
 
 def body_of(batch: Batch) -> bytes:

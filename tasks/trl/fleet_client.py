@@ -1,4 +1,4 @@
-"""What TRL takes for its client of a vLLM server: completions from the fleet, weights into the run store."""
+"""Replaces TRL's client of a vLLM server: completions come from the fleet, weights go to the run store."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ log = structlog.get_logger()
 
 
 class Instead(Enum):
-    """What every process reads in the place of each completion, through TRL's broadcast of them."""
+    """What all processes do before there are completions. TRL broadcasts it to them instead of completions."""
 
-    LEAVING = "the trainer is to leave"
-    WEIGHTS_FIRST = "they have to publish the weights together before there are any"
-    OWN_TURN = "they have to make some together, for no rollout node is there"
+    LEAVING = "leave this machine"
+    WEIGHTS_FIRST = "publish the weights together"
+    OWN_TURN = "generate completions together, while no rollout node is available"
 
 
 class NoPrompt(Enum):
-    """In the place of a prompt: there is none, and its completion has no token."""
+    """Replaces a prompt where another process has one more. Its completion has no token."""
 
-    NO_PROMPT = "another process has one more"
+    NO_PROMPT = "no prompt"
 
 
 NO_PROMPT = NoPrompt.NO_PROMPT
@@ -44,10 +44,10 @@ Weights = Iterator[tuple[str, torch.Tensor | Unread]]
 
 
 class _WeightsFirst(Exception):
-    """Completions have to be generated, and the weights are with all processes."""
+    """The weights must be published before generation, and are divided over all processes."""
 
 
-_SAID: dict[type[Exception], Instead] = {
+_INSTEAD: dict[type[Exception], Instead] = {
     LeaveNow: Instead.LEAVING,
     OwnTurn: Instead.OWN_TURN,
     _WeightsFirst: Instead.WEIGHTS_FIRST,
@@ -55,7 +55,7 @@ _SAID: dict[type[Exception], Instead] = {
 
 
 class Publishes(Protocol):
-    """What makes a policy's weights known to those who generate."""
+    """Publishes weights as a policy version."""
 
     def publish(
         self,
@@ -64,23 +64,26 @@ class Publishes(Protocol):
         canary: Canary | None,
         since_step: int | None = None,
     ) -> PolicyRef:
-        """Older policies may go, but for those since that step. Raises StoreError."""
+        """Publish weights, and delete policies older than `since_step`. Raises StoreError."""
 
     def published(self, version: PolicyVersion) -> PolicyRef | None:
-        """The stored policy of that version, if there is one. Raises StoreError."""
+        """Return the stored policy of a version, or None. Raises StoreError."""
 
 
 class FleetClient:
-    """What TRL takes for its VLLMClient. `rollouts` answers its generate calls.
+    """Replaces TRL's VLLMClient.
+
+    Args:
+        rollouts: answers its generate calls.
 
     Attributes:
-        on_policy_gone: called where the weights compute no number, with the present step and the first that may be
-            to blame: no node would serve them.
-        foresees: whether to say what an evaluation will ask for; not where the trainer's own model would take it
+        on_policy_gone: called if the weights compute no finite number, with the present step and the first step
+            that may have caused it. No node would serve such weights.
+        foresees: whether to announce an evaluation's prompts. False where the trainer's own model would take them
             all as one batch.
-        own_share: what this process makes where no rollout node can be had; None: such nodes are waited for.
-        windows: what is asked for ahead; None: nothing, and each step is sampled from its own policy.
-        trained_on: the training calls since somebody emptied it.
+        own_share: generates this process's part while no rollout node is available; None: wait for nodes.
+        windows: requests windows ahead; None: each step is sampled from its own policy.
+        trained_on: the training calls since the caller last emptied the list.
     """
 
     def __init__(self, rollouts: RolloutSource) -> None:
@@ -100,46 +103,46 @@ class FleetClient:
         self.trained_on: list[Rollout] = []
 
     def attach(self, trainer: Any, publisher: Publishes | None, timeline: int) -> None:
-        """Name the trainer whose steps these are, before its first generate call. Its first process publishes."""
+        """Set the trainer before its first generate call. `publisher` is None except in its first process."""
         self._trainer, self._publisher, self._timeline = trainer, publisher, timeline
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether a policy is the adapter that is trained, and not the weights with it."""
+        """Whether a policy is the trained adapter alone, without the base model's weights."""
         return isinstance(self._publisher, AdapterPublisher)
 
     def take_canary(self, canary: Canary) -> None:
-        """Take what the weights of the present step compute."""
+        """Set the canary of the present step's weights."""
         self._canary, step = canary, self._version().step
-        if any(one is not None for one in canary.logprobs):
+        if any(logprob is not None for logprob in canary.logprobs):
             self._finite_at = step
         else:
             self.on_policy_gone(step, step if self._finite_at is None else self._finite_at + 1)
 
     def foresee(self, calls: list[list[list[int]]], samples: int) -> None:
-        """Say which prompts the evaluation of the present step will ask for, generate call by generate call."""
+        """Announce the prompts of each generate call of the present step's evaluation."""
         self._rollouts.foresee(self._version(), calls, samples)
 
     def get_server_info(self) -> dict[str, Any]:
-        """What TRL asks of a server: every rollout node is started so, and run.yaml cannot change it."""
+        """Return the settings that TRL checks. Every rollout node has them; run.yaml cannot change them."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def init_communicator(self, **_: Any) -> None:
-        """Nothing: nodes pull weights from the run store, and no collective joins them to the trainer."""
+        """Do nothing: nodes pull weights from the run store, without a collective."""
 
     def close_communicator(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, as in `init_communicator`."""
 
     def reset_prefix_cache(self) -> None:
-        """Nothing: a node does so itself when it loads a policy."""
+        """Do nothing: a node resets its cache when it loads a policy."""
 
     def image_features(self, *_: Any) -> Any:
         raise NotImplementedError("prompts with images are not supported by the rollout fleet")
 
     def update_named_params(self, _metadata: Any, named_params: Weights | None) -> None:
-        """Take the weights of the present step; None where it takes all processes to read them.
+        """Set the weights of the present step; None if reading them takes all processes.
 
-        They are published when the first completion of the step has to be generated: a replayed step needs none.
+        They are published when the step's first completion has to be generated. A replayed step publishes nothing.
         """
         self._weights, self._published = named_params, None
 
@@ -160,8 +163,8 @@ class FleetClient:
     ) -> dict[str, Any]:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
 
-        One that no node took is its end alone, without a log-probability: see `tasks.trl.parts.refused`. For
-        NO_PROMPT nothing is asked (`tasks.trl.parts.turns`).
+        A refused completion is one end token without a log-probability (`tasks.trl.parts.refused`).
+        NO_PROMPT gets none (`tasks.trl.parts.turns`).
         """
         if features is not None or logprobs != 0:
             raise NotImplementedError(
@@ -174,13 +177,13 @@ class FleetClient:
             "top_k": top_k,
             "min_p": min_p,
             "max_tokens": max_tokens,
-        }  # the gateway always returns the log-probability of each sampled token, which is what `logprobs=0` asks
+        }  # `logprobs=0`: the sampled token's log-probability, which the gateway always returns
         if structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling.update(generation_kwargs or {})
-        asked: list[Any] = [prompt for prompt in prompts if prompt is not NO_PROMPT]
-        rollout = self._complete(asked, n, sampling)
-        if isinstance(rollout, Instead):  # in the place of completions, for which the others wait
+        present: list[Any] = [prompt for prompt in prompts if prompt is not NO_PROMPT]
+        rollout = self._complete(present, n, sampling)
+        if isinstance(rollout, Instead):  # the other processes wait for an answer
             return {"prompt_ids": prompts, "completion_ids": [rollout] * (len(prompts) * n), "logprobs": None}
         return self._in_shape(prompts, n, rollout)
 
@@ -205,16 +208,18 @@ class FleetClient:
                 policies=self._policy,
                 **of_window,
             )
-        except (LeaveNow, OwnTurn, _WeightsFirst) as told:
-            return _SAID[type(told)]
+        except (LeaveNow, OwnTurn, _WeightsFirst) as interruption:
+            return _INSTEAD[type(interruption)]
         if training:
             self._turn = self._turn[0], self._turn[1] + 1
             self.trained_on.append(rollout)
         return rollout
 
     def _of_window(self, windows: WindowsAhead, samples: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        """The policy and the number of the present window's next call. With a round's first one, all calls whose
-        policies are there are begun."""
+        """Return policy and number of the present window's next call.
+
+        The first call of a round begins all calls whose policies are published.
+        """
         window = windows.present
         if self._turn[0] != window:
             if self._turn[0] < 0:
@@ -225,21 +230,29 @@ class FleetClient:
         return {"policy": windows.policy_of(window), "number": windows.number_of(*self._turn)}
 
     def _in_shape(self, prompts: list[Prompt], n: int, rollout: Rollout) -> dict[str, Any]:
-        """The completions as TRL reads a server's answer."""
+        """Convert completions to the form of a server's answer."""
         end = [self._trainer.eos_token_ids[0]]
-        made = iter(rollout.completions)
-        found = [next(made) if prompt is not NO_PROMPT else None for prompt in prompts for _ in range(n)]
-        completion_ids = [[] if one is None else end if one.refused else one.token_ids for one in found]
-        of_tokens = [[] if one is None else [None] if one.refused else one.logprobs for one in found]
+        received = iter(rollout.completions)
+        completion_ids, logprobs = list[list[int]](), list[list[float | None]]()
+        for prompt in (prompt for prompt in prompts for _ in range(n)):
+            completion = None if prompt is NO_PROMPT else next(received)
+            if completion is None:
+                row: tuple[list[int], list[float | None]] = [], []
+            elif completion.refused:
+                row = end, [None]
+            else:
+                row = completion.token_ids, list(completion.logprobs)
+            completion_ids.append(row[0])
+            logprobs.append(row[1])
         return {
             "prompt_ids": prompts,
             "completion_ids": completion_ids,
-            "logprobs": [[[logprob] for logprob in of_one] for of_one in of_tokens],
-            "logprob_token_ids": [[[token] for token in of_one] for of_one in completion_ids],
+            "logprobs": [[[logprob] for logprob in row] for row in logprobs],
+            "logprob_token_ids": [[[token] for token in row] for row in completion_ids],
         }
 
     def take_own_turn(self, accelerator: Any) -> None:
-        """In all processes, at Instead.OWN_TURN: make some of the completions with the trainer's own model."""
+        """Generate some completions with the trainer's own model, in all processes, at Instead.OWN_TURN."""
         assert self.own_share is not None
         self.own_share.make(accelerator, training=bool(self._trainer.model.training))
 
@@ -259,10 +272,10 @@ class FleetClient:
         return self._published
 
     def _policy(self, version: PolicyVersion) -> PolicyRef:
-        """The policy of the present step, published now, or an older one that is in the store.
+        """Return a policy: the present step's, published now, or an older one from the store.
 
-        One that is not, since `max_staleness` was less when its step was taken, is replaced by the present one.
-        Raises StoreError.
+        The present policy replaces an older one that is not stored, as after `max_staleness` was raised. Raises
+        StoreError.
         """
         if version != self._version():
             assert self._publisher is not None

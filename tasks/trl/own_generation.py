@@ -1,9 +1,8 @@
-"""Completions from the trainer's own model, where a run has no rollout nodes (`rollout.replicas: 0`), or none can
-be had for a while (`tasks.completions.drought`).
+"""Completions from the trainer's own model: with `rollout.replicas: 0`, or while no rollout node is available
+(`tasks.completions.drought`).
 
-It stands in the place of the gateway, so that all around it stays: each completion has a seed of its own, is
-stored before the step is applied, and is read back by a restarted trainer. In a run without rollout nodes nothing
-is published: nobody pulls it.
+It replaces the gateway and nothing else: each completion has a seed of its own, is stored before the step is
+applied, and is read back by a restarted trainer. A run without rollout nodes publishes no policies.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from tasks.trl.canary import as_evaluated
 
 
 class OwnGeneration:
-    """Completes batches with the model that is trained, by transformers' `generate`, all of a batch at once.
+    """Completes batches with the trained model and transformers' `generate`, a whole batch at a time.
 
     Args:
-        node: that this is.
-        tick: called before each token; raises what ends the wait: Fenced, LeaveNow.
+        node: this node's name.
+        tick: called before each token; raises Fenced or LeaveNow to interrupt.
     """
 
     def __init__(self, node: str, tick: Callable[[], None]) -> None:
@@ -42,31 +41,33 @@ class OwnGeneration:
         self._trainer: Any = None
 
     def attach(self, trainer: Any) -> None:
-        """Name the trainer whose model it is."""
+        """Set the trainer whose model generates."""
         self._trainer = trainer
 
     def publish(self, version: PolicyVersion, *_: Any) -> PolicyRef:
-        """Name the policy, which is where it is needed."""
+        """Return the policy's name. The weights are here already."""
         return PolicyRef(str(version), "")
 
     def published(self, _: PolicyVersion) -> PolicyRef | None:
-        """Nothing: what generates are the present weights."""
+        """Return None: only the present weights can generate."""
         return None
 
     def complete(self, batch: Batch, begun: Sequence[Completion] = ()) -> Generated:
-        """Return every completion, in the order of the requests; those that were `begun` go on from their tokens.
+        """Return every completion, in the order of the requests; those in `begun` continue from their tokens.
 
         Raises Fenced, LeaveNow, torch.OutOfMemoryError.
         """
         most = self._longest_prompt(int(batch.sampling["max_tokens"]))
         refused = {
-            one.index: end for one in batch.requests if (end := self._refusal(one, most, batch.policy.label))
+            request.index: refusal
+            for request in batch.requests
+            if (refusal := self._refusal(request, most, batch.policy.label))
         }
-        fit = [one for one in batch.requests if one.index not in refused]
-        before = {one.index: one for one in begun}
-        made = {one.index: one for one in self._generated(batch, fit, before)} if fit else {}
-        found = [made.get(one.index) or refused[one.index] for one in batch.requests]
-        return Generated(found, discarded=0, wait_s=0.0)
+        accepted = [request for request in batch.requests if request.index not in refused]
+        earlier = {completion.index: completion for completion in begun}
+        made = {new.index: new for new in self._generated(batch, accepted, earlier)} if accepted else {}
+        completions = [made.get(request.index) or refused[request.index] for request in batch.requests]
+        return Generated(completions, discarded=0, wait_s=0.0)
 
     def _generated(
         self, batch: Batch, requests: list[CompletionRequest], begun: Mapping[int, Completion]
@@ -74,11 +75,11 @@ class OwnGeneration:
         trainer, length = self._trainer, int(batch.sampling["max_tokens"])
         model, ends = trainer.model, list(trainer.eos_token_ids)
         nothing = Completion(-1, [], [], CUT, batch.policy.label, "")
-        there = self._with_room(requests, [begun.get(one.index, nothing) for one in requests], length)
-        texts = [one.prompt_token_ids + so_far.token_ids for one, so_far in zip(requests, there, strict=True)]
+        earlier = self._fitting(requests, [begun.get(request.index, nothing) for request in requests], length)
+        texts = [request.prompt_token_ids + old.token_ids for request, old in zip(requests, earlier, strict=True)]
         ids, mask = _padded(texts, ends[0], model.device)
-        made = [len(one.token_ids) for one in there]
-        draw = _SeededDraw([one.seed for one in requests], made, length, model.device, self._tick)
+        made = [len(old.token_ids) for old in earlier]
+        draw = _SeededDraw([request.seed for request in requests], made, length, model.device, self._tick)
         config = GenerationConfig(
             max_new_tokens=length - min(made),
             do_sample=False,
@@ -86,7 +87,7 @@ class OwnGeneration:
             pad_token_id=ends[0],
             use_cache=True,
         )
-        # Of a model with adapters `generate` goes past the forward pass that accelerate has put under autocast.
+        # With adapters, `generate` bypasses the forward pass that accelerate has wrapped in autocast.
         with torch.no_grad(), trainer.accelerator.autocast(), as_evaluated(model), _configured(model, config):
             out = model.generate(
                 input_ids=ids,
@@ -95,39 +96,48 @@ class OwnGeneration:
                 logits_processor=LogitsProcessorList([*_shaped(batch.sampling), draw]),
             )
         tokens, logprobs = out[:, ids.shape[1] :].tolist(), torch.stack(draw.logprobs, dim=1).tolist()
-        for request, so_far, row, of_row in zip(requests, there, tokens, logprobs, strict=True):
-            row = row[: length - len(so_far.token_ids)]
+        for request, old, row, row_logprobs in zip(requests, earlier, tokens, logprobs, strict=True):
+            row = row[: length - len(old.token_ids)]
             end = next((place for place, token in enumerate(row) if token in ends), None)
             new = len(row) if end is None else end + 1
-            why = "length" if end is None else "stop"
-            token_ids, of_tokens = so_far.token_ids + row[:new], so_far.logprobs + of_row[:new]
-            made_by = batch.policy.label, self._node
-            yield Completion(request.index, token_ids, of_tokens, why, *made_by, handed_over=so_far.handed_over)
+            yield Completion(
+                request.index,
+                old.token_ids + row[:new],
+                old.logprobs + row_logprobs[:new],
+                "length" if end is None else "stop",
+                batch.policy.label,
+                self._node,
+                handed_over=old.handed_over,
+            )
 
-    def _with_room(
-        self, requests: list[CompletionRequest], there: list[Completion], length: int
+    def _fitting(
+        self, requests: list[CompletionRequest], earlier: list[Completion], length: int
     ) -> list[Completion]:
-        """What was begun, as far as the model has positions behind it for as many tokens as another one lacks: all
-        are drawn on until the last one ends."""
-        longest, to_come = self._longest_prompt(length), length - min(len(one.token_ids) for one in there)
+        """Cut earlier tokens so that the model has positions for the rest.
+
+        `generate` extends all rows until the last one ends, so each row needs as many positions as the row that
+        lacks most tokens.
+        """
+        longest = self._longest_prompt(length)
         if longest is None:
-            return there
-        found = []
-        for request, one in zip(requests, there, strict=True):
-            room = longest + length - to_come - len(request.prompt_token_ids)
-            found.append(replace(one, token_ids=one.token_ids[:room], logprobs=one.logprobs[:room]))
-        return found
+            return earlier
+        missing = length - min(len(completion.token_ids) for completion in earlier)
+        fitting = []
+        for request, old in zip(requests, earlier, strict=True):
+            most = longest + length - missing - len(request.prompt_token_ids)
+            fitting.append(replace(old, token_ids=old.token_ids[:most], logprobs=old.logprobs[:most]))
+        return fitting
 
     def _longest_prompt(self, completion: int) -> int | None:
-        """In tokens, so that a completion of that length fits behind it; None where the model has no bound."""
+        """Return the most tokens of a prompt that leave space for a completion; None if the model has no limit."""
         positions = getattr(self._trainer.model.config.get_text_config(), "max_position_embeddings", None)
         return None if positions is None else int(positions) - completion
 
     def _refusal(self, request: CompletionRequest, longest: int | None, policy: str) -> Completion | None:
-        """Return the end of a request that the model cannot complete, or None."""
+        """Return the refusal of a request that the model cannot complete, or None."""
         config, prompt, limit = self._trainer.model.config.get_text_config(), request.prompt_token_ids, None
         if not prompt:
-            why = "the prompt has no token"
+            why = "the prompt is empty"
         elif max(prompt) >= config.vocab_size:
             why = f"token {max(prompt)} of the prompt is not in the model's vocabulary of {config.vocab_size}"
         elif longest is not None and len(prompt) > longest:
@@ -139,26 +149,26 @@ class OwnGeneration:
 
 
 class _SeededDraw(LogitsProcessor):  # type: ignore[misc]  # transformers has no types here
-    """Draws each token by its completion's seed and its position, whatever else is in the batch.
+    """Draws each token by its completion's seed and position, independent of the rest of the batch.
 
-    It leaves nothing but that token to choose, and keeps the log-probability that it had.
+    The scores that it returns leave only that token to choose.
 
     Args:
         seeds: of each completion.
-        made: how many tokens each has already.
-        length: that a completion may have, in tokens.
+        made: tokens that each completion has already.
+        length: most tokens of a completion.
         tick: called before each token.
 
     Attributes:
-        logprobs: one tensor of shape (completions,) for each position so far, in natural logarithms.
+        logprobs: of the drawn tokens, natural logarithms: one tensor of shape (completions,) for each position.
     """
 
     def __init__(
         self, seeds: list[int], made: list[int], length: int, device: Any, tick: Callable[[], None]
     ) -> None:
-        # In [0, 1), and so far below 1 that no rounding makes the product below the whole sum.
+        # In [0, 1), and far enough below 1 that no rounding makes `point` reach the whole sum.
         rows = [torch.rand(length, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
-        # Each from its next position on; what then comes from the front is drawn behind its last one, for nobody.
+        # Each row from its next position on. The values that wrap around are drawn after its last token, unused.
         rows = [row.roll(-count) for row, count in zip(rows, made, strict=True)]
         self._points = (torch.stack(rows) * (1 - 2**-50)).to(device)
         self._tick = tick
@@ -179,8 +189,10 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _shaped(sampling: dict[str, Any]) -> Iterator[LogitsProcessor]:
-    """What makes of logits the distribution that is drawn from, in transformers' order; `top_k` 0 is none, and
-    with temperature 0 the likeliest token is."""
+    """Yield the processors that shape logits, in transformers' order.
+
+    `top_k` 0 means no limit, and temperature 0 the likeliest token.
+    """
     if (penalty := sampling["repetition_penalty"]) != 1.0:
         yield RepetitionPenaltyLogitsProcessor(penalty)
     if sampling["temperature"] == 0.0:
@@ -197,16 +209,16 @@ def _shaped(sampling: dict[str, Any]) -> Iterator[LogitsProcessor]:
 
 
 def _padded(prompts: list[list[int]], pad: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of one length, padded at their beginning, and which tokens are theirs; both (prompts, tokens)."""
+    """Return prompts padded on the left, and the mask of their tokens; both of shape (prompts, tokens)."""
     longest = max(map(len, prompts))
-    ids = [[pad] * (longest - len(one)) + one for one in prompts]
-    mask = [[0] * (longest - len(one)) + [1] * len(one) for one in prompts]
+    ids = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 @contextlib.contextmanager
 def _configured(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """While the model generates it has no settings of its own: `generate` would take from them what is not set."""
+    """Replace the model's generation config, from which `generate` would take unset values."""
     own = model.generation_config
     model.generation_config = config
     try:

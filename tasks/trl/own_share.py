@@ -1,4 +1,4 @@
-"""All processes of a trainer make completions together, where no rollout node is to be had."""
+"""All processes of a trainer generate completions together while no rollout node is available."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from tasks.trl.own_generation import OwnGeneration
 
 
 class OwnShare:
-    """What one process has for it. Each has the whole model.
+    """One process's part of it. Each process has the whole model.
 
     Args:
-        drought: the first process's; None in the others.
-        own: makes completions with this process's model.
+        drought: of the first process; None in the others.
+        own: generates with this process's model.
     """
 
     def __init__(self, drought: Drought | None, own: OwnGeneration) -> None:
         self._drought, self._own = drought, own
 
     def make(self, accelerator: Any, *, training: bool) -> None:
-        """Have each process make its part of the first one's share, and give it to that one. Raises Fenced."""
+        """Generate this process's part of the first process's share, and gather the parts there. Raises Fenced."""
         began_s = time.monotonic()
         share = None if self._drought is None else self._drought.share(accelerator.num_processes)
         [share] = broadcast_object_list([share])
         assert share is not None
-        made, why = self._part(share.of_process(accelerator.process_index, accelerator.num_processes))
-        parts: list[tuple[list[Completion], str | None]] = gather_object([(made, why)])
+        completions, failure = self._part(share.of_process(accelerator.process_index, accelerator.num_processes))
+        parts: list[tuple[list[Completion], str | None]] = gather_object([(completions, failure)])
         if self._drought is None:
             return
-        everything = [one for part, _ in parts for one in part]
-        self._drought.take(everything, time.monotonic() - began_s, training=training)
-        whys = [why for _, why in parts if why is not None]
-        if failed := [why for why in whys if why]:
-            self._drought.cannot(failed[0])
-        elif whys:
+        gathered = [completion for part, _ in parts for completion in part]
+        self._drought.take(gathered, time.monotonic() - began_s, training=training)
+        failures = [failure for _, failure in parts if failure is not None]
+        if errors := [failure for failure in failures if failure]:
+            self._drought.cannot(errors[0])
+        elif failures:
             self._drought.does_not_fit()
 
     def _part(self, share: Share) -> tuple[list[Completion], str | None]:
-        """The completions, and None; or none and why: nothing said where they do not fit."""
+        """Return the completions and None, or no completions and the error: empty if memory ran out."""
         try:
             return self._own.complete(share.batch, share.begun).completions, None
-        except LeaveNow:  # which the first process is told again before it asks for more
+        except LeaveNow:  # raised again in the first process before its next request
             return [], None
         except torch.OutOfMemoryError:
             return [], ""
@@ -58,4 +58,4 @@ class OwnShare:
             return [], f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finally:
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what is trained needs it in other pieces
+                torch.cuda.empty_cache()  # training needs other block sizes

@@ -1,11 +1,11 @@
 """The one module that knows TRL: its GRPOTrainer in server mode, with this project's fleet as the server.
 
-TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.trl.fleet_client` stands in that place, so
-TRL's own behaviour stays, importance-sampling correction and its metrics included. An epoch's order becomes a
+TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.trl.fleet_client` replaces that client, so
+TRL's own behaviour stays, including its importance-sampling correction and metrics. An epoch's order becomes a
 function of the epoch, so that a restart is exact.
 
-Names of TRL that are not public are used in this module, its `parts` and `trl_evaluating` alone;
-`tests/node/test_trl_contract.py` says when a release has changed one.
+Only this module, its `parts` and `trl_evaluating` use private names of TRL; `tests/node/test_trl_contract.py`
+fails if a release changes one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before,
 from tasks.trl.unrewarded import Unrewarded
 from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
-# The trainer generates nothing itself, and importing vLLM takes longer than all else that a restart does. TRL
-# imports it wherever it is installed, unless it believes that it is not.
+# TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
+# rest of a restart.
 trl_imports.is_vllm_available = lambda **_: False
 
 import trl.trainer.grpo_trainer as grpo_trainer_module  # noqa: E402
@@ -55,20 +55,19 @@ from trl.trainer.utils import RepeatSampler  # noqa: E402
 
 log = structlog.get_logger()
 
-# Where run.yaml says nothing.
+# Where run.yaml sets nothing.
 DEFAULTS: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 50,
     "logging_steps": 1,
     "report_to": "none",
     "disable_tqdm": True,
-    # The others wait in a collective while the first has no node to ask, which is nobody's failure, or no room for
-    # a checkpoint. A process that dies is noticed by the launcher.
+    # The other processes wait in a collective while the first waits for a node or for space for a checkpoint. A
+    # dead process is noticed by the launcher.
     "ddp_timeout": 86_400,
 }
 EVALUATION_DEFAULTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 50}
-# What makes it this project's trainer, and run.yaml cannot change. The uploader frees the spool's slots, so TRL
-# must remove none.
+# run.yaml cannot change these. The uploader frees the spool's slots, so TRL must remove none.
 FIXED: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "server",
@@ -78,13 +77,13 @@ FIXED: dict[str, Any] = {
 
 
 def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool, max_staleness: int = 0) -> Any:
-    """Return a GRPOConfig of run.yaml's `grpo`, word for word. Raises ValueError, TypeError as GRPOConfig does."""
+    """Return a GRPOConfig of run.yaml's `grpo` section. Raises ValueError, TypeError as GRPOConfig does."""
     for name in FIXED.keys() & values.keys():
         if values[name] != FIXED[name]:
-            raise ValueError(f"{name}: must be {FIXED[name]!r} here, or left out")
+            raise ValueError(f"{name}: expected {FIXED[name]!r}, or no such key")
     if "seed" in (values.get("generation_kwargs") or {}):
         raise ValueError(
-            "generation_kwargs: `seed` must go, as each completion has a seed of its own (see `seed`)"
+            "generation_kwargs: remove `seed`; each completion has a seed of its own, from `grpo.seed`"
         )
     defaults = {
         **DEFAULTS,
@@ -95,7 +94,7 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool, m
 
 
 class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
-    """TRL's generation backend over the fleet, with weights that a synchronization leaves untouched."""
+    """TRL's generation backend over the fleet. Synchronizing leaves the weights untouched."""
 
     def __init__(self, client: FleetClient, *args: Any, **kwargs: Any) -> None:
         self._fleet_client = client
@@ -103,21 +102,23 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     def _init_vllm(self) -> None:
         self.vllm_client = self._fleet_client
-        self._weight_metadata: list[Any] = []  # what to announce to a collective: there is none
+        self._weight_metadata: list[Any] = []  # no collective, so nothing to announce
         self.accelerator.wait_for_everyone()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; raises LeaveNow in every process where the first one was told to leave."""
+        """Generate as TRL does. Raises LeaveNow in every process if the first one has to leave."""
         while True:
-            found = super().generate(*args, **kwargs)
-            instead = [one for one in found[1] if isinstance(one, Instead)]
-            if not instead:
-                return found
-            self._do_instead(instead[0])
+            answer = super().generate(*args, **kwargs)
+            instead = next((marker for marker in answer[1] if isinstance(marker, Instead)), None)
+            if instead is None:
+                return answer
+            self._do_instead(instead)
 
     def run_agents(self, rows: list[dict[str, Any]], samples: int) -> list[Session]:
-        """Return the sessions of this process's rows, of which each stands `samples` times in a row; the first
-        process has them made for all. Raises LeaveNow in every process."""
+        """Return the sessions of this process's rows, in which each row occurs `samples` times in succession.
+
+        The first process runs the agents of all processes. Raises LeaveNow in every process.
+        """
         sampling: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -130,18 +131,18 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         sampling.update(self.generation_kwargs)
         every = gather_object(rows)
         while True:
-            made: list[Any] = [None]
+            answer: list[Any] = [None]
             if self.accelerator.is_main_process:
-                made = [self._fleet_client.run_agents(every[::samples], samples, sampling)]
-            [found] = broadcast_object_list(made)
-            if not isinstance(found, Instead):
+                answer = [self._fleet_client.run_agents(every[::samples], samples, sampling)]
+            [all_sessions] = broadcast_object_list(answer)
+            if not isinstance(all_sessions, Instead):
                 first = self.accelerator.process_index * len(rows)
-                sessions: list[Session] = found[first : first + len(rows)]
+                sessions: list[Session] = all_sessions[first : first + len(rows)]
                 return sessions
-            self._do_instead(found)
+            self._do_instead(all_sessions)
 
     def _do_instead(self, instead: Instead) -> None:
-        """Do together what there has to be before any completions."""
+        """Do what all processes must do together before there are completions."""
         match instead:
             case Instead.WEIGHTS_FIRST:
                 self._publish_together()
@@ -151,12 +152,12 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
                 raise LeaveNow
 
     def sync_weights(self) -> None:
-        """Name the weights of the present step and what they compute. They are read once they are needed.
+        """Give the client the present step's weights, which it reads when needed, and their canary.
 
-        Where each process has all of them, the first one's are enough; else reading them takes all processes, and
-        `generate` does it. An adapter that travels alone is read as it is: nothing is merged into any weights.
+        If each process has all weights, the first one reads its own. Otherwise reading takes all processes, and
+        `generate` does it. An adapter that is published alone is read without merging.
 
-        Raises Diverged, in the first process, where the weights compute no number.
+        Raises Diverged, in the first process, if the weights compute no finite number.
         """
         if not (self._is_divided or self.accelerator.is_main_process):
             return
@@ -167,11 +168,11 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
 
     def _publish_together(self) -> None:
-        """Publish weights that are divided over processes: all take part in reading what the first one names."""
+        """Publish weights that are divided over processes: all take part in each read."""
         if self._is_fsdp1:
             self._publish_at_once()
             return
-        # In every process: listing the state has FSDP2 divide again what a forward pass has left whole.
+        # In every process: listing the state makes FSDP2 divide again what a forward pass has gathered.
         stored_buffers(plain_model(self.model))
         weights = whole_weights(self.model, self._dist.gather_params)
         if not self.accelerator.is_main_process:
@@ -183,16 +184,16 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             broadcast_object_list([name])
             return weights[name].read()
 
-        named = {name: replace(one, read=functools.partial(read, name)) for name, one in weights.items()}
+        named = {name: replace(weight, read=functools.partial(read, name)) for name, weight in weights.items()}
         self._fleet_client.update_named_params(None, self._as_in_checkpoint(named))
         self._fleet_client.publish()
         broadcast_object_list([None])
 
     def _publish_at_once(self) -> None:
-        """The same where all take part in reading all: the first process holds a copy of them."""
+        """Publish under FSDP1, where all processes read all weights: the first process copies them."""
         whole = super()._iter_named_params()
         if self.accelerator.is_main_process:
-            named = {name: at_hand(one.detach().to("cpu", copy=True)) for name, one in whole}
+            named = {name: at_hand(weight.detach().to("cpu", copy=True)) for name, weight in whole}
             tensors = as_in_checkpoint(plain_model(self.model), named).items()
             self._fleet_client.update_named_params(None, iter(tensors))
             self._fleet_client.publish()
@@ -201,15 +202,15 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
                 pass
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor | Unread]]:
-        """What is published where each process has all weights."""
+        """Return the tensors to publish, if each process has all weights."""
         if self._fleet_client.publishes_adapters:
             return adapter_tensors(self.model)
         return self._as_in_checkpoint(whole_weights(self.model, self._dist.gather_params))
 
     def _as_in_checkpoint(self, named: dict[str, Unread]) -> Iterator[tuple[str, torch.Tensor | Unread]]:
-        """The weights, and the buffers that are stored with them, as the model's own checkpoint names them."""
+        """Yield weights and stored buffers under the names in the model's own checkpoint."""
         model = plain_model(self.model)
-        buffers = {name: at_hand(one) for name, one in stored_buffers(model).items()}
+        buffers = {name: at_hand(buffer) for name, buffer in stored_buffers(model).items()}
         yield from as_in_checkpoint(model, {**named, **buffers}).items()
 
     @property
@@ -219,31 +220,31 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     @property
     def _is_fsdp1(self) -> bool:
-        """Under the first version of FSDP the model alone, outside its wrapper, computes nothing, and it takes all
-        processes to list its state."""
+        """Whether FSDP 1 is in use: the model cannot compute outside its wrapper, and listing its state takes all
+        processes."""
         return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
 
 
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
-    """TRL's sampler with its order a function of seed and epoch alone, the same order that TRL would draw.
+    """TRL's sampler, whose order depends only on seed and epoch. It is the order that TRL would draw.
 
-    TRL draws each epoch's permutation from one generator whose state no checkpoint holds. `replaced` names prompts
-    in the place of others, by the step of `walk` that takes a window of them first.
+    TRL draws each epoch's permutation from one generator whose state no checkpoint holds. `replaced` maps prompts
+    to their replacements, from the step of `walk` that first uses their window.
     """
 
     epoch = 0
     replaced = ReplacedPrompts()
-    walk: Walk  # needed where something is replaced
+    walk: Walk  # used only if prompts are replaced
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             draw_epochs_before(self.epoch, self.num_samples, self.generator, self.seed)
-        found: Iterator[int] = super().__iter__()
-        return self._replaced(found) if self.replaced.others else found
+        indices: Iterator[int] = super().__iter__()
+        return self._replaced(indices) if self.replaced.others else indices
 
-    def _replaced(self, found: Iterator[int]) -> Iterator[int]:
+    def _replaced(self, indices: Iterator[int]) -> Iterator[int]:
         window_size = self.batch_size * self.mini_repeat_count * self.repeat_count
-        for place, index in enumerate(found):
+        for place, index in enumerate(indices):
             step = self.walk.first_step_of(self.epoch, place // window_size)
             yield self.replaced.at(step).get(index, index)
 
@@ -262,10 +263,10 @@ class FleetGRPOTrainer(
     """GRPOTrainer whose completions come from the fleet and whose restarts are exact.
 
     Args:
-        client: stands in the place of TRL's.
-        costs: told what each completion earned.
-        timeline: that this trainer trains; a checkpoint of an earlier one is where a fork begins.
-        replaced: prompts in the place of others.
+        client: replaces TRL's.
+        costs: records the rewards.
+        timeline: the trained timeline. It may begin from a checkpoint of an earlier one.
+        replaced: prompts and their replacements.
     """
 
     def __init__(
@@ -294,8 +295,8 @@ class FleetGRPOTrainer(
         return sampler
 
     def _run_epoch(self, *, epoch: int, **rest: Any) -> None:
-        # Not left to accelerate: where several processes go on from a checkpoint within an epoch, one wrapper more
-        # is around the sampler than accelerate looks into.
+        # Set here, not by accelerate: when several processes resume within an epoch, the sampler is wrapped once
+        # more than accelerate looks into.
         self._sampler.epoch = epoch
         super()._run_epoch(epoch=epoch, **rest)
 
@@ -315,14 +316,15 @@ class FleetGRPOTrainer(
         return per_function
 
     def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
-        """Completions of all processes that a node made, and those of them that have a reward."""
+        """Return how many completions of all processes were not refused, and how many of them have a reward."""
         refused = 0 if self._refused is None else int(self._refused.sum())
         return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
 
     def try_prompt(self, prompt: Any) -> None:
-        """Make tokens of a prompt as a step does. A token that was added to the tokenizer alone has no embedding.
+        """Tokenize a prompt as a step does.
 
-        Raises ValueError for such a token, and what TRL, transformers and the chat template raise.
+        Raises ValueError for a token without an embedding, as one that was added to the tokenizer alone, and what
+        TRL, transformers and the chat template raise.
         """
         if self.environment_factories is not None:
             return
@@ -330,29 +332,31 @@ class FleetGRPOTrainer(
         known = self.model.config.get_text_config().vocab_size
         if largest >= known:
             token = self._tokenizer.convert_ids_to_tokens(largest)
-            told = f"{token} is token {largest}, and the model has {known}"
-            raise ValueError(f"{told}; call `resize_token_embeddings` on the model, or take it from the tokenizer")
+            raise ValueError(
+                f"{token} is token {largest}, and the model has only {known} embeddings; call "
+                "`resize_token_embeddings` on the model, or remove the token from the tokenizer"
+            )
 
     def _log_witnesses(self, per_function: torch.Tensor) -> None:
-        """Say which scores are not trained on: nothing that is logged tells the weights of reward functions."""
+        """Log scores of reward functions with weight 0 under other names, since TRL does not log weights."""
         for at in (self.reward_weights == 0).nonzero().flatten().tolist():
             self._log_metric(WITNESS + self.reward_func_names[at], torch.nanmean(per_function[:, at]).item())
 
 
 @contextlib.contextmanager
 def _generation_through(client: FleetClient) -> Iterator[None]:
-    """While a trainer is made, the class that it takes for its generation backend is FleetGeneration."""
-    theirs: Callable[..., Any] = grpo_trainer_module.VLLMGeneration
+    """Have TRL construct FleetGeneration as its generation backend."""
+    original: Callable[..., Any] = grpo_trainer_module.VLLMGeneration
     grpo_trainer_module.VLLMGeneration = functools.partial(FleetGeneration, client)
     try:
         yield
     finally:
-        grpo_trainer_module.VLLMGeneration = theirs
+        grpo_trainer_module.VLLMGeneration = original
 
 
 def shards_reference(trainer: Any) -> bool:
-    """Whether a reference model that is synchronised lies in shards, of which a checkpoint would hold an empty
-    shell: after a restart the reference would be the base model again."""
+    """Whether a synchronised reference model is sharded. No checkpoint would hold it, so that after a restart the
+    reference would be the base model again."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     in_shards = trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
     return bool(trainer.args.sync_ref_model and in_shards)

@@ -1,10 +1,10 @@
-"""Which windows are requested together, and of which policies: streaming, and `rollout.max_staleness`.
+"""Which windows are requested together, and from which policies: streaming, and `rollout.max_staleness`.
 
-A window is what TRL generates for at once (`steps_per_generation` batches). The windows that begin in one step are
-a round. They are requested together as soon as their policy is published, and each is trained on when it is there,
-in their order. With a staleness of s, round r is sampled from the policy that the trainer has when it begins round
-r - s; the first rounds of a timeline from the policy it starts with. So the content of a window follows from seed,
-data and policies, and never from timing: a restarted trainer requests the same, or reads it.
+A window is what TRL generates in one go (`steps_per_generation` batches). The windows that begin in one step are a
+round. They are requested together as soon as their policy is published, and are trained on in order. With a
+staleness of s, round r is sampled from the policy that the trainer has when it begins round r - s; the first
+rounds of a timeline from the policy it starts with. So the content of a window follows from seed, data and
+policies, and never from timing: a restarted trainer requests the same windows or reads them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class WindowsAhead:
 
     Args:
         trainer: TRL's.
-        timeline: that it trains.
-        since_step: of its first policy on this timeline.
-        staleness: how many rounds a policy may be older than the one that is trained on it.
-        prompts_of: what is requested for rows of the dataset, a prompt each: by default their token ids.
+        timeline: the trained timeline.
+        since_step: of its first policy.
+        staleness: by how many rounds a window's policy is older than the trained one.
+        prompts_of: converts rows of the dataset to prompts; by default to token ids.
     """
 
     def __init__(
@@ -40,45 +40,47 @@ class WindowsAhead:
         self._since_step, self._staleness = since_step, staleness
         self._prompts_of = prompts_of or self._token_ids
         self._walk = walk_of(trainer.args, len(trainer.train_dataset))
-        self._first, self._first_step = 0, 0  # the first window that this trainer has made, and the steps before
+        self._first, self._first_step = 0, 0  # this trainer's first window, and the steps before it
 
     def start(self) -> None:
-        """The first window is about to be made. A timeline that begins in the middle of a window makes that one
-        anew: it is one of the windows of the present step then, and those before it are over."""
+        """Note the first window, which is about to be generated.
+
+        A timeline that begins in the middle of a window generates that window again: it belongs to the present
+        step then, and the windows before it are over.
+        """
         self._first, self._first_step = self.present, self._trainer.state.global_step
 
     @property
     def present(self) -> int:
-        """The window that the trainer is in, counted from the start of the run."""
+        """The trainer's present window, counted from the start of the run."""
         return self._walk.window_of_batch(self._trainer._step)
 
     @property
     def helps(self) -> bool:
-        """Whether anything is requested before it is waited for."""
+        """Whether any window is requested before the trainer waits for it."""
         return self._staleness > 0 or self._walk.batches_per_window < self._walk.batches_per_step
 
     def policy_of(self, window: int) -> PolicyVersion:
-        """The policy that a window is sampled from."""
-        steps_before = self._walk.steps_before  # whatever this trainer began with: the next one comes to the same
+        """Return the policy that a window is sampled from: the same after any restart."""
+        steps_before = self._walk.steps_before
         first = _round_of(window, steps_before).start
         for _ in range(self._staleness):
             first = _round_of(max(0, first - 1), steps_before).start
         return PolicyVersion(self._timeline, max(self._since_step, steps_before(first)))
 
     def number_of(self, window: int, turn: int = 0) -> int:
-        """Of a window's generate call, counted from 0, among all those of its step: known before any is made."""
+        """Return the number, from 0, of a window's generate call among all calls of its step."""
         windows = self._round_of(window)
         return len(windows) * turn + window - windows.start
 
     def begins_round(self, window: int) -> bool:
-        """Whether it is the first window of its step."""
+        """Whether a window is the first of its step."""
         return self._round_of(window).start == window
 
     def calls(self, samples: int, sampling: dict[str, Any]) -> Iterator[Call]:
-        """The first generate calls of the windows of the present round, and of the rounds whose policies are there
-        by now, in the order in which they are trained on.
+        """Yield the first generate call of each window whose policy exists, in the order of training.
 
-        Those that begin after the last step are left out.
+        These are the present round's and those of the next `staleness` rounds, up to the last step.
         """
         window = self._round_of(self.present).start
         for _ in range(self._staleness + 1):
@@ -92,18 +94,18 @@ class WindowsAhead:
             window = windows.stop
 
     def _round_of(self, window: int) -> range:
-        """The windows that begin in the same step."""
+        """Return the windows that begin in the same step."""
         return _round_of(window, self._steps_before)
 
     def _steps_before(self, window: int) -> int:
-        """How many steps are done when a window is made."""
+        """Return how many steps are done when a window is generated."""
         steps = self._walk.steps_before(window)
         return steps if window < self._first else max(steps, self._first_step)
 
     def _prompts(self, window: int) -> list[Any]:
-        """The prompts of a window as they will be asked for."""
-        trainer, other = self._trainer, self._trainer._replaced.at(self._walk.steps_before(window) + 1)
-        rows = [other.get(row, row) for row in self._walk.rows_of(window)]
+        """Return the prompts that TRL will ask for in a window."""
+        trainer, replaced = self._trainer, self._trainer._replaced.at(self._walk.steps_before(window) + 1)
+        rows = [replaced.get(row, row) for row in self._walk.rows_of(window)]
         return self._prompts_of([trainer.train_dataset[row] for row in rows])
 
     def _token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:

@@ -122,7 +122,7 @@ def test_a_prompt_without_a_token_is_refused_and_keeps_no_other_from_the_gateway
     began_s = time.monotonic()
     got = world.client().complete(replace(asked, requests=empty))
     assert [one.index for one in got.completions] == list(range(6))
-    assert [one.refused for one in got.completions if one.refused] == 2 * ["the prompt has no token"]
+    assert [one.refused for one in got.completions if one.refused] == 2 * ["the prompt is empty"]
     assert world.seeds == [1001, 1002, 1004, 1005]
     assert (got.discarded, got.wait_s) == (0, 0.0), f"served at once, of {time.monotonic() - began_s} s"
 

@@ -141,7 +141,7 @@ def test_a_prompt_without_a_token_or_with_one_that_the_model_has_not_is_refused(
     size = model.config.vocab_size
     found = engine(model).complete(batch([[], [5, size], [5]], [1, 2, 3])).completions
     beyond = f"token {size} of the prompt is not in the model's vocabulary of {size}"
-    assert [one.refused for one in found] == ["the prompt has no token", beyond, ""]
+    assert [one.refused for one in found] == ["the prompt is empty", beyond, ""]
 
 
 def test_the_models_own_settings_come_back_and_count_for_nothing(model: Any) -> None:

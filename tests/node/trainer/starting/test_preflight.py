@@ -272,7 +272,7 @@ def refused(tiny: Path, folder: Path, **spec: Any) -> str:
         ({"peft": {"rank": 4}}, "trainer.peft: "),
         ({"grpo": {"num_generations": 3}}, "grpo: generation_batch_size (8) must be divisible by num_generations"),
         ({"grpo": {"learning_rat": 1e-3}}, "unexpected keyword argument 'learning_rat'"),
-        ({"grpo": {"generation_kwargs": {"seed": 1}}}, "generation_kwargs: `seed` must go"),
+        ({"grpo": {"generation_kwargs": {"seed": 1}}}, "generation_kwargs: remove `seed`"),
         (
             {"grpo": {"max_completion_length": 100_000}},
             "100000 leaves no room for a prompt in the model's context",
@@ -317,7 +317,7 @@ def test_prompts_that_the_model_cannot_take_end_the_first_attempt(what: str, tin
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.add_tokens(["<think>"], special_tokens=True)
         tokenizer.save_pretrained(model)
-        says = "<think> is token 84, and the model has 84; call `resize_token_embeddings` on the model"
+        says = "<think> is token 84, and the model has only 84 embeddings; call `resize_token_embeddings`"
     (tiny / "own.jsonl").write_text((chat if what == "template" else '{"prompt": "1 apples:<think>"}\n') * 3)
     spec = {"dataset": "own.jsonl", "model": str(model), "reward": "rig_rewards.none"}
     assert says in refused(tiny, tmp_path / "run", **spec)
