@@ -1,6 +1,7 @@
 """An agent of two tools, written against the `openai` package and nothing of grpo-orch.
 
-Something lies behind one of two doors. The agent may look, which tells behind which, and must open one.
+Something lies behind one of two doors. The agent may look, which tells it the door, and must open one. It earns 0.3
+for looking first, and 0.7 for the right door.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ class Doors:
 
     def __init__(self, door: str) -> None:
         self.door = door
-        self.reward: float | None = None
+        self.has_looked, self.opened = False, ""
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         if name == "look":
+            self.has_looked = True
             return self.door
-        self.reward = float(arguments.get("door") == self.door)
-        return "won" if self.reward else "lost"
+        self.opened = str(arguments["door"])
+        return "won" if self.opened == self.door else "lost"
+
+    @property
+    def reward(self) -> float:
+        return 0.3 * self.has_looked + 0.7 * (self.opened == self.door)
 
 
 async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """Return 1 for the right door, and 0 for the wrong one or none."""
+    """Play once and return the reward."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key)
     doors, messages = Doors(row["door"]), list(row["prompt"])
     for _ in range(TURNS):
@@ -51,8 +57,8 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            told = doors.call(call.function.name, json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-        if doors.reward is not None:
+            answered = doors.call(call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": answered})
+        if doors.opened:
             break
-    return doors.reward or 0.0
+    return doors.reward

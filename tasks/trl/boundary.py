@@ -1,7 +1,7 @@
-"""The state of this process between two optimizer steps, as far as a step in progress changes it.
+"""The state of this process at the end of an optimizer step, without weights, optimizer and scheduler.
 
-Weights, optimizer and scheduler change in the optimizer's step alone. What else a checkpoint holds is kept here,
-so that a trainer which has to leave in the middle of a step can save the end of the one before.
+Those change only in the optimizer's step. The rest of a checkpoint's content is kept here, so that a trainer that
+must leave within a step can save the end of the step before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """`step` and `buffered` are TRL's: its count of batches, and what is left of the generation window."""
+    """`step` and `buffered` are TRL's: its count of batches, and the rest of the generation window."""
 
     step: int
     buffered: list[dict[str, Any]] | None
@@ -25,7 +25,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Every generator that transformers saves with a checkpoint, on CPU and CUDA."""
+    """The state of every random generator that transformers saves in a checkpoint, on CPU and CUDA."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any] | tuple[Any, ...]
@@ -34,12 +34,12 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """As it is in this process."""
+        """Return the present state of this process."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
 
     def put_back(self) -> None:
-        """Make it so again."""
+        """Restore it."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.random.set_rng_state(self.cpu)

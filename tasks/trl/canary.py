@@ -1,4 +1,4 @@
-"""The trainer's side of the canary: its log-probabilities of the fixed text, see `policies.serving.canary`."""
+"""Computes the trainer's log-probabilities of the canary's fixed text, see `policies.serving.canary`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from policies.serving.canary import Canary, token_ids_for
 
 
 def canary_of(model: Any, mixed_precision: str) -> Canary:
-    """Compute the text on a model of transformers as it is now, adapters included.
+    """Return the canary of a transformers model with its present weights, adapters included.
 
-    One short forward pass without dropout: no random number is drawn and nothing of the model changes. Where the
-    model is divided over processes, all of them have to call.
+    It takes one short forward pass without dropout, draws no random number and does not change the model. If the
+    model is divided over processes, all of them must call this.
 
     Args:
-        mixed_precision: what accelerate runs the model's forward pass in: `no`, `bf16`, `fp16` or `fp8`.
+        mixed_precision: accelerate's setting: `no`, `bf16`, `fp16` or `fp8`.
     """
     config = model.config.get_text_config()
     token_ids = token_ids_for(config.vocab_size)
@@ -29,7 +29,7 @@ def canary_of(model: Any, mixed_precision: str) -> Canary:
     rows = logits.log_softmax(dim=-1).gather(1, inputs[0, 1:, None])[:, 0].tolist()
     return Canary(
         token_ids,
-        [one if math.isfinite(one) else None for one in rows],
+        [logprob if math.isfinite(logprob) else None for logprob in rows],
         _dtype_of(model, mixed_precision),
         int(config.num_hidden_layers),
         sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
@@ -37,11 +37,11 @@ def canary_of(model: Any, mixed_precision: str) -> Canary:
 
 
 def forget_order(accelerator: Any) -> None:
-    """Keep ZeRO stage 3 from fetching ahead for the next forward pass in the order of the canary's.
+    """Keep ZeRO stage 3 from prefetching in the canary's order in the next forward pass.
 
-    There the head is a module that runs; in TRL's pass it is gathered by hand instead, and what is being fetched
-    ahead cannot be: DeepSpeed raises (`partition_parameters.py`, "Cannot partition a param in flight"). The order
-    is learnt anew from the next pass, as when a model takes another way through its modules.
+    In the canary's pass the head runs as a module. In TRL's pass it is gathered by hand, which DeepSpeed refuses
+    for a parameter that is being prefetched (`partition_parameters.py`, "Cannot partition a param in flight").
+    DeepSpeed records a new order in the next pass.
     """
     coordinator = accelerator.deepspeed_engine_wrapped.engine.optimizer.parameter_offload.get_param_coordinator()
     if not coordinator.is_invalid_trace():
@@ -55,7 +55,7 @@ def _dtype_of(model: Any, mixed_precision: str) -> str:
 
 @contextlib.contextmanager
 def as_evaluated(model: Any) -> Iterator[None]:
-    """Every module as in evaluation; then each as it was, for some may be frozen so."""
+    """Set every module to evaluation mode, and restore each module's own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

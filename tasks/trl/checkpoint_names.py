@@ -1,4 +1,4 @@
-"""Weights as a model's own checkpoint has them: transformers holds some under other names or in other pieces."""
+"""Converts weights to the names and pieces of a model's own checkpoint, where transformers' differ."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def as_in_checkpoint(model: Any, named: Mapping[str, Unread]) -> dict[str, Unread]:
-    """The weights under the names and in the pieces of the model's own checkpoint.
+    """Return weights under the names and in the pieces of the model's own checkpoint.
 
-    Those that are another tensor there, as experts are that the model holds as one, are read a layer at a time and
-    kept until one of another layer is read. Which they are is found out on tensors without content.
+    Some are other tensors there, as experts that the model holds as one tensor. They are converted a layer at a
+    time, and kept until a tensor of another layer is read. A conversion of empty tensors shows which they are.
     """
-    bare = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in named.items()}
-    there = revert_weight_conversion(model, dict(bare))
-    names = {id(one): name for name, one in bare.items()}
-    found = {name: named[names[id(one)]] for name, one in there.items() if id(one) in names}
-    made_anew = {name: one for name, one in there.items() if name not in found}
-    used = {names[id(there[name])] for name in found}
-    converted, reader = [name for name in bare if name not in used], _Reader(model)
-    for sources, result in _together(model, {name: bare[name] for name in converted}, made_anew):
-        group = {name: named[name] for name in sources}
-        for name, one in result.items():
-            found[name] = Unread(one.dtype, tuple(one.shape), functools.partial(reader.read, group, name))
+    empty = {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in named.items()}
+    stored = revert_weight_conversion(model, dict(empty))
+    names = {id(tensor): name for name, tensor in empty.items()}
+    found = {name: named[names[id(tensor)]] for name, tensor in stored.items() if id(tensor) in names}
+    converted = {name: tensor for name, tensor in stored.items() if name not in found}
+    kept = {names[id(stored[name])] for name in found}
+    sources, reader = {name: tensor for name, tensor in empty.items() if name not in kept}, _Reader(model)
+    for group, result in _groups(model, sources, converted):
+        lazy = {name: named[name] for name in group}
+        for name, tensor in result.items():
+            found[name] = Unread(tensor.dtype, tuple(tensor.shape), functools.partial(reader.read, lazy, name))
     return found
 
 
-def _together(model: Any, bare: Named, wanted: Named) -> list[tuple[Named, Named]]:
-    """What has to be converted together, and what comes of it: by layers, or all if that gives something else."""
+def _groups(model: Any, empty: Named, converted: Named) -> list[tuple[Named, Named]]:
+    """Return which tensors are converted together, and the results: by layer, or all if layers give others."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for name, one in bare.items():
+    for name, tensor in empty.items():
         layer = LAYER.match(name)
-        layers.setdefault(layer[1] if layer else "", {})[name] = one
+        layers.setdefault(layer[1] if layer else "", {})[name] = tensor
     results: list[tuple[Named, Named]] = [
         (layer, revert_weight_conversion(model, dict(layer))) for layer in layers.values()
     ]
-    shapes = {name: one.shape for _, result in results for name, one in result.items()}
-    if shapes == {name: one.shape for name, one in wanted.items()}:
+    shapes = {name: tensor.shape for _, result in results for name, tensor in result.items()}
+    if shapes == {name: tensor.shape for name, tensor in converted.items()}:
         return results
-    return [(bare, wanted)]
+    return [(empty, converted)]
 
 
 class _Reader:
-    """Converts a group's tensors once, whichever of the results is asked for first."""
+    """Converts a group's tensors at the first read of any result, and keeps them until another group is read."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -61,8 +61,8 @@ class _Reader:
 
     def read(self, group: Mapping[str, Unread], name: str) -> torch.Tensor:
         if group is not self._group:
-            self._held = {}  # before the next ones are there
+            self._held = {}  # free memory before the next group is read
             self._group = group
-            whole = {source: one.read() for source, one in group.items()}
+            whole = {source: weight.read() for source, weight in group.items()}
             self._held = revert_weight_conversion(self._model, whole)
         return self._held[name]

@@ -1,8 +1,8 @@
-"""Writes Hugging Face checkpoint files over old ones, at the speed at which memory is copied.
+"""Writes Hugging Face checkpoint files over old ones, as fast as memory is copied.
 
-The files are the usual ones, `model.safetensors` and `optimizer.pt`: only how their bytes get into them differs.
-`safetensors` and `torch.save` begin with an empty file, for which the kernel has to find and clear memory page by
-page, and `torch.save` computes a checksum that nobody reads; both take longer than the copy.
+The files are the usual `model.safetensors` and `optimizer.pt`. `safetensors` and `torch.save` start with an empty
+file, for which the kernel must find and clear memory page by page, and `torch.save` computes an unused checksum;
+both take longer than the copy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tasks.storing.tensors import type_name
 
 
 class OverwrittenFile(io.FileIO):
-    """A file opened for writing from its start, over what is in it; what is left of the old at the end is cut.
+    """A file that is overwritten from its start and truncated when it is closed.
 
-    Plain writes into pages that the file has already: faster than a memory map, whose every page is a fault.
+    Writes go into existing pages, which is faster than a memory map with a fault for each page.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
 
     def write(self, data: Any) -> int:
-        """Write all of `data`: one call of the system takes 2 GiB at most."""
+        """Write all of `data`. One system call writes at most 2 GiB."""
         view, done = memoryview(data).cast("B"), 0
         while done < len(view):
             done += super().write(view[done:])
@@ -47,10 +47,9 @@ class OverwrittenFile(io.FileIO):
 def save_tensors(
     tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """What `safetensors.torch.save_file` does, for dense tensors, over an old file. Raises OSError,
-    UnsupportedType."""
+    """Save dense tensors over an old file like `safetensors.torch.save_file`. Raises OSError, UnsupportedType."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    # The widest types first, so that each tensor is aligned; then by name. So does safetensors itself.
+    # The widest types first, so that each tensor is aligned, then by name, as in safetensors.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     at = 0
     for name, tensor in ordered:
@@ -72,7 +71,7 @@ def save_tensors(
 
 
 def fits(save: Callable[[], None]) -> bool:
-    """Run `save`; return False if the disk or the memory that it writes to is full. Raises what else it raises."""
+    """Run `save`; return False if its disk or memory is full. Raises whatever else `save` raises."""
     try:
         save()
     except Exception as error:
@@ -83,7 +82,7 @@ def fits(save: Callable[[], None]) -> bool:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """torch raises an error of its own on top of the system's, and safetensors a text."""
+    """Whether an error means a full disk. torch wraps the system's error, and safetensors has it as text only."""
     while error is not None:
         if os.strerror(errno.ENOSPC) in str(error):
             return True
@@ -93,7 +92,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def overwriting() -> Iterator[None]:
-    """Within, `torch.save` to a path and transformers' saving of weights write over what is there."""
+    """Have `torch.save` to a path and transformers' saving of weights overwrite existing files."""
     save_object, save_file = torch.save, transformers.modeling_utils.safe_save_file
     checksums = torch.serialization.get_crc32_options()
 

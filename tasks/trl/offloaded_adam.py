@@ -1,7 +1,7 @@
-"""DeepSpeed's Adam over the machine's own memory, restarted so that it goes on with the same bits.
+"""Restarts DeepSpeed's CPU Adam so that it continues bit for bit.
 
-Its module keeps the powers of both betas, and no checkpoint does: multiplied once more at each step, and computed
-anew where steps do not follow each other, as at a restart, which rounds otherwise (DeepSpeed 0.19,
+Its module keeps the powers of both betas outside of any checkpoint. It multiplies them at each step, but computes
+them again if steps do not follow each other, as after a restart, which rounds differently (DeepSpeed 0.19,
 `csrc/includes/cpu_adam.h`).
 """
 
@@ -13,11 +13,10 @@ import torch
 
 
 def catch_up(optimizer: Any) -> None:
-    """Take the steps that an optimizer has taken by its loaded state once more, over no weights: a microsecond
-    each. Nothing for any other optimizer.
+    """Repeat the steps of the loaded state over no weights, a microsecond each. Other optimizers are left alone.
 
     Args:
-        optimizer: the trainer's, as accelerate and DeepSpeed have wrapped it.
+        optimizer: the trainer's, wrapped by accelerate and DeepSpeed.
     """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

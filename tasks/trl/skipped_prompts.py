@@ -1,6 +1,6 @@
-"""Other prompts in the place of those that a diverged stretch was trained on.
+"""Replaces the prompts that diverged steps were trained on.
 
-They are replaced, not removed: epochs stay as long as they are, and a restart finds its place in them.
+They are replaced, not removed, so that epochs keep their length and a restart finds its place.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a trainer goes through its dataset: epoch by epoch, in windows of prompts that it generates for at once.
+    """A trainer's way through its dataset: epoch by epoch, in windows of prompts that one generate call completes.
 
-    A batch is what one backward pass takes. What of an epoch fills no window is left out; its last step has the
-    batches that are left.
+    A batch is the input of one backward pass. An epoch's prompts that do not fill a window are left out; its last
+    step takes the remaining batches.
     """
 
     prompts: int  # in the dataset
     prompts_per_window: int
     batches_per_window: int
     batches_per_step: int
-    order: Callable[[int], Sequence[int]]  # of the dataset's prompts in an epoch, by its number
+    order: Callable[[int], Sequence[int]]  # of the dataset's prompts, by the epoch's number
 
     @property
     def windows_per_epoch(self) -> int:
@@ -46,30 +46,32 @@ class Walk:
         return max(1, -(-self.batches_per_epoch // self.batches_per_step))
 
     def batches_before(self, steps: int) -> int:
-        """How many batches the first `steps` steps take."""
+        """Return how many batches the first `steps` steps take."""
         epochs, more = divmod(steps, self.steps_per_epoch)
         return epochs * self.batches_per_epoch + more * self.batches_per_step
 
     def window_of_batch(self, batch: int) -> int:
-        """The number of the window that a batch is of, both counted from the start of the run."""
+        """Return a batch's window, both counted from the start of the run."""
         return batch // self.batches_per_window
 
     def steps_before(self, window: int) -> int:
-        """How many steps are done when a window, counted from the start of the run, begins."""
+        """Return how many steps are done when a window, counted from the start of the run, begins."""
         return self.first_step_of(*divmod(window, self.windows_per_epoch)) - 1
 
     def rows_of(self, window: int) -> Sequence[int]:
-        """The numbers of a window's prompts in the dataset, in the order in which they are asked for."""
+        """Return the rows of a window's prompts in the dataset, in order."""
         epoch, number = divmod(window, self.windows_per_epoch)
         return self.order(epoch)[number * self.prompts_per_window :][: self.prompts_per_window]
 
     def first_step_of(self, epoch: int, window: int) -> int:
-        """The step that takes the first batch of an epoch's window."""
+        """Return the step that takes the first batch of an epoch's window."""
         return epoch * self.steps_per_epoch + window * self.batches_per_window // self.batches_per_step + 1
 
     def windows_of(self, first_step: int, last_step: int) -> Iterator[tuple[int, int]]:
-        """The prompts of these steps, each as `(first step of its window, place in the dataset)`: of each window
-        that a step has a batch of, all, for they were shuffled. Steps count from 1, both are included."""
+        """Yield `(first step of its window, row in the dataset)` for each prompt of these steps, both included.
+
+        Steps count from 1. All prompts of a window count, since its batches are shuffled.
+        """
         if self.batches_per_epoch == 0:
             return
         first, end = self.batches_before(first_step - 1), self.batches_before(last_step)
@@ -86,24 +88,23 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedPrompts:
-    """Prompts in the place of others, by their numbers in the dataset, in windows that begin at `until_step` or
-    before."""
+    """Rows of the dataset and the rows that replace them, in windows that begin at `until_step` or before."""
 
     others: Mapping[int, int] = field(default_factory=dict)
     until_step: int = 0
 
     def at(self, step: int) -> Mapping[int, int]:
-        """What stands in the place of what in a window that begins with `step`."""
+        """Return the replacements in a window that begins with `step`."""
         return self.others if step <= self.until_step else {}
 
     def seen(self, walk: Walk, first_step: int, last_step: int) -> set[int]:
-        """The prompts that these steps really see."""
-        found = walk.windows_of(first_step, last_step)
-        return {self.at(step).get(prompt, prompt) for step, prompt in found}
+        """Return the rows that these steps see, after replacement."""
+        windows = walk.windows_of(first_step, last_step)
+        return {self.at(step).get(prompt, prompt) for step, prompt in windows}
 
 
 def walk_of(config: Any, prompts: int) -> Walk:
-    """How a trainer of this GRPOConfig goes through a dataset of so many prompts, as TRL's sampler lays it out."""
+    """Return a trainer's walk through a dataset of `prompts` rows, as TRL's sampler walks with this GRPOConfig."""
 
     @functools.lru_cache(2)  # the present epoch, and the next one for windows that are requested ahead
     def order(epoch: int) -> Sequence[int]:
@@ -123,20 +124,22 @@ def walk_of(config: Any, prompts: int) -> Walk:
 
 
 def draw_epochs_before(epoch: int, prompts: int, generator: torch.Generator, seed: int) -> None:
-    """Bring a sampler's generator to where it draws the epoch's order from."""
+    """Advance a sampler's generator to the epoch's start."""
     generator.manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(prompts, generator=generator)
 
 
 def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Walk]) -> ReplacedPrompts:
-    """Return which prompts of the dataset take the place of which on `timeline`, until its probation ends: once
-    that is passed, the prompts were not to blame. None where more than half of the dataset would have to go.
+    """Return the replaced prompts of `timeline` until its probation ends. A timeline that passes it shows that the
+    prompts were not the cause.
+
+    Nothing is replaced if more than half of the dataset would have to be.
 
     Args:
-        walk: how the trainer of a timeline goes through the dataset.
+        walk: returns the walk of a timeline's trainer.
     """
-    fork = next((one for one in forks if one.timeline == timeline), None)
+    fork = next((fork for fork in forks if fork.timeline == timeline), None)
     if fork is None or not fork.skipped:
         return ReplacedPrompts()
     prompts = walk(timeline).prompts
@@ -145,11 +148,11 @@ def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Wal
         log.warning("prompts_not_replaced", why="they are most of the dataset", skipped=len(skipped), of=prompts)
         return ReplacedPrompts()
     others = sorted(set(range(prompts)) - set(skipped))
-    # Evenly over the others, each once: none is seen much more often than the rest.
-    found = {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
-    return ReplacedPrompts(found, fork.probation_until_step)
+    # Spread evenly over the others, so that no prompt is seen much more often than the rest.
+    replaced = {prompt: others[number * len(others) // len(skipped)] for number, prompt in enumerate(skipped)}
+    return ReplacedPrompts(replaced, fork.probation_until_step)
 
 
 def _trained_on(part: Skipped, forks: Sequence[Fork], walk: Callable[[int], Walk]) -> set[int]:
-    """The prompts that these steps saw, the replacements of their own timeline among them."""
+    """Return the rows that these steps saw, including the replacements of their own timeline."""
     return replacements(forks, part.timeline, walk).seen(walk(part.timeline), part.first_step, part.last_step)

@@ -1,4 +1,4 @@
-"""TRL's trainer as far as an evaluation goes: prompts in, completions and scores out, and no step."""
+"""TRL's trainer for evaluation: prompts in, completions and scores out, no training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasks.trl.trl_grpo import FleetGRPOTrainer
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What TRL has made of some rows: `completions` as reward functions get them, `ids` as tokens."""
+    """Completions of some rows: `completions` in the form for reward functions, `ids` as tokens."""
 
     prompts: list[Any]
     completions: list[Any]
@@ -20,7 +20,7 @@ class Made:
 
 
 class _Stopped(Exception):
-    """The completions are there; TRL would go on to compute what a loss needs."""
+    """Carries the completions out of TRL, which would go on and compute the inputs of a loss."""
 
     def __init__(self, made: Made) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class EvaluatingTrainer(FleetGRPOTrainer):
     """FleetGRPOTrainer that never trains. Each policy is a step of its own."""
 
     def load(self, number: int, folder: Path | None) -> None:
-        """From now on the policy is version `number`: the weights in a checkpoint's folder; None: as they are."""
+        """Set policy `number`: load the weights in a checkpoint's folder; None: keep the present weights."""
         if folder is not None:
             self._load_from_checkpoint(str(folder))
         self.model.eval()
         self.state.global_step = number
 
     def completions_of(self, rows: list[dict[str, Any]]) -> Made:
-        """Complete the rows' prompts, all at once; with tools or environments all of a turn at once."""
+        """Complete the rows' prompts together; with tools or environments, turn by turn."""
         try:
             self._generate_and_score_completions(rows)  # it prepares environments and tools
         except _Stopped as stopped:
@@ -46,16 +46,17 @@ class EvaluatingTrainer(FleetGRPOTrainer):
         raise RuntimeError("TRL has completed no prompt")
 
     def scores_of(self, rows: list[dict[str, Any]], made: Made) -> list[dict[str, float | None]]:
-        """What each function gives each completion, by the function's name; None where it gives nothing."""
-        found = self._calculate_rewards(rows, made.prompts, made.completions, made.ids).tolist()
+        """Return each completion's scores by function name; None where a function gives none."""
+        scores = self._calculate_rewards(rows, made.prompts, made.completions, made.ids).tolist()
+        names = self.reward_func_names
         return [
-            {name: None if math.isnan(one) else one for name, one in zip(self.reward_func_names, row, strict=True)}
-            for row in found
+            {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
+            for row in scores
         ]
 
     def is_cut(self, ids: list[int]) -> bool:
-        """Whether a completion had not ended at its greatest length. One may end without a token that says so, at
-        a text that `grpo.generation_kwargs` calls an end."""
+        """Whether a completion reached its maximum length without ending. A completion may also end without an end
+        token, at a stop text of `grpo.generation_kwargs`."""
         longest = (self.args.generation_kwargs or {}).get("max_tokens") or self.args.max_completion_length
         return len(ids) >= longest and ids[-1] not in self.eos_token_ids
 

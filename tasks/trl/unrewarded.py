@@ -1,4 +1,4 @@
-"""Stops a trainer whose completions have no reward, step after step: such steps teach nothing."""
+"""Stops a trainer whose completions get no rewards for several steps: such steps teach nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class NothingToLearn(Exception):
 
 
 class Unrewarded:
-    """Counts batches of completions without any reward, those in a row."""
+    """Counts successive batches of completions without any reward."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def note(self, completions: int, rewarded: int, functions: Sequence[str]) -> None:
-        """Take note of one batch to train on. Raises NothingToLearn after UNREWARDED_MAX without a reward.
+        """Count one training batch. Raises NothingToLearn after UNREWARDED_MAX batches without a reward.
 
         Args:
-            completions: in the batch, over all processes, without those of refused prompts.
-            rewarded: of these, how many have a number as their reward.
+            completions: of the batch, over all processes, without refused ones.
+            rewarded: how many of them have a number as reward.
             functions: the names of the reward functions.
         """
         if rewarded or not completions:
@@ -37,5 +37,5 @@ class Unrewarded:
         if self._in_a_row == 1:
             log.warning("no_reward", completions=completions, functions=names, stops_after=UNREWARDED_MAX)
         if self._in_a_row >= UNREWARDED_MAX:
-            batch = f"none of {completions} completions had a reward, {self._in_a_row} steps in a row"
-            raise NothingToLearn(f"{batch}: the run's rewards ({names}) were None or NaN for all of them")
+            batch = f"none of {completions} completions had a reward in {self._in_a_row} successive steps"
+            raise NothingToLearn(f"{batch}: {names} returned None or NaN for all of them")

@@ -1,4 +1,4 @@
-"""A trainer's weights as Hugging Face's checkpoints count and name them, with and without adapters."""
+"""A trainer's weights under the names of Hugging Face's checkpoints, with and without adapters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ ZERO_SHAPE = "ds_shape"  # DeepSpeed's: of a parameter that stage 3 has divided,
 
 
 def checkpoint_bytes(trainer: Any) -> tuple[int, int]:
-    """About how much a checkpoint's weights and its optimizer's state will take.
+    """Estimate the bytes of a checkpoint's weights and of its optimizer's state.
 
-    AdamW keeps two values for each weight that is trained. What DeepSpeed and FSDP go on from has the weights,
-    too, and DeepSpeed's optimizer a copy of its own of those that it trains; both keep theirs in float32.
+    AdamW keeps two values for each trained weight. DeepSpeed and FSDP save the weights in their own state as well,
+    and DeepSpeed's optimizer a copy of the trained ones, all in float32.
     """
-    sizes = [(_elements(one), one.element_size(), one.requires_grad) for one in trainer.model.parameters()]
+    sizes = [
+        (_elements(weight), weight.element_size(), weight.requires_grad) for weight in trainer.model.parameters()
+    ]
     trained = sum(count for count, _, is_trained in sizes if is_trained)
     saved = sum(count * width for count, width, _ in sizes)
     states = 2 * sum(count * width for count, width, is_trained in sizes if is_trained)
@@ -43,31 +45,30 @@ def _elements(weight: torch.Tensor) -> int:
 
 
 def plain_model(model: Any) -> Any:
-    """The model itself, without the adapters around it."""
+    """Return the model without adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """What a model's checkpoint holds besides its parameters, such as the biases of some routers: an engine that
-    loads the one without the other does not keep the other."""
+    """Return the buffers in a model's checkpoint, such as biases of routers. An engine needs them, too."""
     stored = model.state_dict().keys()
-    return {name: one.detach().to("cpu") for name, one in model.named_buffers() if name in stored}
+    return {name: buffer.detach().to("cpu") for name, buffer in model.named_buffers() if name in stored}
 
 
 def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapter that is trained, under the names by which PEFT saves it; read when the first is taken."""
+    """Yield the trained adapter under PEFT's names. It is read at the first item."""
     yield from get_peft_model_state_dict(model, save_embedding_layers=False).items()
 
 
 def whole_weights(model: Any, gathered: Gathered) -> dict[str, Unread]:
-    """A model's weights, whole once they are read, with adapters merged, under the names that the model has.
+    """Return a model's weights by the model's names, with adapters merged. Each is read when it is needed.
 
-    What a layer was merged into is put back: merging adapters and taking them out again does not give back the
-    same bits, and a restart has not done it as often. Where the weights are divided over processes, all of them
-    have to read the same ones in the same order.
+    A layer's own weights are restored after merging, since unmerging does not give the same bits and a restarted
+    trainer has not merged as often. If weights are divided over processes, all processes must read the same, in
+    the same order.
 
     Args:
-        gathered: within it, parameters that ZeRO stage 3 has divided are whole.
+        gathered: context in which parameters that ZeRO stage 3 has divided are whole.
     """
     found, seen = dict[str, Unread](), set[int]()
     for path, module in model.named_modules():
@@ -89,29 +90,30 @@ def _unread(weight: torch.Tensor, read: Callable[[], torch.Tensor]) -> Unread:
 
 def _gathered(weight: torch.Tensor, gathered: Gathered) -> torch.Tensor:
     with gathered([weight]):
-        # What ZeRO has gathered is good for a moment alone.
+        # ZeRO frees gathered parameters at the end of the context.
         return _whole(weight).to("cpu", copy=True) if hasattr(weight, ZERO_SHAPE) else _whole(weight)
 
 
 def _merged(module: Any, weight: torch.Tensor, gathered: Gathered) -> torch.Tensor:
-    """A weight of the layer in `module`, an adapter's, as it is with the adapter merged."""
+    """Return a weight of the layer in `module` with the adapter merged."""
     with gathered(list(module.parameters())):
-        kept = [(one, one.detach().clone()) for one in module.get_base_layer().parameters(recurse=False)]
+        base = module.get_base_layer()
+        kept = [(original, original.detach().clone()) for original in base.parameters(recurse=False)]
         module.merge()
         merged = _whole(weight).to("cpu", copy=True)
         module.unmerge()
-        for one, before in kept:
-            one.data.copy_(before)
+        for original, before in kept:
+            original.data.copy_(before)
     return merged
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether it is a layer with an adapter of PEFT's around it."""
+    """Whether a module is a layer in a PEFT adapter."""
     return hasattr(module, "get_base_layer") and hasattr(module, "merge")
 
 
 def _own_name(name: str) -> str | None:
-    """A parameter's name without what wrappers add; None for what is of an adapter, or stands unused beside it."""
+    """Return a parameter's name without parts that wrappers add; None for an adapter's or an unused parameter."""
     parts = name.split(".")
     if "original_module" in parts or "base_layer" in parts or any(part.startswith("lora_") for part in parts):
         return None
@@ -126,6 +128,6 @@ def _plain_name(name: str) -> str:
 def _whole(weight: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return weight.detach()
-    # What FSDP keeps in the machine's memory is gathered where it computes: NCCL knows no other place.
-    found: torch.Tensor = weight.detach().to(weight.device_mesh.device_type).full_tensor()
-    return found
+    # NCCL gathers on the GPU only, also weights that FSDP has offloaded to the CPU.
+    whole: torch.Tensor = weight.detach().to(weight.device_mesh.device_type).full_tensor()
+    return whole

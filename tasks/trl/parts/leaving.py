@@ -1,4 +1,4 @@
-"""The half of the trainer that leaves in time: between two steps, or in the middle of one as if between two."""
+"""Leaves a machine in time: between two steps, or within one step with the state from before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.trl.boundary import Boundary, RandomState
 
 
 class LeavesInTime:
-    """For a trainer of TRL's that saves into the spool, before both in the order of its bases."""
+    """Mixed in before SavesIntoSpool and TRL's trainer."""
 
     _boundary: Boundary | None = None  # the end of the last step that this process has taken
     _checkpoints: CheckpointSaver | None
@@ -30,16 +30,16 @@ class LeavesInTime:
     state: Any
 
     def leave_if_due(self, *, in_step: bool) -> None:
-        """Raise LeaveNow in every process if the first one says so."""
+        """Raise LeaveNow in every process if the first one has to leave."""
         due = self._leaving is not None and self._leaving.is_due(in_step=in_step)
         if self._agree(due):
             raise LeaveNow
 
     def save_before_leaving(self) -> int | None:
-        """Save the end of the last step, as if the next had not begun, unless that is stored or not worth it.
+        """Save the end of the last step, unless it is stored already or not worth it. Call it in every process.
 
-        In every process. Returns the step of the newest checkpoint that is stored or on its way to the store; None
-        where there is none, and in other processes than the first.
+        Returns, in the first process, the step of the newest checkpoint that is stored or on its way to the store,
+        if any.
         """
         checkpoints, leaving, step = self._checkpoints, self._leaving, self.state.global_step
         wanted = (
@@ -55,12 +55,12 @@ class LeavesInTime:
             self._save_checkpoint(self.model, trial=None)
         return None if checkpoints is None else checkpoints.sealed_step or None
 
-    def _agree(self, told: bool) -> bool:
-        """What the first process was told."""
-        return bool(broadcast_object_list([told])[0]) if self.accelerator.num_processes > 1 else told
+    def _agree(self, value: bool) -> bool:
+        """Return the first process's value."""
+        return bool(broadcast_object_list([value])[0]) if self.accelerator.num_processes > 1 else value
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """What ends a step; after it there may be no time for another."""
+        """End a step, and leave if there may be no time for another."""
         self._boundary = Boundary(self._step, self._rest_of_window(), RandomState.now())
         if self._leaving is not None:
             self._leaving.step_ended(self._costs.generated_s)
@@ -69,8 +69,8 @@ class LeavesInTime:
             self.leave_if_due(in_step=False)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with random numbers of its own: whether a step was evaluated, or left in the middle of that, must
-        not change what comes after it."""
+        """Evaluate as TRL does, and restore the random state: an evaluation, complete or not, must not change the
+        steps after it."""
         state = RandomState.now()
         try:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's

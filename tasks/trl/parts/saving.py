@@ -1,7 +1,7 @@
-"""The half of the trainer that saves into the spool, and loads so that a restart is exact.
+"""Saves checkpoints into the spool, and loads them so that a restart is exact.
 
-Beside the usual files a checkpoint holds what TRL keeps in memory only: its place in the generation window, the
-rest of that window's completions, and a reference model that moves.
+A checkpoint also holds what TRL keeps in memory only: its place in the generation window, the rest of the window's
+completions, and a synchronised reference model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ REF_MODEL_FILE = "ref_model.safetensors"
 
 
 class SavesIntoSpool:
-    """For a trainer of TRL's, before it in the order of its bases."""
+    """Mixed in before TRL's trainer."""
 
-    _checkpoints: CheckpointSaver | None = None  # the first process's alone, as `_leaving` is
+    _checkpoints: CheckpointSaver | None = None  # in the first process only, like `_leaving`
     _leaving: Leaving | None = None
-    save_is_due = False  # a save found no room; the same in every process
-    _leaves = False  # what is saved now is the last
+    save_is_due = False  # a save found no space; the same in every process
+    _leaves = False  # the present save is the last
     _buffered_inputs: Any
     _costs: StepCosts
     _get_output_dir: Any
@@ -49,18 +49,18 @@ class SavesIntoSpool:
     train_dataset: Any
 
     def attach(self, checkpoints: CheckpointSaver, leaving: Leaving) -> None:
-        """Name where checkpoints go, and who knows when to leave. In the first process, before training."""
+        """Set where checkpoints go and when to leave, in the first process, before training."""
         self._checkpoints, self._leaving = checkpoints, leaving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save into the spool; without room there, at a later step."""
+        """Save into the spool, or at a later step if the spool has no space."""
         began_s = time.monotonic()
         try:
-            self._save_where_there_is_room(model, trial)
+            self._save_if_space(model, trial)
         finally:
             self._costs.store_s += time.monotonic() - began_s
 
-    def _save_where_there_is_room(self, model: Any, trial: Any) -> None:
+    def _save_if_space(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         last = self._leaves or step >= self.state.max_steps
         while True:
@@ -75,7 +75,7 @@ class SavesIntoSpool:
                 return
 
     def _save_into(self, slot: Path | None, save: Callable[[], None]) -> bool:
-        """Save, and hand the slot on once every process has; False if there was no room after all."""
+        """Save, and seal the slot once every process has saved. Return False if space ran out."""
         fits = all(gather_object([fast_save.fits(save)]))
         if self._checkpoints is not None and slot is not None:
             checkpoints, step = self._checkpoints, self.state.global_step
@@ -90,7 +90,7 @@ class SavesIntoSpool:
             self._save_more(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
 
     def _save_more(self, folder: Path) -> None:
-        """What TRL keeps in memory only."""
+        """Save what TRL keeps in memory only."""
         state = {
             "step": self._step,
             "buffered": self._rest_of_window(),
@@ -109,19 +109,18 @@ class SavesIntoSpool:
         if checkpoint is None:
             return
         catch_up(self.optimizer)
-        state, as_many = _window_state(Path(checkpoint), self.args, self.accelerator.device)
+        state, same_processes = _window_state(Path(checkpoint), self.args, self.accelerator.device)
         self._step, self._buffered_inputs = state["step"], state["buffered"]
         if self.args.sync_ref_model:
             load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
-        if state["timeline"] != self._timeline or not as_many:
+        if state["timeline"] != self._timeline or not same_processes:
             self._begin_timeline(state["learning_rate"])
 
     def _begin_timeline(self, learning_rate: float) -> None:
-        """Make of what an earlier timeline saved, or another number of processes, a beginning of what is to come.
+        """Begin from a checkpoint of an earlier timeline, or of another number of processes.
 
-        The rest of a generation window is made anew: its completions are of the abandoned stretch and may differ
-        in number, or are divided over other processes. Optimizer and scheduler have loaded `learning_rate`, which
-        they would keep.
+        The rest of the generation window is generated again: its completions belong to the abandoned steps, or are
+        divided over other processes. Optimizer and scheduler have loaded `learning_rate`, which they would keep.
         """
         walk = walk_of(self.args, len(self.train_dataset))
         self._step, self._buffered_inputs = walk.batches_before(self.state.global_step), None
@@ -129,48 +128,46 @@ class SavesIntoSpool:
             scale_learning_rate(self.optimizer, self.lr_scheduler, self.args.learning_rate / learning_rate)
 
     def _rest_of_window(self) -> Any:
-        """The completions that were generated at once and are not trained on yet; None after a whole window, when
-        the next step generates anew."""
+        """Return the window's completions that are not trained on yet; None at the end of a window."""
         return self._buffered_inputs if self._step % self._window else None
 
     @property
     def _window(self) -> int:
-        """How many batches are generated for at once."""
+        """Batches of a generation window."""
         return int(self.args.steps_per_generation * self.num_iterations)
 
 
 def why_not_resumable(trainer: Any, checkpoint: Path) -> str:
-    """What keeps the trainer from going on from a checkpoint of more or fewer processes; empty if nothing does.
+    """Return why the trainer cannot resume from a checkpoint of another number of processes; empty if it can.
 
-    With as many completions a step it sees the same prompts, draws the same seeds and adds up the same gradients,
+    With as many completions a step it sees the same prompts, draws the same seeds and sums the same gradients,
     rounded otherwise. Weights and optimizer must be whole in the checkpoint.
     """
-    state, as_many = _window_state(checkpoint, trainer.args, torch.device("cpu"))
-    if as_many:
+    state, same_processes = _window_state(checkpoint, trainer.args, torch.device("cpu"))
+    if same_processes:
         return ""
-    now, then = completions_per_step(trainer.args), state["completions_per_step"]
+    now, before = completions_per_step(trainer.args), state["completions_per_step"]
     saved, processes = len(_window_files(checkpoint)), trainer.args.world_size
-    message = f"the checkpoint is of {saved} processes, and {processes} are to go on from it"
+    message = f"the checkpoint is of {saved} processes, and {processes} would resume from it"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return f"{message}: what DeepSpeed and FSDP divide is read by as many as wrote it; start {saved}"
-    if now != then:
-        wanted = (
-            f"{then} completions a step (per_device_train_batch_size x gradient_accumulation_steps x processes)"
-        )
-        return f"{message}: expected {wanted}, as then, not {now}"
+        return f"{message}: DeepSpeed and FSDP read shards only with the same number of processes; start {saved}"
+    if now != before:
+        product = "per_device_train_batch_size x gradient_accumulation_steps x processes"
+        return f"{message}: expected {before} completions a step ({product}) as before, not {now}"
     return ""
 
 
 def completions_per_step(args: Any) -> int:
-    """How many completions one optimizer step takes, over all processes."""
+    """Return the completions of one optimizer step, over all processes."""
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _window_state(checkpoint: Path, args: Any, device: torch.device) -> tuple[dict[str, Any], bool]:
-    """This process's part, the first one's if it has none; and whether there were as many processes as now."""
-    as_many = len(_window_files(checkpoint)) == args.world_size
-    path = checkpoint / WINDOW_FILE.format(rank=args.process_index if as_many else 0)
-    return torch.load(path, map_location=device, weights_only=True), as_many
+    """Return this process's part, and whether the checkpoint is of as many processes as now; if not, the first
+    process's part."""
+    same_processes = len(_window_files(checkpoint)) == args.world_size
+    path = checkpoint / WINDOW_FILE.format(rank=args.process_index if same_processes else 0)
+    return torch.load(path, map_location=device, weights_only=True), same_processes
 
 
 def _window_files(checkpoint: Path) -> list[Path]:
@@ -178,10 +175,10 @@ def _window_files(checkpoint: Path) -> list[Path]:
 
 
 def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
-    """Multiply the learning rate by `ratio`, now and all along the scheduler's way."""
+    """Multiply the learning rate by `ratio`, now and in the rest of the schedule."""
     for group in optimizer.param_groups:
         for key in {"lr", "initial_lr"} & group.keys():
             group[key] *= ratio
-    for name in ("base_lrs", "_last_lr"):  # the first only where the scheduler is a function of the step
+    for name in ("base_lrs", "_last_lr"):  # the first only if the scheduler is a function of the step
         if hasattr(scheduler, name):
             setattr(scheduler, name, [value * ratio for value in getattr(scheduler, name)])

@@ -51,7 +51,7 @@ def test_another_batch_is_refused_in_one_line(first: Rig, tiny: Path, tmp_path: 
         assert launcher.wait(HANG_S) != 0
         assert take_exit_code(second.work) == exit_codes.BAD_SPEC
         said = second.log().read_text()
-    assert "trainer: the checkpoint is of 1 processes, and 2 are to go on from it: expected 8 completions" in said
+    assert "trainer: the checkpoint is of 1 processes, and 2 would resume from it: expected 8 completions" in said
 
 
 def give_checkpoint(giver: Rig, taker: Rig, at: PolicyVersion) -> None:

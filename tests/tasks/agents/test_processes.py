@@ -158,7 +158,7 @@ def test_function_of_another_environment_is_forked_from_its_interpreter(
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     packages = next((tmp_path / "env/lib").iterdir()) / "site-packages"
     for package in (msgspec, psutil):
-        (packages / package.__name__).symlink_to(Path(package.__file__).parent)
+        (packages / package.__name__).symlink_to(Path(str(package.__file__)).parent)
     (packages / "only_there.py").write_text(
         "import importlib.util, sys\n"
         "def solve(base_url, api_key, row):\n"
