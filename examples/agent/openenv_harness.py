@@ -41,7 +41,7 @@ class Doors(ResourceSession):
 
     def __init__(self, row: dict[str, Any]) -> None:
         self._row = row
-        self._reward: float | None = None
+        self._has_looked, self._opened = False, ""
 
     def initial_messages(self) -> list[dict[str, Any]]:
         return list(self._row["prompt"])
@@ -54,19 +54,20 @@ class Doors(ResourceSession):
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         if name == "look":
+            self._has_looked = True
             return ToolResult(data=self._row["door"])
-        self._reward = float(arguments.get("door") == self._row["door"])
-        return ToolResult(data="won" if self._reward else "lost", done=True)
+        self._opened = str(arguments["door"])
+        return ToolResult(data="won" if self._opened == self._row["door"] else "lost", done=True)
 
     def verify(self, _transcript: list[Any], _final_state: Any | None = None) -> VerifyResult:
-        return VerifyResult(env_reward=self._reward or 0.0)
+        return VerifyResult(env_reward=0.3 * self._has_looked + 0.7 * (self._opened == self._row["door"]))
 
     def close(self) -> None:
         pass
 
 
 def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """Return 1 for the right door, and 0 for the wrong one or none."""
+    """Play once and return the reward."""
     doors = Doors(row)
     client = OpenAIClient(base_url, None, "policy", api_key=api_key, max_tokens=TOKENS)
     limits = HarnessRunLimits(max_turns=TURNS)
