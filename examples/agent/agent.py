@@ -1,7 +1,7 @@
 """An agent of two tools, written against the `openai` package and nothing of grpo-orch.
 
-Something lies behind one of two doors. The agent may look, which tells it the door, and must open one. It earns 0.3
-for looking first, and 0.7 for the right door.
+Something lies behind one of two doors. The agent may look, which tells it the door, and must open one. It earns
+0.3 for looking, and 0.7 for the right door.
 """
 
 from __future__ import annotations
