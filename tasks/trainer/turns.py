@@ -1,5 +1,6 @@
-"""Completions of several turns: the tools, environments and rollout function that run.yaml names, tried at the
-first start as rewards are. The turns themselves are TRL's (`tasks.trl.parts.turns`).
+"""Loads the tools, environments and rollout function that run.yaml names, and tries them at the first start.
+
+TRL runs the turns themselves (`tasks.trl.parts.turns`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from tasks.trainer.user_objects import (
 from tasks.trainer.user_prompts import shown
 
 ENVIRONMENTS = "trainer.environment_factory"
-OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # called by TRL; its other public methods are the model's to call
+OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # TRL calls these; the model may call the other public methods
 
 
 def load_turns(wanted: TrainerSpec, workdir: Path) -> dict[str, Any]:
-    """Import what run.yaml names, as arguments of TRL's trainer. Raises BadSpec."""
+    """Import tools, environments and rollout function, as arguments of TRL's trainer. Raises BadSpec."""
     found: dict[str, Any] = {}
     if wanted.tools:
-        found["tools"] = [load_function("trainer.tools", one, workdir) for one in wanted.tools]
+        found["tools"] = [load_function("trainer.tools", path, workdir) for path in wanted.tools]
     if wanted.environment_factory is not None:
         found["environment_factory"] = load_environments(wanted.environment_factory, workdir)
     if wanted.rollout_func is not None:
@@ -44,10 +45,12 @@ def load_turns(wanted: TrainerSpec, workdir: Path) -> dict[str, Any]:
 
 
 def guarded_turns(turns: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
-    """What was loaded, with its hangs and an environment's errors under the rules for rewards."""
+    """Return tools and environments with their hangs and errors under the rules for rewards."""
     policies, found = spec.policies, dict(turns)
     rule = Rule(
-        policies.on_bad_reward, policies.reward_timeout_s, lambda one: is_cut_off(one) or is_out_of_memory(one)
+        policies.on_bad_reward,
+        policies.reward_timeout_s,
+        lambda error: is_cut_off(error) or is_out_of_memory(error),
     )
     if "tools" in found:
         named = zip(found["tools"], spec.trainer.tools, strict=True)
@@ -55,7 +58,7 @@ def guarded_turns(turns: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     if (factory := found.get("environment_factory")) is not None:
         name = spec.trainer.environment_factory or ""
         several = factory if isinstance(factory, dict) else {"": factory}
-        made = {key: guarded_factory(one, name, rule) for key, one in several.items()}
+        made = {key: guarded_factory(factory, name, rule) for key, factory in several.items()}
         found["environment_factory"] = made if isinstance(factory, dict) else made[""]
     return found
 
@@ -66,10 +69,9 @@ def check_turns(
     count: int,
     limited: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> dict[str, list[Any]] | None:
-    """Try tools and environments on the first row of each dataset. Raises BadSpec naming what TRL could not work
-    with.
+    """Try tools and environments on the first row of each dataset. Raises BadSpec naming what TRL could not use.
 
-    Returns, by the dataset's key, so many environments that were begun with its row, for the reward functions;
+    Returns, by the dataset's key, `count` environments that were begun with its row, for the reward functions;
     None without environments.
     """
     begun = {key: _check_turns(turns, key, dict(row), count, limited) for key, row in firsts.items()}
@@ -100,27 +102,27 @@ def _check_turns(
 
 
 def _begun(factory: Callable[[], Any], key: str, row: dict[str, Any]) -> Any:
-    """A new environment, begun as TRL begins one."""
+    """Return a new environment, begun as TRL begins one."""
     try:
         made = factory()
         made.reset(**row)
     except FAULTS as error:  # the user's code may raise anything
         if passes(error):
             raise
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise BadSpec(f"{ENVIRONMENTS}: beginning one with the first row of {key} raised {said}") from error
+        raised = f"{type(error).__name__}: {first_line(error)}"
+        raise BadSpec(f"{ENVIRONMENTS}: beginning one with the first row of {key} raised {raised}") from error
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if not name.startswith("_")]
     _check_described(ENVIRONMENTS, [getattr(made, name) for name in names if name not in OF_EVERY_ENVIRONMENT])
     return made
 
 
 def _check_described(key: str, tools: Iterable[Callable[..., Any]]) -> None:
-    """The model is told of a tool what its type hints and docstring say."""
+    """Check that type hints and docstring describe each tool to the model. Raises BadSpec."""
     for tool in tools:
         try:
             get_json_schema(tool)
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise BadSpec(f"{key}: {first_line(error)}") from error
-        except Exception as error:  # no function, or type hints of what is not there, which may raise anything
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise BadSpec(f"{key}: {shown(tool)} cannot be described to a model: {said}") from error
+        except Exception as error:  # not a function, or bad type hints, which may raise anything
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            raise BadSpec(f"{key}: {shown(tool)} cannot be described to a model: {raised}") from error

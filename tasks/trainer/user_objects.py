@@ -1,6 +1,6 @@
-"""What run.yaml names and only the trainer's machine can load: models, functions, environments.
+"""Loads what run.yaml names and only the trainer's machine has: models, functions, environments.
 
-A name that leads nowhere is told in one line, for the user to repair.
+An import path that leads nowhere is reported in one line, for the user to repair.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tasks.machine.base_model import model_folder
 from tasks.rewards.guard import FAULTS, guarded
 from tasks.rewards.in_workers import with_arguments
 
-# Of the machine or the network, not of run.yaml: another try may find them gone.
+# Errors of the machine or the network, not of run.yaml: they may pass.
 PASSING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
 )
-# Of `datasets`, pyarrow and safetensors, without a number.
+# Messages of `datasets`, pyarrow and safetensors, whose errors have no number.
 FULL_DISK_TEXTS = ("Not enough disk space", "No space left on device", "Disk quota exceeded")
 UNREACHABLE = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH})
-# Of the HTTP clients that libraries bring, by name: not all of them are installed.
+# Errors of HTTP clients, by name: not all of them are installed.
 NETWORK_ERRORS = frozenset(
     {
         *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
@@ -47,8 +47,8 @@ BUSY = frozenset({408, 425, 429})  # statuses of a server that may answer later,
 # CUDA's and ROCm's allocators, cuBLAS for its workspace, and torch's allocator of the machine's own memory.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
-# What TRL, transformers, datasets and templates raise for a configuration or data that they cannot work with. An
-# OSError is none of these: it may pass.
+# Errors that TRL, transformers, datasets and templates raise for an unusable configuration or data. OSError is not
+# among them: it may pass.
 MISTAKES = (
     ValueError,
     TypeError,
@@ -70,7 +70,7 @@ class BadSpec(Exception):
 
 
 def model_path(spec: TrainerSpec, workdir: Path) -> str:
-    """A folder below the run's, as an absolute path; anything else is a hub name. Raises BadSpec."""
+    """Return a folder below the run's as an absolute path; anything else is a hub name. Raises BadSpec."""
     folder = workdir / spec.model
     if folder.is_dir():
         return str(folder)
@@ -80,48 +80,48 @@ def model_path(spec: TrainerSpec, workdir: Path) -> str:
 
 
 def load_function(key: str, import_path: str, workdir: Path) -> Callable[..., Any]:
-    """Import a function; modules beside run.yaml come first. Raises BadSpec naming `key`."""
+    """Import a function; modules next to run.yaml come first. Raises BadSpec naming `key`."""
     return _function(key, import_path, _load(key, import_path, workdir))
 
 
 def load_environments(import_path: str, workdir: Path) -> Any:
-    """Import what makes environments: one callable, or a mapping of them by name. Raises BadSpec."""
+    """Import environment factories: one callable, or a mapping of callables by name. Raises BadSpec."""
     key = "trainer.environment_factory"
-    found = _load(key, import_path, workdir)
-    for made in found.values() if isinstance(found, dict) else (found,):
-        _function(key, import_path, made)
-    return found
+    loaded = _load(key, import_path, workdir)
+    for factory in loaded.values() if isinstance(loaded, dict) else (loaded,):
+        _function(key, import_path, factory)
+    return loaded
 
 
 def load_rewards(spec: TrainerSpec, workdir: Path) -> list[Reward]:
     """Import reward functions, with their arguments; a model stays a name, which TRL loads. Raises BadSpec."""
-    named = spec.reward_funcs
-    return [_reward_model(one, workdir) if "/" in one else _reward(one, spec, workdir) for one in named]
+    names = spec.reward_funcs
+    return [_reward_model(name, workdir) if "/" in name else _reward(name, spec, workdir) for name in names]
 
 
 def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
-    """What was loaded, its functions under the run's rule for what goes wrong. Models are TRL's to call."""
+    """Return rewards with each function under the run's rule for bad rewards. TRL calls models itself."""
     rule, timeout_s = spec.policies.on_bad_reward, spec.policies.reward_timeout_s
 
-    def one(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+    def guard(function: Callable[..., Any], path: str) -> Callable[..., Any]:
         return guarded(function, path, rule, timeout_s, lambda error: is_cut_off(error) or is_out_of_memory(error))
 
-    named = list(zip(rewards, spec.trainer.reward_funcs, strict=True))
-    made = [found if isinstance(found, torch.nn.Module | str) else one(found, path) for found, path in named]
-    _tell_apart(made, spec.trainer.reward_funcs)
+    paths, models = spec.trainer.reward_funcs, torch.nn.Module | str
+    named = zip(rewards, paths, strict=True)
+    made = [reward if isinstance(reward, models) else guard(reward, path) for reward, path in named]
+    _make_names_unique(made, spec.trainer.reward_funcs)
     return made
 
 
-def _tell_apart(rewards: Sequence[Any], paths: Sequence[str]) -> None:
-    """Give functions of one name, as what one decorator made of several, those that run.yaml has: logs and
-    scores are kept by name."""
-    counts = Counter(getattr(one, "__name__", "") for one in rewards)
+def _make_names_unique(rewards: Sequence[Any], paths: Sequence[str]) -> None:
+    """Rename functions of the same name, as one decorator makes, after run.yaml: TRL logs scores by name."""
+    counts = Counter(getattr(reward, "__name__", "") for reward in rewards)
     last = Counter(path.rpartition(".")[2] for path in paths)
     taken = set(counts)
-    for one, path in zip(rewards, paths, strict=True):
-        if counts[getattr(one, "__name__", "")] > 1 and inspect.isfunction(one):
+    for reward, path in zip(rewards, paths, strict=True):
+        if counts[getattr(reward, "__name__", "")] > 1 and inspect.isfunction(reward):
             name = path.rpartition(".")[2]
-            one.__name__ = name if last[name] == 1 and name not in taken else path
+            reward.__name__ = name if last[name] == 1 and name not in taken else path
 
 
 def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[..., Any]:
@@ -135,16 +135,16 @@ def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[...,
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """An object that can be called, a partial or a lambda, under its name in the module: TRL logs it by one, and
-    awaits functions alone."""
+    """Wrap a callable object, a partial or a lambda in a function with its name in the module: TRL logs it by that
+    name, and awaits functions only."""
     if isinstance(function, torch.nn.Module) or getattr(function, "__name__", "").isidentifier():
         return function
 
-    def named(**told: Any) -> Any:
-        return function(**told)
+    def named(**arguments: Any) -> Any:
+        return function(**arguments)
 
-    async def awaited(**told: Any) -> Any:
-        return await function(**told)
+    async def awaited(**arguments: Any) -> Any:
+        return await function(**arguments)
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     made: Any = awaited if is_async else named
@@ -171,12 +171,12 @@ def _load(key: str, import_path: str, workdir: Path) -> Any:
 
 
 def _hidden_by(top: str, workdir: Path) -> str:
-    """What to do where a module beside run.yaml has the name of one that was there before it."""
-    beside = next((one for one in (workdir / f"{top}.py", workdir / top / "__init__.py") if one.is_file()), None)
-    found = getattr(sys.modules.get(top), "__file__", None) or ""
-    if beside is None or top not in sys.modules or Path(found).is_relative_to(workdir):
+    """Return the remedy if a module next to run.yaml has the name of one that was imported before it."""
+    own = next((file for file in (workdir / f"{top}.py", workdir / top / "__init__.py") if file.is_file()), None)
+    imported = getattr(sys.modules.get(top), "__file__", None) or ""
+    if own is None or top not in sys.modules or Path(imported).is_relative_to(workdir):
         return ""
-    return f"; {beside} has the name of another module, {found or top}: rename it"
+    return f"; {own} has the name of another module, {imported or top}: rename it"
 
 
 def _function(key: str, import_path: str, found: Any) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def _function(key: str, import_path: str, found: Any) -> Callable[..., Any]:
 
 
 def _reward_model(name: str, workdir: Path) -> str:
-    """A folder below the run's, as an absolute path, or a hub name; one whose head is trained. Raises BadSpec."""
+    """Return the folder or hub name of a reward model with a trained head. Raises BadSpec."""
     key, folder = f"trainer.reward_funcs: {name}", workdir / name
     path = str(folder) if folder.is_dir() else name
     try:
@@ -203,23 +203,23 @@ def _reward_model(name: str, workdir: Path) -> str:
 
 
 def local_folder(spec: TrainerSpec, workdir: Path) -> Path | None:
-    """The folder on this machine that the model's files are in: its own, or that of the hub's cache."""
+    """Return the folder of the model's files on this machine: its own, or the hub's cache."""
     folder = workdir / spec.model
     return model_folder(str(folder) if folder.is_dir() else spec.model)
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, is worth another try: a hub out of reach, a full disk."""
+    """Whether an error, or its cause, may pass: an unreachable hub, a full disk."""
     return is_cut_off(error) or any(map(_is_of_network, _chain(error)))
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether the machine is at fault, or its network, so that no rule for bad rewards is asked."""
+    """Whether the machine or its network is at fault, so that no rule for bad rewards applies."""
     return any(map(_is_cut_off, _chain(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from, each once: `raise error from error` makes a ring."""
+    """Yield an error and its causes, each once: `raise error from error` makes a ring."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -234,11 +234,13 @@ def _is_cut_off(error: BaseException) -> bool:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    """Whether a server did not answer, or is busy; or a disk is full that does not say so by its number."""
+    """Whether a server did not answer or is busy, or a disk is full without an error number."""
     if isinstance(error, TimeoutError | socket.gaierror | ssl.SSLError):
         return not isinstance(error, ssl.SSLCertVerificationError)
     if isinstance(error, HfHubHTTPError):
-        status = getattr(getattr(error, "response", None), "status_code", 0)  # none of a file that is not here
+        status = getattr(
+            getattr(error, "response", None), "status_code", 0
+        )  # no response for a missing local file
         return status in BUSY or status >= 500
     if isinstance(error, OSError) and error.errno in UNREACHABLE:
         return True
@@ -247,20 +249,21 @@ def _is_of_network(error: BaseException) -> bool:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an error before the first step is the user's to repair: it would be raised again each time."""
+    """Whether the user must repair an error before the first step: it would be raised again each time."""
     return isinstance(error, MISTAKES) and not isinstance(error, json.JSONDecodeError) and not passes(error)
 
 
 def is_of_machine(error: BaseException) -> bool:
     """Whether a GPU or the connection between processes has failed."""
-    return any(isinstance(one, torch.AcceleratorError | torch.distributed.DistError) for one in _chain(error))
+    kinds = torch.AcceleratorError | torch.distributed.DistError
+    return any(isinstance(cause, kinds) for cause in _chain(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the accelerator or the machine has no memory left; torch has no one type for it."""
+    """Whether the accelerator or the machine has no memory left; torch has several types and texts for it."""
     return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error's first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

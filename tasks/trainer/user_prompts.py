@@ -1,4 +1,4 @@
-"""How a prompt is made of a row: by a template, a template in each message of a chat, or the user's function."""
+"""Makes prompts of rows: by a template, a template in each message of a chat, or the user's function."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ LINE_MAX = 300
 def prompt_maker(
     key: str, prompt: str | Sequence[dict[str, str]], rows: datasets.Dataset, workdir: Path
 ) -> Callable[[Row, int], Row]:
-    """Return what makes the columns to set of a row and its number: `prompt`, and what else a function returns.
+    """Return a function of a row and its number that returns the columns to set: `prompt`, and others of the
+    user's function.
 
-    Raises BadSpec naming `key`, as what is returned does.
+    Raises BadSpec naming `key`, as the returned function does.
     """
     if isinstance(prompt, str) and is_import_path(prompt):
         return _by_function(key, prompt, load_function(key, prompt, workdir), rows)
@@ -35,23 +36,25 @@ def prompt_maker(
     for name in (name for template in templates for name in template.columns):
         if name not in rows.column_names:
             raise BadSpec(f"{key}: there is no column {name}; expected one of {', '.join(rows.column_names)}")
-    return _by_templates(key, templates, None if isinstance(prompt, str) else [one["role"] for one in prompt])
+    roles = None if isinstance(prompt, str) else [message["role"] for message in prompt]
+    return _by_templates(key, templates, roles)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is the messages of a chat."""
-    messages = isinstance(prompt, list) and bool(prompt)
-    return messages and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt)
+    """Whether a prompt is a list of chat messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error whose later lines say what to do, as those of `datasets` do, in one."""
+    """Return an error in one line. Later lines may have the remedy, as those of `datasets` do."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LINE_MAX else f"{text[:LINE_MAX]}..."
 
 
 def shown(value: Any) -> str:
-    """A value in one short line."""
+    """Return a value in one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -74,22 +77,22 @@ def _by_function(
     key: str, name: str, function: Callable[..., Any], rows: datasets.Dataset
 ) -> Callable[[Row, int], Row]:
     def make(row: Row, number: int) -> Row:
-        told = dict(row)
+        argument = dict(row)
         try:
-            made = function(told)
+            made = function(argument)
         except FAULTS as error:  # the user's code may raise anything
             if passes(error):
                 raise
             raised = f"{name} raised {type(error).__name__}: {in_one_line(error)}"
-            raise BadSpec(f"{key}: {raised}; it was called on row {number}, with {', '.join(told)}") from error
+            raise BadSpec(f"{key}: {raised}; it was called on row {number}, with {', '.join(argument)}") from error
         columns = made if isinstance(made, dict) else {"prompt": made}
         if not (isinstance(prompt := columns.get("prompt"), str) or is_chat(prompt)):
-            said = f"{name} returned {shown(made)} for row {number}; {EXPECTED}, or a mapping with such a `prompt`"
-            raise BadSpec(f"{key}: {said}")
+            wrong = f"{name} returned {shown(made)} for row {number}"
+            raise BadSpec(f"{key}: {wrong}; {EXPECTED}, or a mapping with such a `prompt`")
         return columns
 
     first = make(rows[0], 0)
-    # By what they hold: of arrays, and of numbers that are none, == says something else.
+    # Compared by content: == fails for arrays and NaN.
     if Hasher.hash(first) != Hasher.hash(make(rows[0], 0)):
         raise BadSpec(f"{key}: {name} returned two prompts for one row; expected the same, for a restart needs it")
     expected = _form(first, rows.column_names)
@@ -106,6 +109,6 @@ def _by_function(
 
 
 def _form(columns: Row, known: Sequence[str]) -> str:
-    """What has to be the same for all rows: of new columns `datasets` takes those of the first."""
+    """Describe what must be the same for all rows: `datasets` takes new columns from the first row."""
     new = ", ".join(sorted(str(name) for name in columns.keys() - {"prompt", *known}))
     return f"a {'text' if isinstance(columns['prompt'], str) else 'chat'}{new and f' with {new}'}"
