@@ -108,7 +108,7 @@ MISTAKES = {
     ("status", "s3-bucket/typo"): "expected a store URL",
     ("status", "nowhere://x/y"): "expected a URL that fsspec knows",
     ("resume", "file:///tmp/there-is-no-run-here"): "no run in file:///tmp/there-is-no-run-here",
-    ("logs", "rollout-9"): "no log of 'rollout-9'; there are logs of: ",
+    ("logs", "rollout-9"): "no log of 'rollout-9'; available logs: ",
     ("up", "missing.yaml"): "missing.yaml",
 }
 

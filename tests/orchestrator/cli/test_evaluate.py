@@ -84,8 +84,8 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
         (("--dataset", "missing.jsonl"), "--dataset missing.jsonl: there is no such file or folder"),
         (("--dataset", "missing.jsonl.gz"), "--dataset missing.jsonl.gz: there is no such file or folder"),
         (("--dataset", "problems.txt"), "--dataset problems.txt: is not read; expected a file in .json"),
-        (("--dataset", "problems.jsonl", "--step", "7"), "no checkpoint 7; there are: 0-10, 0-20"),
-        (("--dataset", "problems.jsonl", "--step", "seven"), "'seven' names no checkpoint"),
+        (("--dataset", "problems.jsonl", "--step", "7"), "no checkpoint 7; available: 0-10, 0-20"),
+        (("--dataset", "problems.jsonl", "--step", "seven"), "'seven' is not a checkpoint"),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(

@@ -117,8 +117,8 @@ def test_the_newest_checkpoint_has_a_name(run: Steered, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "5"], "no checkpoint 5; there are: 0-2, 0-4"),
-        (["--to", "../x"], "'../x' names no checkpoint: expected TIMELINE-STEP"),
+        (["--to", "5"], "no checkpoint 5; available: 0-2, 0-4"),
+        (["--to", "../x"], "'../x' is not a checkpoint: expected TIMELINE-STEP"),
         (["--set", "beta"], "--set beta: expected a number of 0 or more, as in beta=0.1"),
         (["--set", "beta=much"], "--set beta=much: expected a number of 0 or more"),
         (["--set", "beta=nan"], "--set beta=nan: expected a number of 0 or more"),
