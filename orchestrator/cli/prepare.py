@@ -23,7 +23,7 @@ from orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load
 from orchestrator.config.model_size import find_size
 from orchestrator.config.rules import name_problem
 from orchestrator.plan.gather import NOWHERE, make_plan
-from orchestrator.plan.machines import asked_once
+from orchestrator.plan.machines import cached_lookup
 from orchestrator.plan.model import to_json
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
 from orchestrator.plan.steps import Measured, measure
@@ -193,7 +193,7 @@ def plan(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Say whether a run fits its GPUs, how long a step takes and what it costs; nothing is started or bought."""
-    sizes = asked_once(find_size)
+    sizes = cached_lookup(find_size)
     with errors.status("looking up the model, the prices and the store"):
         spec = load(run_yaml, find_size=sizes).spec
         measured, why, place = _in_store(load_storage(run_yaml))

@@ -157,7 +157,7 @@ def _by_shape(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
     return KnownModel(shape.params, 2 * shape.params, config, shape)
 
 
-def asked_once(find_size: FindSize) -> FindSize:
+def cached_lookup(find_size: FindSize) -> FindSize:
     """The same for one run, with its answer kept: the hub is asked for seconds."""
     answers: list[ModelSize | NotKnown] = []
 

@@ -249,7 +249,9 @@ def test_what_is_retired_while_it_is_read_is_not_damaged(run: Kept, cli: Cli, tm
     run.uploads(0, 100)
     answer = cli("export", "100", "out")
     assert answer.code == 1
-    assert answer.line.startswith("0-100 was retired in the meantime; pin a checkpoint before you export it: `grpo-orch")
+    assert answer.line.startswith(
+        "0-100 was retired in the meantime; pin a checkpoint before you export it: `grpo-orch"
+    )
     assert not (tmp_path / "out").exists()
 
 

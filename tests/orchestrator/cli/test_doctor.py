@@ -14,7 +14,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
-from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, passing_credentials
+from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, temporary_credentials
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from policies.model.spec import RunSpec
@@ -73,12 +73,12 @@ def no_node_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_credentials_that_end_by_themselves_are_told() -> None:
     store = Store("memory://session")
-    assert list(passing_credentials(store)) == []
+    assert list(temporary_credentials(store)) == []
     store.options = {"aws_access_key_id": "k", "AWS_SESSION_TOKEN": "secret"}
-    (told,) = passing_credentials(store)
+    (told,) = temporary_credentials(store)
     assert told.warning
     assert told.told.startswith(
-        "storage.options.AWS_SESSION_TOKEN: credentials with a session token expire "
+        "storage.options.AWS_SESSION_TOKEN: credentials with a session token expire on all machines together"
     )
     assert "secret" not in told.told
 

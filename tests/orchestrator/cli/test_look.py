@@ -117,5 +117,5 @@ def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
     url = World().store.url
     stopped = grpo_orch("resume", "-d", url)
     assert stopped.code == exit_codes.FAILED
-    shows, ends = f"`grpo-orch status -w {url}` shows it", f"`grpo-orch down {url}` ends it"
-    assert stopped.line == f"digits is begun, and goes on by itself; {shows}, {ends}"
+    hint = f"watch it with `grpo-orch status -w {url}`, stop it with `grpo-orch down {url}`"
+    assert stopped.line == f"digits has started and keeps running in the background; {hint}"

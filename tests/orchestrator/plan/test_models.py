@@ -12,7 +12,7 @@ from orchestrator.config.model_size import NotKnown, find_config, find_size
 from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import Findings
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import active_params, asked_once, know_model
+from orchestrator.plan.machines import active_params, cached_lookup, know_model
 from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of
@@ -128,12 +128,12 @@ def test_the_hub_is_asked_once() -> None:
         asked.append(spec)
         raise NotKnown("away")
 
-    once, spec = asked_once(find), spec_of("qwen-32b")
+    once, spec = cached_lookup(find), spec_of("qwen-32b")
     for _ in range(2):
         with pytest.raises(NotKnown, match="away"):
             once(spec)
     assert len(asked) == 1
-    kept = asked_once(size_of)
+    kept = cached_lookup(size_of)
     assert kept(spec) is kept(spec)
 
 
