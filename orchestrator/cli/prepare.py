@@ -153,7 +153,7 @@ def init_text(name: str) -> str:
     return text.replace("name: my-run", f"name: {name}", 1)
 
 
-# Recipes: complete example folders, each with a README.md. They are package data, so an installed package has them.
+# Recipes: complete example folders, each with a README.md. They are part of the installed package.
 RECIPES = Path(orchestrator.__file__).parent / "recipes"
 
 

@@ -142,7 +142,7 @@ def rollback(
 def refuse_missing_secrets(spec: RunSpec) -> None:
     """Raise Stop if the environment lacks a secret that the nodes need."""
     if problem := missing(spec, os.environ):
-        raise Stop(f"{problem}; set the variable here, or remove it from run.yaml", exit_codes.USAGE)
+        raise Stop(f"{problem}; export it or remove it from that list", exit_codes.USAGE)
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:

@@ -311,10 +311,8 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
     for command in ("up", "resume"):
         told = grpo_orch(command, str(run_yaml))
         assert told.code == 2
-        assert (
-            told.line
-            == "LICENCE is not set here, but listed in `secrets` of run.yaml; set the variable here, or remove it from run.yaml"
-        )
+        problem = "LICENCE is not set here, but listed in `secrets` of run.yaml"
+        assert told.line == f"{problem}; export it or remove it from that list"
         if command == "up":
             assert not (tmp_path / "run" / "run.json").exists()
             documents.create_run(Store((tmp_path / "run").as_uri()), record)
