@@ -69,7 +69,7 @@ def doctor(
     run_yaml: Annotated[Path | None, typer.Argument(help="Also check what this run needs.")] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Check clouds, quotas, permissions, the store and the node environment; print how to fix what is missing."""
+    """Check clouds, quotas, the store and the node environment, and print remedies. Starts no machine."""
     spec = load_spec(run_yaml) if run_yaml else None
     with errors.status("querying SkyPilot and its clouds"):
         findings = list(examine(spec, skypilot_version(), _open_skypilot))

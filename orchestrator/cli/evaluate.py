@@ -189,8 +189,10 @@ def evaluate(
     detach: Detach = False,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Compare policies of a run on held-out problems with greedy decoding. Default: the base model and the newest
-    checkpoint."""
+    """Compare policies of a run on held-out problems; by default the base model and the newest checkpoint.
+
+    Each problem is completed once, with greedy decoding.
+    """
     parent, record = open_run(target)
     if record.evaluation is not None:
         _show(_read_results(parent, record.evaluation.subjects), parent, output)

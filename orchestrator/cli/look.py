@@ -81,7 +81,10 @@ def logs(
     target: Target = None,
     follow: Follow = False,
 ) -> None:
-    """Print a node's log, on the machine that started the run; with `--remote`, only the daemon's log."""
+    """Print the log of a node or of the daemon, on the machine that started the run.
+
+    For a run started with --remote, only the daemon's log is available.
+    """
     store, record = open_run(target)
     try:
         for line in _log(store, record, node, follow):
@@ -240,7 +243,7 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Sort by reward, lowest first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Sort by reward, highest first.")] = False,
     search: Annotated[str, typer.Option("--search", help="Only prompts or completions with this text.")] = "",
-    count: Annotated[int, typer.Option("-n", min=1, max=COUNT_MAX, help="How many completions.")] = COUNT,
+    count: Annotated[int, typer.Option("-n", min=1, max=COUNT_MAX, help="Number of completions.")] = COUNT,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Show completions of a step: prompt, text, rewards, advantage, node and policy."""
@@ -368,7 +371,7 @@ def _columns() -> int:
 def web(
     target: Target = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Default: 8642, or any free port.")
+        int | None, typer.Option("--port", min=0, max=65535, help="Port. Default: 8642, or any free port.")
     ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:

@@ -49,10 +49,14 @@ def init(
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's name. Default: my-run, or the recipe's name.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The run's name. Default: my-run, or the recipe's name.", show_default=False
+        ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Write the folder of a recipe. Without NAME: list the recipes.")
+        str | None,
+        typer.Option(metavar="NAME", help="Write the folder of a recipe. Without NAME: list the recipes."),
     ] = None,
 ) -> None:
     """Write a commented run.yaml, or the folder of a recipe."""
@@ -195,7 +199,7 @@ def plan(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Estimate whether a run fits its GPUs, how long a step takes and what it costs. Starts no machine."""
+    """Estimate a run's memory, time and cost. Starts no machine."""
     sizes = cached_lookup(find_size)
     with errors.status("looking up the model, the prices and the store"):
         spec = load(run_yaml, find_size=sizes).spec

@@ -308,7 +308,7 @@ def resume(
     web: Web = False,
     web_port: WebPort = None,
 ) -> None:
-    """Resume a run whose daemon or machines are gone, or that was stopped, paused or finished."""
+    """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
     if budget_usd is not None and not math.isfinite(budget_usd):
         raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500", exit_codes.USAGE)
     storage = storage_of(target)
@@ -428,7 +428,7 @@ def _start(
     try:
         if controller is not None:
             start_remote(controller, store, reason)
-            where = f"on {controller.cluster}; `grpo-orch down {store.quoted}` returns that machine"
+            where = f"on {controller.cluster}; that machine stays until `grpo-orch down {store.quoted}`"
         else:
             run_token(record.run_id)
             where = f"(pid {start_daemon(store, record, reason, page)})"

@@ -348,7 +348,7 @@ def disks_usd_per_h(spec: RunSpec, nodes: int) -> float:
 def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> LostPlan | None:
     """Return the work repeated after the loss of the trainer: only training, because completions are stored.
 
-    (Except those that the trainer itself was generating.)
+    Exception, not counted: completions that the trainer was generating itself.
     """
     if step is None:
         return None
