@@ -1,4 +1,4 @@
-"""`grpo-orch checkpoints`: ls, pin, unpin, verify, export."""
+"""Commands for the checkpoints of a run: ls, pin, unpin, verify, export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo-orch members`: ls, drain, remove."""
+"""Commands for the members of a run: ls, drain, remove."""
 
 from __future__ import annotations
 

@@ -68,7 +68,12 @@ TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 
                 "archives objects after 90 days, including those that a run needs",
             ],
         ),
-        (False, [TAGGED, {"Status": "Disabled", "Expiration": {"Days": 1}}], BucketRules(), ["keeps nothing"]),
+        (
+            False,
+            [TAGGED, {"Status": "Disabled", "Expiration": {"Days": 1}}],
+            BucketRules(),
+            ["keeps no deleted objects"],
+        ),
     ],
     ids=["plain", "versioned", "versioned for days", "a date and an archive", "tagged or off"],
 )

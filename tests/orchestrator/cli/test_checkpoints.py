@@ -154,7 +154,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
         run.uploads(0, step)
     whole = cli("verify")
     assert (whole.code, whole.err) == (0, "")
-    assert whole.out.splitlines() == [f"0-{step} is whole, 16.0 MiB" for step in (50, 100, 150)]
+    assert whole.out.splitlines() == [f"0-{step} is intact, 16.0 MiB" for step in (50, 100, 150)]
 
     _, second = run.chunks("0-100", "optimizer.pt")
     second.write_bytes(b"second")
@@ -163,7 +163,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
     broken = cli("verify")
     assert broken.code == 1
     first, *damaged = broken.out.splitlines()
-    assert first == "0-50 is whole, 16.0 MiB"
+    assert first == "0-50 is intact, 16.0 MiB"
     assert damaged[0].startswith(f"0-100 is damaged: blobs/{second.name}: its digest is not")
     assert damaged[1].startswith("0-150 is damaged: ")
     assert lost.name in damaged[1]
@@ -172,7 +172,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
     told = cli("verify", "latest", "50", "0-50", "-o", "json")
     assert told.code == 1
     assert [(one["version"], len(one["damage"])) for one in plain(told)] == [("0-150", 1), ("0-50", 0)]
-    assert cli("verify", "50", "0-50").out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("verify", "50", "0-50").out == "0-50 is intact, 16.0 MiB\n"
 
 
 @pytest.mark.parametrize("fault", ["changed", "lost"])
@@ -298,8 +298,8 @@ def test_a_run_without_a_checkpoint(cli: Cli) -> None:
 def test_the_run_is_meant_as_in_the_other_commands(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
     assert cli("ls", at=None).line.startswith("no run named")
-    assert cli("verify", "50", at="store").out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("verify", "50", at="store").out == "0-50 is intact, 16.0 MiB\n"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "latest").write_text(run.store.url)
-    assert cli("verify", "50", at=None).out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("verify", "50", at=None).out == "0-50 is intact, 16.0 MiB\n"
     assert cli("pin", "50", at="nowhere").line.startswith("nowhere: expected a store URL")

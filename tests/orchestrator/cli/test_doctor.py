@@ -228,6 +228,6 @@ def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_ya
     store.delete([older])
     damaged = found()
     assert (damaged["ok"], damaged["needed"]) == (False, False)
-    assert damaged["told"].startswith(f"damaged: 0-10; of 0-10: {older} of model.safetensors is missing; see")
+    assert damaged["told"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
     store.delete([one.key for one in blobs])
     assert found()["needed"], "no restart would find a whole one"

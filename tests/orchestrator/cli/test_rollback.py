@@ -155,7 +155,7 @@ def test_finished_run_names_the_command_for_more_steps(run: Steered, cli: Cli) -
     assert "--set max_steps=" in err
     code, _, err = cli("rollback", "--to", "latest", "--set", "max_steps=4")
     assert code == exit_codes.USAGE
-    assert "has reached step 4; expected more" in err
+    assert "the checkpoint is already at step 4; expected more" in err
     assert not documents.read_commands(run.store)
 
 

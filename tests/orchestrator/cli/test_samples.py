@@ -42,7 +42,7 @@ def test_the_newest_step_is_shown(store: Store, cli: Cli) -> None:
     for line in (
         "0-15/0/0  reward 0.5  advantage 0.5",
         "correct 0.5, brief –",
-        "7 tokens, on rollout-0-i1, policy 0-4, mismatch 0.01 mean, 0.25 most",
+        "7 tokens, on rollout-0-i1, policy 0-4, mismatch 0.01 mean, 0.25 max",
         "left rollout-1-i1 after 3 tokens",
         "  user: what is 2 + 2?",
         "  assistant: it is 5",
@@ -80,7 +80,7 @@ def test_worst_best_search_and_number(store: Store, cli: Cli) -> None:
     assert told("--best", "-n", "1") == ["0-5/8/0"]
     assert told("--search", "ANSWER 3") == ["0-5/3/0"]
     assert told("--step", "5", "-n", "9") == [f"0-5/{n}/0" for n in range(9)]
-    assert "5 more; -n COUNT" in cli()[1]
+    assert "5 more; show them with -n COUNT" in cli()[1]
     assert "no completion or prompt contains that text" in cli("--search", "zzz")[1]
 
 
