@@ -60,7 +60,8 @@ def scenarios_line(scenarios: Sequence[Told]) -> str:
         counts[scenario.phase] = counts.get(scenario.phase, 0) + 1
     phases = ", ".join(f"{count} {phase}" for phase, count in sorted(counts.items()))
     hours = sum(scenario.hours for scenario in scenarios)
-    return f"{len(scenarios)} scenarios over {hours:.0f} simulated hours, no invariant violated: {phases}"
+    number = f"{len(scenarios)} scenario{'s' * (len(scenarios) != 1)}"
+    return f"{number} over {hours:.0f} simulated hours, no invariant violated: {phases}"
 
 
 def render(simulation: Simulation) -> Table:

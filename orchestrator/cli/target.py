@@ -33,7 +33,7 @@ def storage_of(argument: str | None) -> Storage:
         if Path("run.yaml").exists():
             return load_storage(Path("run.yaml"))
         if latest is None:
-            raise NoSuchRun("no run named: pass its store URL or run.yaml (this folder has no run.yaml)")
+            raise NoSuchRun("no run given; pass a store URL or a run.yaml (this folder has no run.yaml)")
         return Storage(latest)
     if "://" in argument:
         if has_password(argument):

@@ -297,7 +297,7 @@ def test_a_run_without_a_checkpoint(cli: Cli) -> None:
 
 def test_the_run_is_meant_as_in_the_other_commands(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
-    assert cli("ls", at=None).line.startswith("no run named")
+    assert cli("ls", at=None).line.startswith("no run given")
     assert cli("verify", "50", at="store").out == "0-50 is intact, 16.0 MiB\n"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "latest").write_text(run.store.url)
