@@ -167,7 +167,7 @@ def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     told = seen(budget(usd=50.0)(spec_of("qwen-32b")))
     (warned,) = pitfalls.budget_too_small(told)
     assert told.step is not None
-    assert f"stops at step {int(50 / (6.06 * told.step.step_s / 3600))} " in warned.message
+    assert f"stops at about step {int(50 / (6.06 * told.step.step_s / 3600))};" in warned.message
 
 
 def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
