@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import (
+    PLANNED_SHARE,
     KnownModel,
     completion_tokens,
     grpo,
@@ -75,7 +76,7 @@ def trainer_out_of_memory(run: PlannedRun) -> Iterator[Warned]:
     gpu, needed = run.gpu(run.trainer), run.trainer.memory_bytes
     if gpu is None or needed is None or has_room(needed, gpu):
         return
-    available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}"
+    available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}, of which {PLANNED_SHARE:.0%} are usable"
     problem = f"training needs {needed / GIB:.0f} GiB on each GPU, but {available}"
     yield Warned(_accelerators(run.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
 

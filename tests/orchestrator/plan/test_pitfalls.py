@@ -99,7 +99,7 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
         (
             rollout(vllm={"kv-cache-memory-bytes": 100 * 2**30}),
             "rollout.vllm.kv",
-            "takes 167 GiB, and H200 has 140",
+            "takes 167 GiB, but H200 has 140",
         ),
     ),
     pitfalls.heads_not_divisible: of_32b(
