@@ -1,8 +1,8 @@
-"""What this machine keeps of runs and never goes to the store: secrets, logs, digests of each run.json.
+"""State of runs that stays on this machine and never goes to the store: secrets, logs, digests of each run.json.
 
-The files come first, then the secrets that the code on a run's machines needs, then whether the run.json in the
-store is the one that this machine knows. Secrets are read from the environment of the user who starts or resumes
-the run and are written nowhere; only the names that run.yaml lists are stored.
+In this order: the files, secrets for the code on a run's machines, and trust in the store's run.json. Secrets come
+from the environment of the user who starts or resumes the run and are written nowhere; only the names listed in
+run.yaml are stored.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec, datasets_of
 from policies.model.vocabulary import Role
 
-ELSEWHERE = "or name another folder as GRPO_ORCH_HOME"
+ELSEWHERE = "or set GRPO_ORCH_HOME to another folder"
 
 
 class HomeUnusable(Exception):
-    """What this machine keeps of runs cannot be kept, or read; the message names the file and says what helps."""
+    """A file below `home()` cannot be read or written. The message names the file and a remedy."""
 
 
 def home() -> Path:
-    """`$GRPO_ORCH_HOME`, else `grpo-orch` below the XDG state directory. Raises HomeUnusable."""
+    """Return `$GRPO_ORCH_HOME`, else `grpo-orch` below the XDG state directory. Raises HomeUnusable."""
     named = os.environ.get("GRPO_ORCH_HOME")
     if named:
         return Path(named).absolute()
@@ -42,16 +42,16 @@ def home() -> Path:
     try:
         return Path(state).expanduser().absolute() / "grpo-orch"
     except RuntimeError:
-        raise HomeUnusable("this user has no home; name a folder for what is kept as GRPO_ORCH_HOME") from None
+        raise HomeUnusable("this user has no home folder; set GRPO_ORCH_HOME to a folder") from None
 
 
 def run_id_of(name: str, store_url: str) -> str:
-    """A name for machines and folders: the run's own, and eight hex digits of its store's URL."""
+    """Return an id for machines and folders: the run's name and eight hex digits of its store URL's hash."""
     return f"{re.sub(r'[^a-z0-9-]', '-', name.lower())}-{blake3(store_url.encode()).hexdigest()[:8]}"
 
 
 def run_dir(run_id: str) -> Path:
-    """The run's folder below `home()`, made with access for its owner alone. Raises HomeUnusable."""
+    """Return the run's folder below `home()`; create it with mode 0700. Raises HomeUnusable."""
     folder = home() / run_id
     with _usable():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,40 +59,37 @@ def run_dir(run_id: str) -> Path:
 
 
 def run_token(run_id: str) -> str:
-    """The run's bearer secret, made at the first call on this machine and kept in a file of mode 0600.
-
-    Raises HomeUnusable.
-    """
+    """Return the run's bearer secret; create it on the first call, in a file of mode 0600. Raises HomeUnusable."""
     path = token_file(run_id)
     with _usable():
         if not path.exists():
-            part = _written(path, secrets.token_urlsafe(32))
-            with contextlib.suppress(FileExistsError):  # another process has made it just now
+            part = _write_part(path, secrets.token_urlsafe(32))
+            with contextlib.suppress(FileExistsError):  # another process has just created it
                 os.link(part, path)
             part.unlink()
     token = known_token(run_id)
-    if not token:  # with which anybody could speak to the run's machines
-        raise HomeUnusable(f"{path} is empty; bring the run's from where it was started, or remove it")
+    if not token:  # the run's machines would accept an empty secret from anyone
+        raise HomeUnusable(f"{path} is empty; copy it from the machine that started the run, or remove it")
     return token
 
 
 def known_token(run_id: str) -> str | None:
-    """The run's bearer secret, or None on a machine that does not have it. Raises HomeUnusable."""
+    """Return the run's bearer secret; None if this machine does not have it. Raises HomeUnusable."""
     return _read(run_id, "token")
 
 
 def token_file(run_id: str) -> Path:
-    """Where `run_token` keeps it. To steer a run's machines from elsewhere, bring the file along."""
+    """Return the file of `run_token`. Copy it to control the run's machines from another machine."""
     return run_dir(run_id) / "token"
 
 
 def token_mark(token: str) -> SecretMark:
-    """What the store may know of a secret of 256 random bits."""
+    """Return a hash of the secret that may be stored publicly, because the secret has 256 random bits."""
     return SecretMark(blake3(token.encode(), derive_key_context="grpo-orch 2026 a run's secret").hexdigest())
 
 
 def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
-    """Keep a store's options for commands that name only its URL, in a file of mode 0600; without any, forget."""
+    """Save a store's options for commands that name only its URL, in a file of mode 0600; {} deletes the file."""
     name = _store_file(store_url, "json")
     if options:
         _replace(name, json.dumps(dict(options)))
@@ -102,33 +99,33 @@ def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
 
 
 def kept_store_options(store_url: str) -> dict[str, str]:
-    """What `keep_store_options` kept for that URL on this machine, or nothing. Raises HomeUnusable."""
+    """Return the options saved by `keep_store_options` for that URL, or {}. Raises HomeUnusable."""
     options: dict[str, str] = json.loads(_read(*_store_file(store_url, "json")) or "{}")
     return options
 
 
 def keep_run_digest(store_url: str, digest: str) -> None:
-    """Keep the digest of the run.json at that URL. Raises HomeUnusable."""
+    """Save the digest of the run.json at that URL. Raises HomeUnusable."""
     _replace(_store_file(store_url, "run"), digest)
 
 
 def kept_run_digest(store_url: str) -> str | None:
-    """What `keep_run_digest` kept on this machine, or None. Raises HomeUnusable."""
+    """Return the digest saved by `keep_run_digest`, or None. Raises HomeUnusable."""
     return _read(*_store_file(store_url, "run"))
 
 
 def run_digest_file(store_url: str) -> Path:
-    """Where `keep_run_digest` keeps it."""
+    """Return the file of `keep_run_digest`."""
     return home().joinpath(*_store_file(store_url, "run"))
 
 
 def remember_run(store_url: str) -> None:
-    """Note the run as this user's latest, for commands that name none. Raises HomeUnusable."""
+    """Save the run as this user's latest, for commands without a target. Raises HomeUnusable."""
     _replace(("latest",), store_url)
 
 
 def latest_run() -> str | None:
-    """The store URL of the run that was last started or resumed here. Raises HomeUnusable."""
+    """Return the store URL of the run last started or resumed here, or None. Raises HomeUnusable."""
     return _read("latest") or None
 
 
@@ -137,10 +134,10 @@ def _store_file(store_url: str, suffix: str) -> tuple[str, str]:
 
 
 def _read(*name: str) -> str | None:
-    """The text of a file below `home()`; None where there is none, or no home. Raises HomeUnusable."""
+    """Return the text of a file below `home()`; None without the file or a home. Raises HomeUnusable."""
     try:
         path = home().joinpath(*name)
-    except HomeUnusable:  # so nothing was ever kept
+    except HomeUnusable:  # nothing was ever saved
         return None
     with _usable():
         try:
@@ -150,15 +147,15 @@ def _read(*name: str) -> str | None:
 
 
 def _replace(name: tuple[str, ...], text: str) -> None:
-    """Write a file below `home()` that its owner alone can read, whole or not at all. Raises HomeUnusable."""
+    """Write a file of mode 0600 below `home()` atomically. Raises HomeUnusable."""
     path = home().joinpath(*name)
     with _usable():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _written(path, text).replace(path)
+        _write_part(path, text).replace(path)
 
 
-def _written(path: Path, text: str) -> Path:
-    """A file beside `path` that has the text. Raises OSError."""
+def _write_part(path: Path, text: str) -> Path:
+    """Write the text to a new file next to `path`, and return that file. Raises OSError."""
     part = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
@@ -174,13 +171,13 @@ def _usable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise HomeUnusable(f"{error.filename or home()}: {error.strerror}; mend that, {ELSEWHERE}") from None
+        raise HomeUnusable(f"{error.filename or home()}: {error.strerror}; fix that, {ELSEWHERE}") from None
 
 
-# Secrets of a run's machines, such as HF_TOKEN: which they are, and their values.
+# Secrets of a run's machines, such as HF_TOKEN: their names and values.
 
 HUB = ("HF_TOKEN",)
-# What the trainer's sinks log in with, by the word for them in `grpo.report_to`; it need not be named.
+# Credentials of metrics services, by their names in `grpo.report_to`. `secrets` need not list them.
 SINKS: dict[str, tuple[str, ...]] = {
     "wandb": ("WANDB_API_KEY",),
     "comet_ml": ("COMET_API_KEY",),
@@ -193,14 +190,14 @@ SINKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def usual(spec: RunSpec, role: Role) -> list[str]:
-    """What a role needs, as a rule, for the models, data and sinks that the run names."""
+def default_secrets(spec: RunSpec, role: Role) -> list[str]:
+    """Return the secrets that a role usually needs for the run's models, datasets and metrics services."""
     hub = _is_of_hub(spec.trainer.model, spec)
     if role is Role.ROLLOUT:
         return list(HUB if hub else ())
     data = (*datasets_of(spec.trainer.dataset), *datasets_of(spec.trainer.eval_dataset))
-    hub = hub or any(one.path and _is_of_hub(one.path, spec) for one in data)
-    hub = hub or any("/" in one and _is_of_hub(one, spec) for one in spec.trainer.reward_funcs)
+    hub = hub or any(dataset.path and _is_of_hub(dataset.path, spec) for dataset in data)
+    hub = hub or any("/" in name and _is_of_hub(name, spec) for name in spec.trainer.reward_funcs)
     names = list(HUB if hub else ())
     for sink in _sinks(spec):
         names += SINKS.get(sink, ())
@@ -208,18 +205,18 @@ def usual(spec: RunSpec, role: Role) -> list[str]:
 
 
 def secrets_for(spec: RunSpec, role: Role, environment: Mapping[str, str]) -> dict[str, str]:
-    """The secrets of a role, as far as the environment has them: those that run.yaml names, and the usual ones."""
-    names = dict.fromkeys((*spec.secrets, *usual(spec, role)))
+    """Return a role's secrets that the environment has: those listed in run.yaml, and the default ones."""
+    names = dict.fromkeys((*spec.secrets, *default_secrets(spec, role)))
     return {name: environment[name] for name in names if environment.get(name)}
 
 
 def handed_on(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The secrets as a machine's environment has them, with the list of their names."""
+    """Return the environment variables that pass the secrets to a machine, with a list of their names."""
     return {**secrets, NAMES_ENV: ",".join(secrets)} if secrets else {}
 
 
 def all_secrets(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of every role, and the daemon's own."""
+    """Return the secrets of every role and of the daemon."""
     found = {name: value for role in Role for name, value in secrets_for(spec, role, environment).items()}
     return found | notify_urls(spec, environment)
 
@@ -230,12 +227,12 @@ def notify_urls(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def missing(spec: RunSpec, environment: Mapping[str, str]) -> str:
-    """What is wrong with the environment, in a line that names the variables; empty where nothing is."""
+    """Return a message that names the unset variables; empty if all are set."""
     names = [name for name in spec.secrets if not environment.get(name)]
     if not names:
         return ""
-    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-    return f"{', '.join(names)} {verb} not set here, and `secrets` of run.yaml names {them}"
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names)} {verb} not set here, but listed in `secrets` of run.yaml"
 
 
 def _sinks(spec: RunSpec) -> list[str]:
@@ -245,41 +242,41 @@ def _sinks(spec: RunSpec) -> list[str]:
 
 
 def _is_of_hub(name: str, spec: RunSpec) -> bool:
-    """Whether a model's or a dataset's name is one on the hub: no such folder or file is at hand."""
+    """Return whether a model or dataset is on the hub, because no such file or folder exists here."""
     return not name.startswith(("/", "./", "../", "~")) and not Path(spec.workdir, name).exists()
 
 
-# Trust in a run.json. A machine that has started or steered a run keeps a digest of its run.json, where the
-# store cannot reach it. A machine that sees a run for the first time checks it with the run's secret, if it has
-# that; else `resume` trusts the store once.
+# Trust in a run.json. A machine that has started or controlled a run keeps a digest of its run.json outside the
+# store. A machine that sees a run for the first time checks it with the run's secret if it has that; else `resume`
+# trusts the store once.
 
-DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # set for a controller machine by whoever launches it
+DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # set on a controller machine by the machine that launches it
 
 
 def known_run(store: Store) -> tuple[RunRecord, bytes]:
-    """Return the run in the store, and its bytes. Raises NotVouched, StoreError."""
+    """Return the store's run and its bytes. Raises NotVouched if they were changed, and StoreError."""
     data = documents.run_bytes(store)
     record = documents.decode_run(store, data)
     kept = kept_run_digest(store.url) or os.environ.get(DIGEST_ENV)
     if kept:
-        known = kept == run_digest(data)
+        is_known = kept == run_digest(data)
     else:
         token = known_token(record.run_id)
-        own = token is not None and documents.SECRET_MARK.read(store) == token_mark(token)
-        known = token is None or not own or vouched.matches(store, token, data) is not False
-    if not known:
-        what, hint = vouched.changed(store)
-        another = f"; if it is another run, of which you know, remove {run_digest_file(store.url)}"
-        raise NotVouched(what, hint + (another if kept else ""))
+        is_own = token is not None and documents.SECRET_MARK.read(store) == token_mark(token)
+        is_known = token is None or not is_own or vouched.matches(store, token, data) is not False
+    if not is_known:
+        problem, hint = vouched.changed(store)
+        new_run = f"; if you have put another run there, remove {run_digest_file(store.url)}"
+        raise NotVouched(problem, hint + (new_run if kept else ""))
     return record, data
 
 
 def vouch(store: Store, token: str, data: bytes) -> None:
-    """Vouch for the run to its machines, and recognise it from now on. Raises StoreError."""
+    """Vouch for the run to its machines, and save its digest here. Raises StoreError."""
     vouched.vouch(store, token, data)
     keep_run_digest(store.url, run_digest(data))
 
 
 def run_digest(data: bytes) -> str:
-    """By this a machine recognises a run.json."""
+    """Return the digest by which a machine recognises a run.json."""
     return blake3(data).hexdigest()

@@ -1,7 +1,7 @@
-"""The samples in a store: which steps have some, which completions a reader wants, and their JSON.
+"""Read samples from a store: list steps, select completions, and convert them to JSON.
 
-For the command and the page alike. Nothing here writes, and texts are as they were stored. A step here is the one
-in which a completion was trained on first: one after that of the policy which generated it.
+Used by the command and the web page. Read-only; texts are as stored. A step here is the step that first trained on
+a completion: one after the step of the policy that generated it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.vocabulary import PolicyVersion
 
-NEAREST = 3  # steps that are named where one is missing
-WANTED = "expected a step, or TIMELINE-STEP as in 0-121"
+NEAREST = 3  # steps suggested if the requested step has no samples
+EXPECTED = "expected a step, or TIMELINE-STEP as in 0-121"
 _STEP = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,12})")
 _LINK = re.compile(r"([0-9]{1,9})-([0-9]{1,12})/([0-9]{1,9})/([0-9]{1,9})")
 
 
 class NoSamples(Exception):
-    """What was asked for is not there; the message is one line and says what is."""
+    """The requested samples do not exist. The message is one line and names what exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Step:
 
     timeline: int
     step: int
-    keys: tuple[str, ...]  # its scorings, in their order
+    keys: tuple[str, ...]  # of its sample objects, in the order of scoring
 
     def __str__(self) -> str:
         return f"{self.timeline}-{self.step}"
@@ -43,8 +43,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One completion, printed TIMELINE-STEP/GROUP/INDEX, both counted from 0. It means the same as long as the
-    step's samples are kept."""
+    """Identifies a completion, as TIMELINE-STEP/GROUP/INDEX; group and index count from 0.
+
+    Stable as long as the step's samples are kept.
+    """
 
     step: str
     group: int
@@ -55,48 +57,52 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Read what `str()` printed. Raises NoSamples for anything else."""
+        """Parse the output of `str()`. Raises NoSamples for anything else."""
         found = _LINK.fullmatch(text)
         if found is None:
             raise NoSamples(
-                f"{text[:100]!r} names no completion: expected TIMELINE-STEP/GROUP/INDEX as in 0-121/3/0"
+                f"{text[:100]!r} is not a completion: expected TIMELINE-STEP/GROUP/INDEX as in 0-121/3/0"
             )
         return cls(f"{int(found[1])}-{int(found[2])}", int(found[3]), int(found[4]))
 
 
 def stored_steps(store: Store) -> list[Step]:
-    """All steps with samples, by timeline and step. Raises StoreError."""
+    """Return all steps with samples, sorted by timeline and step. Raises StoreError."""
     calls = stored_calls(store)
     return [Step(policy.timeline, policy.step + 1, tuple(calls[policy])) for policy in sorted(calls)]
 
 
 def find_step(steps: Sequence[Step], text: str = "") -> Step:
-    """The step that `text` names, of the newest timeline that has it; else the newest. Raises NoSamples."""
+    """Return the step that `text` names, on the newest timeline that has it; the newest for an empty text.
+
+    Raises NoSamples.
+    """
     if not text and steps:
         return steps[-1]
-    named = _STEP.fullmatch(text)
-    if named is None or not steps:
-        raise NoSamples(f"{text[:100]!r} names no step: {WANTED}" if named is None else "no step has samples")
-    timeline, step = named[1], int(named[2])
-    for one in reversed(steps):
-        if one.step == step and (timeline is None or one.timeline == int(timeline)):
-            return one
-    near = sorted(
-        steps, key=lambda one: (timeline is not None and one.timeline != int(timeline), abs(one.step - step))
-    )
-    named_near = ", ".join(map(str, sorted(near[:NEAREST], key=lambda one: (one.timeline, one.step))))
-    raise NoSamples(f"no samples of step {text}; the nearest are {named_near}")
+    found = _STEP.fullmatch(text)
+    if found is None or not steps:
+        raise NoSamples(f"{text[:100]!r} is not a step: {EXPECTED}" if found is None else "no step has samples")
+    timeline, number = found[1], int(found[2])
+    for step in reversed(steps):
+        if step.step == number and (timeline is None or step.timeline == int(timeline)):
+            return step
+
+    def distance(step: Step) -> tuple[bool, int]:
+        return timeline is not None and step.timeline != int(timeline), abs(step.step - number)
+
+    nearest = sorted(sorted(steps, key=distance)[:NEAREST], key=lambda step: (step.timeline, step.step))
+    raise NoSamples(f"no samples of step {text}; the nearest are {', '.join(map(str, nearest))}")
 
 
 def why_none(store: Store) -> str:
-    """Why a run whose steps have no samples has none. Raises StoreError."""
+    """Return the reason why a run has no samples. Raises StoreError."""
     if next(iter(store.entries(layout.ROLLOUTS)), None) is None:
         return "no step has been scored yet"
     return "the run has no samples: its steps have not been scored yet, or their samples could not be stored"
 
 
 def groups_of(store: Store, step: Step) -> Iterator[tuple[int, Head, Group]]:
-    """The step's groups with their numbers, decoded one at a time. Raises NotFound, Corrupt."""
+    """Yield the step's groups with their numbers, decoding one at a time. Raises NotFound, Corrupt."""
     number = 0
     for key in step.keys:
         head, groups = read_samples(store, key)
@@ -106,15 +112,15 @@ def groups_of(store: Store, step: Step) -> Iterator[tuple[int, Head, Group]]:
 
 
 def policy_of(step: Step) -> PolicyVersion:
-    """Whose completions the step's are."""
+    """Return the policy that generated the step's completions."""
     return PolicyVersion(step.timeline, step.step - 1)
 
 
-# Choosing completions by words, reward, node and version; the worst, the best.
+# Selecting completions by text, reward, node and policy, and sorting them by reward.
 
 
 class Order(StrEnum):
-    """What comes first. A completion without a reward is neither bad nor good, and comes last."""
+    """The order of completions. Those without a reward come last."""
 
     STORED = "stored"
     WORST = "worst"
@@ -123,9 +129,9 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a completion must be; what is empty or None is not asked for.
+    """A filter of completions; empty and None match all.
 
-    `search` is found in its text or its prompt, whatever the case.
+    `search` is found in the completion or its prompt, ignoring case.
     """
 
     search: str = ""
@@ -139,7 +145,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One completion with where it stands."""
+    """A completion and its place in the step."""
 
     link: Link
     head: Head
@@ -149,11 +155,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a step's completions have in common, whether or not one wants them."""
+    """Statistics of all completions of a step."""
 
     prompts: int
     completions: int
-    matching: int
+    matching: int  # that the filter matches
     cut: int
     handed_over: int
     reward_min: float | None
@@ -171,49 +177,48 @@ def choose(
     count: int,
     first: int = 0,
 ) -> tuple[list[Found], Summary]:
-    """`count` of the wanted completions from the `first` on, in their order; and what all have in common.
+    """Return `count` matching completions, skipping the `first` ones, and a summary of all completions.
 
-    The groups are gone through once, and no more is kept of them than is returned and what comes before it.
-    Raises what reading them raises.
+    Reads the groups once, and keeps at most `first + count` completions in memory. Raises the errors of `groups`.
     """
     tally = _Tally()
-    found = (one for one in _all(step, groups) if tally.counts(one, matches(one, wanted)))
+    matching = (item for item in _all(step, groups) if tally.count(item, is_match=_matches(item, wanted)))
     match order:
         case Order.STORED:
-            chosen = [one for place, one in enumerate(found) if first <= place < first + count]
+            chosen = [item for index, item in enumerate(matching) if first <= index < first + count]
         case Order.WORST | Order.BEST:
             sign = 1 if order is Order.WORST else -1
-            chosen = heapq.nsmallest(first + count, found, key=lambda one: _rank(one, sign))[first:]
+            chosen = heapq.nsmallest(first + count, matching, key=lambda item: _rank(item, sign))[first:]
     return chosen, tally.summary()
 
 
-def matches(one: Found, wanted: Wanted) -> bool:
-    """Whether a completion is what is wanted."""
-    sample = one.sample
+def _matches(item: Found, wanted: Wanted) -> bool:
+    sample = item.sample
     if wanted.reward_min is not None and (sample.reward is None or sample.reward < wanted.reward_min):
         return False
     if wanted.reward_max is not None and (sample.reward is None or sample.reward > wanted.reward_max):
         return False
-    asked = (
+    choices = (
         (wanted.node, {sample.node, *(part.node for part in sample.handed_over)}),
         (wanted.policy, {sample.policy, _version(sample)}),
     )
-    if any(want and want not in has for want, has in asked):
+    if any(value and value not in values for value, values in choices):
         return False
     if wanted.cut is not None and sample.cut is not wanted.cut:
         return False
     if wanted.handed_over is not None and bool(sample.handed_over) is not wanted.handed_over:
         return False
-    word = wanted.search.casefold()
-    return not word or any(word in text.text.casefold() for text in (*sample.completion, *one.group.prompt))
+    search = wanted.search.casefold()
+    messages = (*sample.completion, *item.group.prompt)
+    return not search or any(search in message.text.casefold() for message in messages)
 
 
 def _version(sample: Sample) -> str:
-    return sample.policy.partition("@")[0]  # its label names the artifact too
+    return sample.policy.partition("@")[0]  # the label also names the artifact
 
 
-def _rank(one: Found, sign: int) -> tuple[bool, float]:
-    reward = one.sample.reward
+def _rank(item: Found, sign: int) -> tuple[bool, float]:
+    reward = item.sample.reward
     return reward is None, 0.0 if reward is None else sign * reward
 
 
@@ -224,25 +229,26 @@ def _all(step: Step, groups: Iterable[tuple[int, Head, Group]]) -> Iterator[Foun
 
 
 class _Tally:
-    """Counts what goes by."""
+    """Collects the statistics of a Summary."""
 
     def __init__(self) -> None:
         self._groups, self._nodes, self._policies = set[int](), set[str](), set[str]()
         self._completions = self._matching = self._cut = self._handed_over = 0
         self._rewards = list[float]()
 
-    def counts(self, one: Found, matching: bool) -> bool:
-        sample = one.sample
-        self._groups.add(one.link.group)
+    def count(self, item: Found, *, is_match: bool) -> bool:
+        """Count a completion, and return `is_match`."""
+        sample = item.sample
+        self._groups.add(item.link.group)
         self._nodes |= {sample.node} - {""}
         self._policies |= {_version(sample)} - {""}
         self._completions += 1
-        self._matching += matching
+        self._matching += is_match
         self._cut += sample.cut is True
         self._handed_over += bool(sample.handed_over)
         if sample.reward is not None:
             self._rewards.append(sample.reward)
-        return matching
+        return is_match
 
     def summary(self) -> Summary:
         rewards = self._rewards
@@ -260,21 +266,21 @@ class _Tally:
         )
 
 
-# As JSON's own types, for programs and templates.
+# JSON data, for programs and templates.
 
 
-def completion_plain(one: Found) -> dict[str, Any]:
-    """One completion, without its prompt."""
-    sample = one.sample
-    places = [*sample.handed_over_chars, *[None] * len(sample.handed_over)]
+def completion_plain(item: Found) -> dict[str, Any]:
+    """Return a completion as JSON data, without its prompt."""
+    sample = item.sample
+    chars = [*sample.handed_over_chars, *[None] * len(sample.handed_over)]
     return {
-        "link": str(one.link),
-        "group": one.link.group,
-        "index": one.link.index,
+        "link": str(item.link),
+        "group": item.link.group,
+        "index": item.link.index,
         "reward": sample.reward,
         "rewards": [
             {"function": name, "weight": weight, "reward": reward}
-            for name, weight, reward in zip(one.head.functions, one.head.weights, sample.rewards, strict=False)
+            for name, weight, reward in zip(item.head.functions, item.head.weights, sample.rewards, strict=False)
         ],
         "advantage": sample.advantage,
         "tokens": sample.tokens,
@@ -283,7 +289,7 @@ def completion_plain(one: Found) -> dict[str, Any]:
         "policy": sample.policy,
         "handed_over": [
             {"node": part.node, "tokens": part.tokens, "char": char}
-            for part, char in zip(sample.handed_over, places, strict=False)
+            for part, char in zip(sample.handed_over, chars, strict=False)
         ],
         "mismatch_mean": sample.mismatch_mean,
         "mismatch_max": sample.mismatch_max,
@@ -293,11 +299,11 @@ def completion_plain(one: Found) -> dict[str, Any]:
     }
 
 
-def messages_plain(told: list[Message]) -> list[dict[str, Any]]:
-    """A prompt or a completion; `left_out` characters are missing before the last `after` of a text."""
-    return [asdict(one) for one in told]
+def messages_plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return a prompt or completion as JSON data; `left_out` characters are missing before the last `after`."""
+    return [asdict(message) for message in messages]
 
 
-def summary_plain(step: Step, told: Summary) -> dict[str, Any]:
-    """A step and what its completions have in common."""
-    return {"step": str(step), "policy": str(policy_of(step)), **asdict(told)}
+def summary_plain(step: Step, summary: Summary) -> dict[str, Any]:
+    """Return a step and its summary as JSON data."""
+    return {"step": str(step), "policy": str(policy_of(step)), **asdict(summary)}

@@ -1,6 +1,6 @@
-"""The command line: its commands, each imported when it is called, and how a command ends.
+"""The command line: the table of commands, and how a command exits.
 
-Each command needs other packages, and all of them together take longer to import than most commands run.
+Each command is imported when it is called: importing all of them takes longer than most commands run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typer.main import get_command, get_group
 from orchestrator.cli.options import Stop, console, errors, print_failure, reader
 from policies.model import exit_codes
 
-# Below orchestrator.cli, in the order of the help.
+# Modules and functions in orchestrator.cli, in the order of the help.
 COMMANDS = {
     "init": "prepare:init",
     "validate": "prepare:validate",
@@ -47,42 +47,44 @@ COMMANDS = {
     "checkpoints": "checkpoints:app",
     "members": "members:app",
 }
-CLASSES = {"init": "prepare:Init"}  # of commands that read their arguments in a way of their own
+CLASSES = {"init": "prepare:Init"}  # commands that parse their own arguments
 
 
 class Commands(TyperGroup):
-    """Typer's group, which imports its commands."""
+    """A TyperGroup that imports commands on demand."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See TyperGroup. A name that is none is compared with all of them."""
+        """See TyperGroup. For an unknown command, load all commands so that Typer can suggest one."""
         self._import(args[:1] if args[0] in COMMANDS else COMMANDS)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """See TyperGroup. The help tells a line of each."""
+        """See TyperGroup. The help prints a line for each command."""
         self._import(COMMANDS)
         return super().list_commands(ctx)
 
     def _import(self, names: Iterable[str]) -> None:
         for name in names:
-            found = _named(COMMANDS[name])
-            self.add_command(get_group(found) if isinstance(found, typer.Typer) else _command(name, found), name)
+            target = _resolve(COMMANDS[name])
+            self.add_command(
+                get_group(target) if isinstance(target, typer.Typer) else _command(name, target), name
+            )
 
 
 def _command(name: str, function: Any) -> Any:
-    alone = typer.Typer(add_completion=False)
-    alone.command(name, cls=_named(CLASSES[name]) if name in CLASSES else None)(function)
-    return get_command(alone)
+    single = typer.Typer(add_completion=False)
+    single.command(name, cls=_resolve(CLASSES[name]) if name in CLASSES else None)(function)
+    return get_command(single)
 
 
-def _named(where: str) -> Any:
-    return resolve_name(f"orchestrator.cli.{where}")
+def _resolve(path: str) -> Any:
+    return resolve_name(f"orchestrator.cli.{path}")
 
 
 app = typer.Typer(
     name="grpo-orch",
     cls=Commands,
-    help="GRPO post-training on spot machines that die, without losing a step or a token.",
+    help="Run GRPO post-training on spot machines without losing a step or a token when they are preempted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -100,60 +102,60 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """GRPO post-training on spot machines that die, without losing a step or a token."""
+    """Run GRPO post-training on spot machines without losing a step or a token when they are preempted."""
 
 
-def _read_names_as_utf8() -> None:
-    """Start this command again in Python's UTF-8 mode if the locale has another encoding.
+def _ensure_utf8_mode() -> None:
+    """Restart this command in Python's UTF-8 mode if the locale has another encoding.
 
     Libraries written in Rust read file names as UTF-8, in every process of a run. The terminal keeps its encoding.
     """
     if sys.getfilesystemencoding() != "utf-8":
-        printed = {"PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding}
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **printed, "PYTHONUTF8": "1"})
+        terminal = {"PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding}
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **terminal, "PYTHONUTF8": "1"})
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one line and an exit code, never a traceback."""
-    _read_names_as_utf8()
-    processors = [_without_retries, *structlog.get_config()["processors"]]
-    # stdout is for what was asked.
+    """Run the command line. Report a user's mistake as one line and an exit code, never as a traceback."""
+    _ensure_utf8_mode()
+    processors = [_drop_store_retries, *structlog.get_config()["processors"]]
+    # Log to stderr: stdout carries the command's output.
     structlog.configure(processors=processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # whose locale may lack what strips and bars are drawn with
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack the characters of bars and plots
         sys.stdout.reconfigure(errors="replace")
     reader.wants_json = reader.has_json = False
     try:
         app()
     except Stop as stop:
-        told = console if stop.exit_code == exit_codes.OK and not reader.wants_json else errors
-        _end(str(stop), stop.exit_code, told)
+        terminal = console if stop.exit_code == exit_codes.OK and not reader.wants_json else errors
+        _exit(str(stop), stop.exit_code, terminal)
     except Exception as error:
         if (exit_code := _exit_code_of(error)) is None:
             raise
-        _end(str(error), exit_code)
+        _exit(str(error), exit_code)
 
 
-def _without_retries(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A store that is away for seconds is tried again, and told of once, in a line, where it stays away."""
+def _drop_store_retries(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Drop the log events of store retries: a store that stays unavailable is reported once, as an error."""
     if event["event"] == "store_retry":
         raise structlog.DropEvent
     return event
 
 
-def _end(message: str, exit_code: int, told: Console = errors) -> NoReturn:
+def _exit(message: str, exit_code: int, terminal: Console = errors) -> NoReturn:
     try:
-        told.print(message, highlight=False, soft_wrap=True)
+        terminal.print(message, highlight=False, soft_wrap=True)
         print_failure(message, exit_code)
-    except OSError as error:  # of stdout; or it is what has failed before, and was told
-        if told is not errors:
-            errors.print(f"cannot be printed: {error.strerror}", highlight=False, soft_wrap=True)
+    except OSError as error:  # of stdout, which may be the error that `message` reports
+        if terminal is not errors:
+            errors.print(f"cannot print: {error.strerror}", highlight=False, soft_wrap=True)
         exit_code = exit_code or exit_codes.FAILED
     sys.exit(exit_code)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Return the exit code of an error that is reported as one line; None for an error that is ours."""
-    # Imported here, for what raises these errors takes long to import.
+    """Return the exit code of an error that is reported as one line; None for a bug, which prints a traceback."""
+    # Imported here because these modules take long to import.
     from checkpoint.store.errors import StoreError
     from orchestrator.cli.target import NoSuchRun
     from orchestrator.clouds import CloudMissing
@@ -168,7 +170,7 @@ def _exit_code_of(error: Exception) -> int | None:
         case ConfigError() | NoSuchRun():
             return exit_codes.USAGE
         case OSError() if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO):
-            return exit_codes.FAILED  # what stdout is written to is full, or gone
+            return exit_codes.FAILED  # the disk behind stdout is full or gone
         case StoreError() | CloudRefused() | CloudUnavailable() | CloudMissing() | DaemonFailed() | HomeUnusable():
             return exit_codes.FAILED
         case _:

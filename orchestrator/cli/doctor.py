@@ -1,4 +1,4 @@
-"""`grpo-orch doctor`: what is there for a run and what is missing, each with its remedy; no machine is bought."""
+"""`grpo-orch doctor`: report what a run needs and what is missing, with remedies. Starts no machine."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ from policies.model.vocabulary import Market, Role
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is there or missing; `told` holds the remedy then. Without a `needed` one nothing starts.
+    """The result of one check.
 
-    With a `warning` a run starts, and may cost or lose more than its user knows. `machines`: it tells whether
-    machines can be started somewhere.
+    Attributes:
+        told: details if `ok`, else the remedy.
+        needed: whether the run cannot start while this is missing.
+        warning: the run can start, but may cost or lose more than its user expects.
+        machines: whether this check decides if machines can be started somewhere.
     """
 
     what: str
@@ -54,7 +57,7 @@ INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, 
 
 
 class SkyPilotLike(Protocol):
-    """What is asked of SkyPilot; see `orchestrator.clouds.sky.skypilot`."""
+    """The parts of SkyPilot that doctor uses; see `orchestrator.clouds.sky.skypilot`."""
 
     def server(self) -> ApiServer: ...
     def clouds(self) -> list[CloudCheck]: ...
@@ -63,12 +66,12 @@ class SkyPilotLike(Protocol):
 
 
 def doctor(
-    run_yaml: Annotated[Path | None, typer.Argument(help="Look at what this run needs, too.")] = None,
+    run_yaml: Annotated[Path | None, typer.Argument(help="Also check what this run needs.")] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Say which clouds, machines, rights and environments are there, and how to get what is missing."""
+    """Check clouds, quotas, the store and the node environment, and print remedies. Starts no machine."""
     spec = load_spec(run_yaml) if run_yaml else None
-    with errors.status("asking SkyPilot and its clouds"):
+    with errors.status("querying SkyPilot and its clouds"):
         findings = list(examine(spec, skypilot_version(), _open_skypilot))
         if run_yaml:
             findings.extend(examine_store(load_storage(run_yaml)))
@@ -84,9 +87,9 @@ def doctor(
 def examine(
     spec: RunSpec | None, version: str | None, open_skypilot: Callable[[], SkyPilotLike]
 ) -> Iterator[Finding]:
-    """Look at SkyPilot, its clouds and their offers, and at the node environment of this machine.
+    """Check SkyPilot, its clouds and their offers, and the node environment of this machine.
 
-    What the run does not use is not needed; without a run nothing is.
+    A finding is `needed` only if the run uses it; without a run none is.
     """
     needs_sky, needs_local = (spec is not None and spec.cloud == name for name in ("sky", "local"))
     yield _node_environment(needs_local)
@@ -95,7 +98,7 @@ def examine(
         return
     yield Finding("SkyPilot", True, needs_sky, version)
     if needs_local:
-        return  # asking clouds takes long, and may start an API server, for nothing
+        return  # querying clouds is slow and may start an API server
     skypilot = open_skypilot()
     try:
         server = skypilot.server()
@@ -105,7 +108,8 @@ def examine(
         yield Finding("API server", False, needs_sky, str(error))
         return
     yield from (
-        Finding(f"cloud {one.name}", one.enabled, False, one.reason or "enabled", machines=True) for one in checks
+        Finding(f"cloud {check.name}", check.enabled, False, check.reason or "enabled", machines=True)
+        for check in checks
     )
     if spec is not None:
         for role, resources in ((Role.TRAINER, spec.trainer.resources), (Role.ROLLOUT, spec.rollout.resources)):
@@ -113,14 +117,14 @@ def examine(
 
 
 def is_usable(findings: list[Finding]) -> bool:
-    """Whether the run can start; without one, whether some run could: here or on a cloud."""
+    """Return whether the run can start; without a run, whether any run could, here or on a cloud."""
     if any(finding.needed for finding in findings):
         return all(finding.ok for finding in findings if finding.needed)
     return any(finding.ok for finding in findings if finding.machines)
 
 
 def skypilot_version() -> str | None:
-    """The installed SkyPilot's version. It is not imported: that takes seconds."""
+    """Return the installed SkyPilot's version without importing it, which takes seconds."""
     try:
         return metadata.version("skypilot")
     except metadata.PackageNotFoundError:
@@ -128,7 +132,7 @@ def skypilot_version() -> str | None:
 
 
 def _open_skypilot() -> SkyPilotLike:
-    from orchestrator.clouds.sky.skypilot import SkyPilot  # seconds, and only where it is installed
+    from orchestrator.clouds.sky.skypilot import SkyPilot  # optional, and takes seconds to import
 
     return SkyPilot()
 
@@ -151,17 +155,17 @@ def _machine(
     except (CloudRefused, CloudUnavailable) as error:
         return Finding(what, False, needed, str(error))
     if with_quota is None:
-        places = ", ".join(sorted({_region(offer) for offer in offers}))
-        told = zero_quota(offers[0].instance_type, market.replace("_", " "), places)
-        return Finding(what, False, needed, told)
-    return Finding(what, True, needed, _offer_words(with_quota, offers))
+        regions = ", ".join(sorted({_region(offer) for offer in offers}))
+        remedy = zero_quota(offers[0].instance_type, market.replace("_", " "), regions)
+        return Finding(what, False, needed, remedy)
+    return Finding(what, True, needed, _describe(with_quota, offers))
 
 
-def _offer_words(best: SkyOffer, offers: list[SkyOffer]) -> str:
-    machine = " ".join(word for word in (best.instance_type, best.accelerators) if word)
-    words = f"{best.infra} {machine} at {best.price_usd_per_h:.2f} $/h"
-    dearest = max(offer.price_usd_per_h for offer in offers)
-    return words if len(offers) == 1 else f"{words}; {len(offers)} places, up to {dearest:.2f} $/h"
+def _describe(best: SkyOffer, offers: list[SkyOffer]) -> str:
+    machine = " ".join(part for part in (best.instance_type, best.accelerators) if part)
+    text = f"{best.infra} {machine} at {best.price_usd_per_h:.2f} $/h"
+    highest = max(offer.price_usd_per_h for offer in offers)
+    return text if len(offers) == 1 else f"{text}; {len(offers)} offers, up to {highest:.2f} $/h"
 
 
 def _region(offer: SkyOffer) -> str:
@@ -169,123 +173,121 @@ def _region(offer: SkyOffer) -> str:
 
 
 def _table(findings: list[Finding]) -> Table:
-    """What is there or needed first; of the rest a line each, cut where the terminal ends."""
+    """List what is present or needed, then the rest, dimmed and cut at the terminal's width."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         if finding.ok or finding.needed or finding.warning:
             kind = ("OK", "green") if finding.ok else ("missing", "red") if finding.needed else ("note", "yellow")
-            word = Text(kind[0], style=kind[1])
-            table.add_row(word, finding.what, Text(finding.told))
+            state = Text(kind[0], style=kind[1])
+            table.add_row(state, finding.what, Text(finding.told))
     for finding in findings:
         if not (finding.ok or finding.needed or finding.warning):
-            told = Text(finding.told, style="dim", no_wrap=True, overflow="ellipsis")
-            table.add_row(Text("no", style="dim"), Text(finding.what, style="dim"), told)
+            details = Text(finding.told, style="dim", no_wrap=True, overflow="ellipsis")
+            table.add_row(Text("no", style="dim"), Text(finding.what, style="dim"), details)
     return table
 
 
-# What `doctor` finds in a run's store: whether a run can live on it, and whether what is there is whole.
+# Checks of the run's store: access, rules of the bucket, and completeness of the checkpoints.
 
-# Weights of 32 billion parameters in bfloat16, published whole for each of ten steps an hour, and deleted when the
-# next are there: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
+# Full weights of 32 billion parameters in bfloat16, published in each of ten steps an hour and deleted after the
+# next: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
 DELETED_TB_A_DAY = 15.4
 USD_PER_GB_MONTH = 0.023
 EXAMPLE = "for a 32B model at ten steps an hour"
 COSTS = (
-    f"{EXAMPLE}, each day that is kept is {DELETED_TB_A_DAY:.0f} TB, "
+    f"{EXAMPLE}, each day of retention keeps {DELETED_TB_A_DAY:.0f} TB, "
     f"about {DELETED_TB_A_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
 )
 NEEDED = (
-    "also what a run needs: its journal, and the base model that all its checkpoints share; "
-    "leave the run's prefix out of that rule"
+    "including those that a run needs: its journal, and the base model that all its checkpoints share; "
+    "exclude the run's prefix from that rule"
 )
 HELP = {
     "gs": (
-        "a bucket keeps what is deleted for 7 days unless that was turned off: `gcloud storage buckets describe "
-        "gs://{bucket} --format='default(soft_delete_policy,versioning,retention_policy,lifecycle_config)'` "
-        "tells, `gcloud storage buckets update gs://{bucket} --clear-soft-delete` turns it off"
+        "a bucket keeps deleted objects for 7 days by default. `gcloud storage buckets describe gs://{bucket} "
+        "--format='default(soft_delete_policy,versioning,retention_policy,lifecycle_config)'` shows the setting, "
+        "`gcloud storage buckets update gs://{bucket} --clear-soft-delete` turns it off"
     ),
     "az": (
-        "an account may keep what is deleted for days: `az storage account blob-service-properties show` tells "
+        "an account may keep deleted objects for days; `az storage account blob-service-properties show` prints "
         "its deleteRetentionPolicy and isVersioningEnabled"
     ),
 }
 
 
 def examine_store(storage: Storage) -> Iterator[Finding]:
-    """Try the store for real, and look at the run that is there already."""
+    """Test the store with real requests, and check the run that it may hold."""
     try:
         store = open_store(storage)
-        yield _tried(store)
-        yield from passing_credentials(store)
+        yield _probe(store)
+        yield from temporary_credentials(store)
         yield from lifecycle(store)
         yield from _checkpoints(store)
     except StoreError as error:
         yield Finding("store", False, True, str(error))
 
 
-def _tried(store: Store) -> Finding:
-    """Whether it does what a run needs; of a folder that is not there, where it is to be. Raises StoreError."""
+def _probe(store: Store) -> Finding:
+    """Check that the store works; for a missing folder, that it can be created. Raises StoreError."""
     if store.folder is not None and not os.path.lexists(store.folder):
-        return _to_be_made(store.url, store.folder)
+        return _missing_folder(store.url, store.folder)
     probe(store)
-    return Finding("store", True, True, f"{store.url} can be written, read, listed and deleted from")
+    return Finding("store", True, True, f"{store.url} can be read, written, listed and deleted from")
 
 
-def _to_be_made(url: str, folder: Path) -> Finding:
-    there = next(above for above in folder.parents if os.path.exists(above))  # also where one may not look further
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return Finding("store", True, True, f"{url} is not there: `up` makes it, in {there}, and tries it")
-    told = f"{url} is not there, and nothing can be made in {there}: name a folder that can be written"
-    return Finding("store", False, True, told)
+def _missing_folder(url: str, folder: Path) -> Finding:
+    parent = next(above for above in folder.parents if os.path.exists(above))  # False also without permission
+    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+        return Finding("store", True, True, f"{url} does not exist yet; `up` creates it in {parent} and tests it")
+    remedy = f"{url} does not exist and {parent} is not writable; name a writable folder"
+    return Finding("store", False, True, remedy)
 
 
-def passing_credentials(store: Store) -> Iterator[Finding]:
-    """Whether what the options name ends by itself: each machine is given it once."""
+def temporary_credentials(store: Store) -> Iterator[Finding]:
+    """Warn about store credentials that expire: each machine receives them only once."""
     for key in store.options:
         if key.lower().removeprefix("aws_") in ("token", "session_token"):
-            ends = (
-                "credentials with a session token end by themselves, on all machines at once, on AWS in 36 hours"
-            )
-            renewed = "name a key that does not, or none where the machines have a role of their own"
-            yield Finding("store", False, False, f"storage.options.{key}: {ends}; {renewed}", warning=True)
+            problem = "credentials with a session token expire on all machines together, on AWS after 36 hours"
+            remedy = "use a permanent key, or none if the machines have a role of their own"
+            yield Finding("store", False, False, f"storage.options.{key}: {problem}; {remedy}", warning=True)
 
 
 def lifecycle(store: Store) -> Iterator[Finding]:
-    """What the bucket does by itself, and what it would cost: a finding for each rule that harms, else one."""
+    """Warn about each rule of the bucket that harms a run, with what it would cost; else report that none does."""
     scheme, bucket = urlsplit(store.url).scheme, urlsplit(store.url).netloc
     if scheme in ("file", "memory"):
         return
     try:
         rules = rules_of(store.url, store.options)
     except StoreError as error:
-        hint = HELP.get(scheme, f"look for versioning, soft delete, object lock and lifecycle rules of {bucket!r}")
+        hint = HELP.get(scheme, f"check versioning, soft delete, object lock and lifecycle rules of {bucket!r}")
         yield Finding("lifecycle", False, False, f"{error}; {hint.format(bucket=bucket)}; {COSTS}", warning=True)
         return
-    traps = list(_traps(rules, bucket))
-    yield from (Finding("lifecycle", False, False, told, warning=True) for told in traps)
-    if not traps:
-        told = f"{bucket!r} keeps nothing that is deleted, and deletes nothing itself"
-        yield Finding("lifecycle", True, False, told)
+    problems = list(_harmful_rules(rules, bucket))
+    yield from (Finding("lifecycle", False, False, problem, warning=True) for problem in problems)
+    if not problems:
+        details = f"{bucket!r} keeps no deleted objects and deletes none automatically"
+        yield Finding("lifecycle", True, False, details)
 
 
-def _traps(rules: BucketRules, bucket: str) -> Iterator[str]:
+def _harmful_rules(rules: BucketRules, bucket: str) -> Iterator[str]:
     kept_days = max(rules.locked_days, rules.versions_days or 0)
     if rules.locked_days:
         locks = f"{bucket!r} locks each object for {rules.locked_days} days"
         yield f"{locks}: {_at_rest(kept_days)}; use a bucket without object lock"
     if rules.versioned and rules.versions_days is None:
         yield (
-            f"{bucket!r} is versioned, and keeps for ever what a run deletes or writes over: {COSTS}; "
+            f"{bucket!r} is versioned and keeps deleted and overwritten objects forever: {COSTS}; "
             "use a bucket without versions, or add a lifecycle rule with NoncurrentVersionExpiration"
         )
     elif rules.versioned and not rules.locked_days:
-        yield f"{bucket!r} is versioned, and keeps what a run deletes for {kept_days} days: {_at_rest(kept_days)}"
+        yield f"{bucket!r} is versioned and keeps deleted objects for {kept_days} days: {_at_rest(kept_days)}"
     if rules.expires_days is not None:
-        yield f"{bucket!r} deletes objects that are {rules.expires_days} days old, {NEEDED}"
+        yield f"{bucket!r} deletes objects after {rules.expires_days} days, {NEEDED}"
     if rules.expires_on is not None:
         yield f"{bucket!r} deletes all objects from {rules.expires_on} on, {NEEDED}"
     if rules.archived_days is not None:
-        yield f"{bucket!r} archives objects that are {rules.archived_days} days old, {NEEDED}"
+        yield f"{bucket!r} archives objects after {rules.archived_days} days, {NEEDED}"
 
 
 def _at_rest(days: int) -> str:
@@ -294,15 +296,15 @@ def _at_rest(days: int) -> str:
 
 
 def _checkpoints(store: Store) -> Iterator[Finding]:
-    """Whether the checkpoints are whole, as far as a listing tells. Raises StoreError."""
+    """Check that no object of a checkpoint is missing, from a listing alone. Raises StoreError."""
     listed = Catalog(store, "doctor").newest().checkpoints
     found = missing_objects(store, listed)
     damaged = [version for version, lines in found.items() if lines]
     if damaged:
         newest = f"{damaged[-1]}: {found[damaged[-1]][0]}"
-        told = f"damaged: {', '.join(damaged)}; of {newest}; see `grpo-orch checkpoints verify`"
-        # A restart takes the newest that is whole: without one it ends.
-        yield Finding("checkpoints", False, len(damaged) == len(listed), told, warning=True)
+        problem = f"damaged: {', '.join(damaged)}; in {newest}; see `grpo-orch checkpoints verify`"
+        # A restart uses the newest intact checkpoint, and fails without one.
+        yield Finding("checkpoints", False, len(damaged) == len(listed), problem, warning=True)
     elif listed:
-        told = f"{len(listed)}, with no object missing; `grpo-orch checkpoints verify` reads every byte"
-        yield Finding("checkpoints", True, False, told)
+        details = f"{len(listed)}, no objects missing; `grpo-orch checkpoints verify` reads every byte"
+        yield Finding("checkpoints", True, False, details)

@@ -1,4 +1,4 @@
-"""down: stop a run, with what its trainer has stored, and return its machines."""
+"""`grpo-orch down`: stop a run after its trainer has stored a checkpoint, and return the machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.store.run_store import Store
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
-from orchestrator.cli.remote import controller_of, is_steered, say_lost, stop_remote
+from orchestrator.cli.remote import controller_of, has_daemon, refuse_lost_machines, stop_remote
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
@@ -27,141 +27,141 @@ from policies.model.state import RunState
 from policies.model.vocabulary import NodePhase, Role, RunPhase
 from policies.tick.snapshot import Command
 
-CLOUD_WAIT_S = 60.0  # an API server that has to be started takes ten seconds
+CLOUD_WAIT_S = 60.0  # starting SkyPilot's API server takes ten seconds
 POLL_S = 0.2
-SAY_S = 1.0  # between two looks at how far the trainer is
+REPORT_S = 1.0  # between two updates of the trainer's progress
 
-Now = Annotated[
-    bool, typer.Option("--now", help="Do not wait for the trainer to store what it has since its last checkpoint.")
-]
+Now = Annotated[bool, typer.Option("--now", help="Do not wait for the trainer to store a last checkpoint.")]
 
 
 def down(target: Target = None, now: Now = False, output: AsJson = Output.TEXT) -> None:
-    """Stop a run and return its machines. What is stored stays; `resume` continues it.
+    """Stop a run and return its machines. The store keeps all data; `resume` continues the run.
 
-    The trainer first stores the steps that it has taken; Ctrl-C twice, or --now, does without.
+    The trainer first stores a checkpoint of its latest step. To skip that, press Ctrl-C twice or pass --now.
     """
     store, record = open_run(target)
     controller = controller_of(record, store)
     stopping = Stopping(store, DOWN_NOW if now else DOWN)
     if controller is None:
         _stop_here(store, record, stopping)
-    elif not ((known := controller.exists()) and _is_needed(store)) and not is_steered(store):
-        if known:  # first of all: a daemon may come up there yet
+    elif not ((known := controller.exists()) and _needs_controller(store)) and not has_daemon(store):
+        if known:  # before anything else, because a daemon may still be starting there
             controller.down()
         nodes = sorted(_state(store).nodes)
         _stop_here(store, record, stopping)
         documents.forget_controller(store, time.time())
-        say_lost(controller, nodes)
+        refuse_lost_machines(controller, nodes)
     else:
         stop_remote(controller, store, known=known, kind=stopping.kind, wait=stopping.wait)
-    _say_end(store, record, output)
+    _print_end(store, record, output)
 
 
-def _is_needed(store: Store) -> bool:
-    """Whether only a daemon on the controller machine can end the run, because its SkyPilot alone knows machines
-    of it; or one has ended it, so that nothing is left to do but to return that machine."""
+def _needs_controller(store: Store) -> bool:
+    """Return whether a daemon on the controller machine has to end the run, or has ended it already.
+
+    Only that machine's SkyPilot knows the run's machines.
+    """
     state = _state(store)
     return bool(state.nodes) or state.phase in TERMINAL_RUN
 
 
 class Stopping:
-    """The waiting for the end of a run: says what it waits for, and heeds Ctrl-C.
+    """Waits for the end of a run, shows the trainer's progress, and handles Ctrl-C.
 
     Args:
-        store: the run's.
-        kind: of the command that stops it.
+        store: the run's store.
+        kind: the kind of the command that stops the run.
     """
 
     def __init__(self, store: Store, kind: str) -> None:
         self.kind = kind
         self._store = store
         self._interrupts = 0
-        self._hurried: Command | None = None
+        self._down_now: Command | None = None
 
-    def wait(self, over: Callable[[], bool]) -> None:
-        """Return once it is over.
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Return when `is_over` returns True.
 
-        The first Ctrl-C says what a second one does, which is not to wait for the trainer; a third leaves the rest
-        to whoever steers the run. Raises KeyboardInterrupt.
+        The first Ctrl-C explains the second, which skips the trainer's checkpoint. The third stops waiting; the
+        daemon continues. Raises KeyboardInterrupt.
         """
-        began_s = said_s = time.monotonic()
+        started_s = updated_s = time.monotonic()
         with errors.status("returning the machines") as status:
             while True:
                 try:
-                    if over():
+                    if is_over():
                         break
-                    if time.monotonic() - said_s > SAY_S:
-                        said_s = time.monotonic()
-                        status.update(_at_work(self._store, said_s - began_s))
+                    if time.monotonic() - updated_s > REPORT_S:
+                        updated_s = time.monotonic()
+                        status.update(_progress(self._store, updated_s - started_s))
                     time.sleep(POLL_S)
                 except KeyboardInterrupt:
                     self._interrupted()
-        if self._hurried is not None:  # one that nobody took would stop the run when it is resumed
-            documents.command(self._hurried.command_id).drop(self._store)
+        if self._down_now is not None:  # if no daemon took it, it would stop the run on resume
+            documents.command(self._down_now.command_id).drop(self._store)
 
     def _interrupted(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1 and self.kind == DOWN:
-            errors.print("Ctrl-C once more: return the machines at once, without what is being stored.")
+            errors.print("Press Ctrl-C again to return the machines now, without waiting for the checkpoint.")
         elif self._interrupts == 2 and self.kind == DOWN:
-            self._hurried = documents.send_command(self._store, DOWN_NOW, time.time())
-            errors.print("The machines are returned at once.")
+            self._down_now = documents.send_command(self._store, DOWN_NOW, time.time())
+            errors.print("Returning the machines now.")
         else:
             raise KeyboardInterrupt
 
 
-def _at_work(store: Store, waited_s: float) -> str:
-    """What the end of the run waits for, in words."""
+def _progress(store: Store, waited_s: float) -> str:
+    """Describe what stopping the run waits for."""
     state, beat = _state(store), documents.TRAINER.read(store)
     storing = [node for node in state.live(Role.TRAINER) if node.phase is NodePhase.DRAINING]
     if not storing or beat is None:
         return "returning the machines"
-    stored = "nothing is stored yet" if beat.stored_step is None else f"step {beat.stored_step} is stored"
+    stored = "nothing stored yet" if beat.stored_step is None else f"step {beat.stored_step} is stored"
     share = ""
     if (stage := beat.stage) is not None and stage.total_bytes:
-        share = f", {stage.done_bytes / stage.total_bytes:.0%} is sent"
-    waits = f"{waited_s:.0f} s; it is given up {STOP_WAIT_S:.0f} s after it last got on"
-    return f"the trainer stores step {beat.step} ({stored}{share}; {waits})"
+        share = f", {stage.done_bytes / stage.total_bytes:.0%} uploaded"
+    limit = f"{waited_s:.0f} s; times out after {STOP_WAIT_S:.0f} s without progress"
+    return f"the trainer is storing step {beat.step} ({stored}{share}; {limit})"
 
 
-def _say_end(store: Store, record: RunRecord, output: Output) -> None:
+def _print_end(store: Store, record: RunRecord, output: Output) -> None:
     state, beat = _state(store), documents.TRAINER.read(store)
-    said: dict[str, Any] = {"run": record.spec.name, "phase": state.phase, "machines": sorted(state.nodes)}
-    said["step"] = None if beat is None else beat.step
-    said["stored_step"] = None if beat is None else beat.stored_step
+    result: dict[str, Any] = {"run": record.spec.name, "phase": state.phase, "machines": sorted(state.nodes)}
+    result["step"] = None if beat is None else beat.step
+    result["stored_step"] = None if beat is None else beat.stored_step
     if output is Output.JSON:
-        print_json(said)
+        print_json(result)
         return
-    console.print(f"{record.spec.name} is {state.phase}; no machine of it is left.", highlight=False)
+    console.print(f"{record.spec.name} is {state.phase}; all its machines are returned.", highlight=False)
     if state.phase is RunPhase.FINISHED:
         return
-    if beat is not None and (again := beat.step - (beat.stored_step or 0)) > 0:
+    if beat is not None and (lost := beat.step - (beat.stored_step or 0)) > 0:
         stored = "No checkpoint" if beat.stored_step is None else f"Step {beat.stored_step}"
-        console.print(f"{stored} is stored; {again} step(s) will be made again.", highlight=False)
+        console.print(f"{stored} is stored; {lost} step(s) will be repeated.", highlight=False)
     console.print(f"Continue with: grpo-orch resume {store.quoted}", highlight=False, soft_wrap=True)
 
 
 def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
-    """Have a daemon of this machine stop the run, the one that steers it or a new one. Raises Stop."""
+    """Have the run's daemon, or a new one on this machine, stop the run. Raises Stop."""
     cloud = open_cloud(record, store)
     command = documents.send_command(store, stopping.kind, time.time())
-    if not is_steered(store):
-        with contextlib.suppress(TakenByAnother):  # which has the command, too
+    if not has_daemon(store):
+        with contextlib.suppress(TakenByAnother):  # the other daemon takes the command
             start_daemon(store, record, "down")
-    stopping.wait(lambda: not is_steered(store))
-    # Sent to a daemon that looked for no more of them, it would stop the run once it is resumed.
+    stopping.wait(lambda: not has_daemon(store))
+    # If the daemon exited without taking the command, it would stop the run on resume.
     documents.command(command.command_id).drop(store)
-    again = f"run `grpo-orch down {store.quoted}` again"
+    hint = f"run `grpo-orch down {store.quoted}` again"
     if left := _machines_left(cloud):
-        raise Stop(f"still there: {', '.join(left)}; {again}", exit_codes.FAILED)
+        raise Stop(f"still running: {', '.join(left)}; {hint}", exit_codes.FAILED)
     if (phase := _state(store).phase) not in TERMINAL_RUN:
-        raise Stop(f"its daemon has ended and the run is {phase}; {again}", exit_codes.FAILED)
+        raise Stop(f"the daemon exited while the run is {phase}; {hint}", exit_codes.FAILED)
     cloud.clean_up()
 
 
 def _machines_left(cloud: Cloud) -> list[str]:
-    """What the cloud still shows of the run. Raises CloudUnavailable when it does not say so for too long."""
+    """Return the run's machines that still exist. Raises CloudUnavailable if the cloud does not answer in time."""
     deadline_s = time.monotonic() + CLOUD_WAIT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`grpo-orch explain`: why the fleet is what it is, and why nothing is bought."""
+"""`grpo-orch explain`: show the latest fleet plan, and why nodes are or are not bought."""
 
 from __future__ import annotations
 
@@ -21,70 +21,72 @@ from policies.model.vocabulary import kind_of
 
 
 def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
-    """Explain the fleet: what can be bought, what was compared, what was chosen, what is under way."""
+    """Explain the fleet: the market, the candidates, the chosen plan, and pending changes."""
     store, _ = open_run(target)
-    found = documents.PLAN.read(store, Unreadable())
-    if found is None:
-        raise Stop("no plan is in the store yet: the daemon writes it with its first look", exit_codes.FAILED)
+    explanation = documents.PLAN.read(store, Unreadable())
+    if explanation is None:
+        raise Stop("the store has no plan yet; the daemon writes it in its first tick", exit_codes.FAILED)
     if output is Output.JSON:
-        print_json(_plain(found))
+        print_json(_plain(explanation))
         return
-    _print(found, Looker(store).settle())
+    _print(explanation, Looker(store).settle())
 
 
-def _print(found: Explanation, now_s: float) -> None:
-    age_s = max(0.0, now_s - found.at_s)
-    console.print(f"plan of {clock(found.at_s)}, {duration(age_s)} ago", style="dim", highlight=False)
-    console.print(plain(found.plan) or "nothing is compared: as many nodes as run.yaml allows", highlight=False)
-    if found.offers:
+def _print(explanation: Explanation, now_s: float) -> None:
+    age_s = max(0.0, now_s - explanation.at_s)
+    console.print(f"plan of {clock(explanation.at_s)}, {duration(age_s)} ago", style="dim", highlight=False)
+    console.print(
+        plain(explanation.plan) or "no comparison: the fleet has as many nodes as run.yaml allows", highlight=False
+    )
+    if explanation.offers:
         console.print("\nmarket", style="bold")
-        console.print(_market(found.offers, now_s))
-    for compared in found.comparisons:
-        console.print(f"\n{compared.question}{_horizon(compared)}", style="bold", highlight=False)
-        console.print(_candidates(compared))
+        console.print(_market(explanation.offers, now_s))
+    for comparison in explanation.comparisons:
+        console.print(f"\n{comparison.question}{_horizon(comparison)}", style="bold", highlight=False)
+        console.print(_candidates(comparison))
     console.print("\npending", style="bold")
-    for line in found.pending or ("nothing",):
+    for line in explanation.pending or ("nothing",):
         console.print(f"  {plain(line)}", highlight=False, soft_wrap=True)
 
 
-def _plain(found: Explanation) -> dict[str, Any]:
-    """The explanation as JSON, each candidate with what it loses."""
-    plain_found = asdict(found)
-    for document, compared in zip(plain_found["comparisons"], found.comparisons, strict=True):
-        for line, candidate in zip(document["candidates"], compared.candidates, strict=True):
-            line["loss_usd"] = candidate.loss_usd(compared.worth_usd, compared.horizon_s)
-    return plain_found
+def _plain(explanation: Explanation) -> dict[str, Any]:
+    """Return the explanation as JSON data, with each candidate's `loss_usd`."""
+    document = asdict(explanation)
+    for table, comparison in zip(document["comparisons"], explanation.comparisons, strict=True):
+        for line, candidate in zip(table["candidates"], comparison.candidates, strict=True):
+            line["loss_usd"] = candidate.loss_usd(comparison.worth_usd, comparison.horizon_s)
+    return document
 
 
 def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
-    table = _table("kind", "state", "USD/h at most", "start", "lasts", "where and why")
+    table = _table("kind", "state", "max USD/h", "start", "lifetime", "pool and reason")
     for offer in offers:
-        again = "" if offer.until_s is None else f", again in {duration(max(0.0, offer.until_s - now_s))}"
-        price = "not known" if offer.usd_per_h is None else usd(offer.usd_per_h)
+        retry = "" if offer.until_s is None else f", again in {duration(max(0.0, offer.until_s - now_s))}"
+        price = "unknown" if offer.usd_per_h is None else usd(offer.usd_per_h)
         why = plain("; ".join(part for part in (offer.place, offer.why) if part))
         times = duration(offer.start_s), duration(offer.lifetime_s)
-        table.add_row(kind_of(offer.role, offer.market), f"{offer.status}{again}", price, *times, why)
+        table.add_row(kind_of(offer.role, offer.market), f"{offer.status}{retry}", price, *times, why)
     return table
 
 
-def _horizon(compared: Comparison) -> str:
-    step = f", a step is worth {compared.worth_usd:.3f} USD" if compared.worth_usd else ""
-    ahead = f", chosen by {compared.difference_usd:.2f} USD" if compared.runner_up is not None else ""
-    if compared.lacks:
-        return f", over {duration(max(0.0, compared.horizon_s))}: {compared.lacks}"
-    return f", over {duration(max(0.0, compared.horizon_s))}{step}{ahead}"
+def _horizon(comparison: Comparison) -> str:
+    step = f", a step is worth {comparison.worth_usd:.3f} USD" if comparison.worth_usd else ""
+    ahead = f", chosen by {comparison.difference_usd:.2f} USD" if comparison.runner_up is not None else ""
+    if comparison.lacks:
+        return f", over {duration(max(0.0, comparison.horizon_s))}: {comparison.lacks}"
+    return f", over {duration(max(0.0, comparison.horizon_s))}{step}{ahead}"
 
 
-def _candidates(compared: Comparison) -> Table:
-    table = _table("", "candidate", "loses USD", "USD a step", "s a step", "USD/h", "USD to change", "deadline")
-    for place, candidate in enumerate(compared.candidates):
-        loss = f"{candidate.loss_usd(compared.worth_usd, compared.horizon_s):.2f}"
-        figures = ("",) * 4 if compared.lacks else _figures(candidate)
+def _candidates(comparison: Comparison) -> Table:
+    table = _table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change", "deadline")
+    for rank, candidate in enumerate(comparison.candidates):
+        loss = f"{candidate.loss_usd(comparison.worth_usd, comparison.horizon_s):.2f}"
+        figures = ("",) * 4 if comparison.lacks else _figures(candidate)
         table.add_row(
-            "" if place else "->", candidate.name, "" if compared.lacks else loss, *figures, _late(candidate)
+            "" if rank else "->", candidate.name, "" if comparison.lacks else loss, *figures, _late(candidate)
         )
-    if compared.reference is not None:
-        table.add_row("", f"{compared.reference.name}, in a shortage", "", *_figures(compared.reference), "")
+    if comparison.reference is not None:
+        table.add_row("", f"{comparison.reference.name}, in a shortage", "", *_figures(comparison.reference), "")
     return table
 
 

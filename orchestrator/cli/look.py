@@ -1,4 +1,4 @@
-"""Commands that look at a run and change nothing: status, logs, events, report, plot, samples, web."""
+"""Read-only commands: status, logs, events, report, plot, samples, web."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ from policies.model.events import JobExited, RunMoved
 from policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
-LINES_OF_AN_EVENT = 100  # a cloud's whole error among them
-ROOM_LEAST = 20  # cells
+EVENT_LINES_MAX = 100  # enough for a cloud's whole error
+TEXT_WIDTH_MIN = 20  # cells
 
-Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as more comes.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")]
 
 
 def status(
     target: Target = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Keep watching.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Refresh until the run ends.")] = False,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Show a run as it is now, from wherever its store can be read."""
+    """Show the current state of a run, from any machine that can read its store."""
     store, _ = open_run(target)
     if watch and output is Output.TEXT:
         attach(store)
@@ -77,11 +77,14 @@ def status(
 
 
 def logs(
-    node: Annotated[str, typer.Argument(help="A node (rollout-0-i2), its slot (rollout-0), or `daemon`.")],
+    node: Annotated[str, typer.Argument(help="A node (rollout-0), a machine of it (rollout-0-i2), or `daemon`.")],
     target: Target = None,
     follow: Follow = False,
 ) -> None:
-    """Print a node's log, where the run was started; of a run that is `--remote`, the daemon's."""
+    """Print the log of a node or of the daemon, on the machine that started the run.
+
+    For a run started with --remote, only the daemon's log is available.
+    """
     store, record = open_run(target)
     try:
         for line in _log(store, record, node, follow):
@@ -91,7 +94,7 @@ def logs(
 
 
 def events(target: Target = None, follow: Follow = False, output: AsJson = Output.TEXT) -> None:
-    """Print what happened, from the journal."""
+    """Print the run's events, from its journal."""
     store, _ = open_run(target)
     try:
         for line in _event_lines(store, follow):
@@ -104,17 +107,16 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
 
 
 def _print_event(line: EventLine) -> None:
-    """On a terminal wrapped between words; else a line each, for other programs to read."""
-    when, words = clock(line.time_s), plain(line.text)
-    room = console.width - len(when) - 1
-    told = wrap(words, room, LINES_OF_AN_EVENT) if console.is_terminal and room >= ROOM_LEAST else [words]
-    for place, part in enumerate(told):
-        text = f"{' ' * len(when) if place else when} {part}"
-        console.print(text, highlight=False, soft_wrap=True)
+    """Print an event: wrapped between words on a terminal, else one line for other programs."""
+    time, text = clock(line.time_s), plain(line.text)
+    width = console.width - len(time) - 1
+    parts = wrap(text, width, EVENT_LINES_MAX) if console.is_terminal and width >= TEXT_WIDTH_MIN else [text]
+    for index, part in enumerate(parts):
+        console.print(f"{' ' * len(time) if index else time} {part}", highlight=False, soft_wrap=True)
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
-    """Sum a run up: steps, rewards, faults survived, and what was lost and paid."""
+    """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
     built = _report(Looker(store))
     if output is Output.JSON:
@@ -127,8 +129,8 @@ def plot(
     target: Target = None,
     out: Annotated[Path, typer.Option("--out", help="The PNG to write.")] = Path("plot.png"),
 ) -> None:
-    """Draw reward, held-out score, loss, reward band and KL as a PNG."""
-    from orchestrator.views import plots  # matplotlib takes half a second to import; only this command needs it
+    """Plot reward, held-out score, loss, reward range and KL as a PNG."""
+    from orchestrator.views import plots  # matplotlib takes half a second to import
 
     store, _ = open_run(target)
     try:
@@ -139,13 +141,13 @@ def plot(
 
 
 def attach(store: Store) -> None:
-    """Watch until the run is over, then sum it up; Ctrl-C detaches. Raises Stop when it ended as it should not."""
+    """Watch the run until it ends, then print its report; Ctrl-C detaches. Raises Stop if it ended badly."""
     looker = Looker(store)
     try:
         screen.watch(looker.look, threading.Event().wait, console)
     except KeyboardInterrupt:
         console.print(
-            f"\nDetached; the run goes on. Come back with: grpo-orch status -w {store.quoted}\n"
+            f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
             f"Stop it with: grpo-orch down {store.quoted}",
             highlight=False,
             soft_wrap=True,
@@ -158,7 +160,7 @@ def attach(store: Store) -> None:
 
 
 def _spec_was_refused(store: Store) -> bool:
-    """Whether work of the run, since it was last started, ended because it cannot be done as run.yaml has it."""
+    """Return whether a job has exited since the last start because run.yaml cannot work."""
     refused = False
     for record in journal.read(store):
         for event in record.decoded():
@@ -175,23 +177,23 @@ def _spec_was_refused(store: Store) -> bool:
 
 
 def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
-    """What to say of a run that has failed, given up, or waits for its user; None for any other."""
+    """Return the error of a run that failed, gave up or is paused; None for any other."""
     hint = going_on(built.phase, built.reason, built.store)
     match built.phase:
         case RunPhase.FAILED:
-            if spec_refused:  # the run keeps the specification that it was created with
-                hint += "; a change of run.yaml needs a new run: name another `storage:` in it, then grpo-orch up"
+            if spec_refused:  # a run keeps the specification that it was created with
+                hint += "; to change run.yaml start a new run: set another `storage:` in it, then grpo-orch up"
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.GAVE_UP:
-            kept = f"; the weights of {built.healthy} are in {built.exported_to}" if built.exported_to else ""
-            return Stop(f"{built.name} gave up: {built.reason}{kept}; {hint}", exit_codes.GAVE_UP)
+            weights = f"; the weights of {built.healthy} are in {built.exported_to}" if built.exported_to else ""
+            return Stop(f"{built.name} gave up: {built.reason}{weights}; {hint}", exit_codes.GAVE_UP)
     return None
 
 
 def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[str]:
-    """The lines of a log. Raises Stop when it is not known here."""
+    """Return the lines of a log. Raises Stop if this machine does not have it."""
     if (controller := controller_of(record, store)) is not None:
         return remote_log(controller, store, node, follow)
     cloud = open_cloud(record, store)
@@ -199,7 +201,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         return cloud.log(node, follow=follow)
     except KeyError:
         known = ", ".join(cloud.logged_nodes()) or "none yet"
-        raise Stop(f"no log of {node!r}; there are logs of: {known}", exit_codes.USAGE) from None
+        raise Stop(f"no log of {node!r}; available logs: {known}", exit_codes.USAGE) from None
 
 
 def _report(looker: Looker) -> Report:
@@ -208,67 +210,67 @@ def _report(looker: Looker) -> Report:
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
-    """Journal and rehearsed faults, each reading in the order of time."""
+    """Yield lines for journal entries and rehearsed faults, sorted by time within each poll."""
     entry, faults = 0, set[int]()
     while True:
-        told: list[EventLine] = []
+        found: list[EventLine] = []
         for record in journal.read(store, entry):
             entry = record.number
-            told += lines(record)
+            found += lines(record)
         for fault in read_faults(store, known=faults):
             faults.add(fault.number)
-            told.append(rehearsed_line(fault))
-        yield from sorted(told, key=lambda line: line.time_s)
+            found.append(rehearsed_line(fault))
+        yield from sorted(found, key=lambda line: line.time_s)
         if not follow:
             return
         time.sleep(FOLLOW_EVERY_S)
 
 
-# samples. A model's completions may hold anything: `shown` writes out what would move the cursor or turn the
-# line, and long texts are cut in their middle, since answers stand at the end. `-o json` has them whole.
+# samples. Completions may contain any characters: `shown` escapes those that move the cursor or change direction.
+# Long texts are cut in the middle, because answers are at the end. `-o json` prints them whole.
 
 COUNT, COUNT_MAX = 4, 1000
-COLUMNS = 80  # at most: lines of text are hard to read where they are longer
+COLUMNS_MAX = 80  # longer lines of text are hard to read
 PROMPT = (400, 8)  # characters and lines of a message that are shown
 COMPLETION = (1200, 20)
-MESSAGES = 5  # of a prompt or completion: its last ones
+MESSAGES_MAX = 5  # the last messages of a prompt or completion
 NAME_MAX = 60  # characters
 
 
 def samples(
     target: Target = None,
     step: Annotated[str, typer.Option("--step", help="A step, or TIMELINE-STEP; default: the newest.")] = "",
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest reward first.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward first.")] = False,
-    search: Annotated[str, typer.Option("--search", help="Only where prompt or completion has this text.")] = "",
-    count: Annotated[int, typer.Option("-n", min=1, max=COUNT_MAX, help="How many completions.")] = COUNT,
+    worst: Annotated[bool, typer.Option("--worst", help="Sort by reward, lowest first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Sort by reward, highest first.")] = False,
+    search: Annotated[str, typer.Option("--search", help="Only prompts or completions with this text.")] = "",
+    count: Annotated[int, typer.Option("-n", min=1, max=COUNT_MAX, help="Number of completions.")] = COUNT,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Show completions of a step: prompt, text, rewards, advantage, and where they were made."""
+    """Show completions of a step: prompt, text, rewards, advantage, node and policy."""
     if worst and best:
-        raise Stop("--worst and --best: one of them", exit_codes.USAGE)
+        raise Stop("--worst and --best are mutually exclusive", exit_codes.USAGE)
     order = Order.WORST if worst else Order.BEST if best else Order.STORED
     store, _ = open_run(target)
     found = _step_of(store, step)
-    chosen, told = choose(found, groups_of(store, found), Wanted(search=search), order, count)
+    chosen, summary = choose(found, groups_of(store, found), Wanted(search=search), order, count)
     if output is Output.JSON:
-        listed = [{**completion_plain(one), "prompt": messages_plain(one.group.prompt)} for one in chosen]
-        print_json({**summary_plain(found, told), "completions": listed})
+        listed = [{**completion_plain(item), "prompt": messages_plain(item.group.prompt)} for item in chosen]
+        print_json({**summary_plain(found, summary), "completions": listed})
         return
-    _print(_headline(found, told), "bold")
-    before = None
-    for one in chosen:
+    _print(_headline(found, summary), "bold")
+    group = None
+    for item in chosen:
         _print("")
-        _print_one(one, with_prompt=one.link.group != before)
-        before = one.link.group
+        _print_completion(item, with_prompt=item.link.group != group)
+        group = item.link.group
     if not chosen:
-        _print("nothing in them has that text")
-    elif told.matching > len(chosen):
-        _print(f"\n{told.matching - len(chosen):,} more; -n COUNT shows more of them")
+        _print("no completion or prompt contains that text")
+    elif summary.matching > len(chosen):
+        _print(f"\n{summary.matching - len(chosen):,} more; show them with -n COUNT")
 
 
 def _step_of(store: Store, text: str) -> Step:
-    """Raises Stop."""
+    """Return the step that `text` names. Raises Stop."""
     steps = stored_steps(store)
     if not steps:
         raise Stop(why_none(store), exit_codes.USAGE)
@@ -278,47 +280,48 @@ def _step_of(store: Store, text: str) -> Step:
         raise Stop(shown(str(error)), exit_codes.USAGE) from None
 
 
-def _headline(step: Step, told: Summary) -> str:
-    rewards = f"reward {short(told.reward_min)} to {short(told.reward_max)}, mean {short(told.reward_mean)}"
-    handed = f", {told.handed_over:,} handed over" if told.handed_over else ""
+def _headline(step: Step, summary: Summary) -> str:
+    mean = short(summary.reward_mean)
+    rewards = f"reward {short(summary.reward_min)} to {short(summary.reward_max)}, mean {mean}"
+    handed = f", {summary.handed_over:,} handed over" if summary.handed_over else ""
     return (
-        f"step {step}: {told.completions:,} completions of {told.prompts:,} prompts, {rewards}; "
-        f"{told.cut:,} cut{handed}"
+        f"step {step}: {summary.completions:,} completions of {summary.prompts:,} prompts, {rewards}; "
+        f"{summary.cut:,} cut{handed}"
     )
 
 
-def _print_one(one: Found, *, with_prompt: bool) -> None:
-    sample = one.sample
-    _print(f"{one.link}  reward {short(sample.reward)}  advantage {short(sample.advantage)}", "bold")
-    for line in _facts(completion_plain(one)):
+def _print_completion(item: Found, *, with_prompt: bool) -> None:
+    sample = item.sample
+    _print(f"{item.link}  reward {short(sample.reward)}  advantage {short(sample.advantage)}", "bold")
+    for line in _facts(completion_plain(item)):
         _print(line, "dim")
     if with_prompt:
         _print("prompt", "cyan")
-        _print_messages(one.group.prompt, *PROMPT)
+        _print_messages(item.group.prompt, *PROMPT)
     _print("completion", "green")
     _print_messages(sample.completion, *COMPLETION)
 
 
-def _facts(one: dict[str, Any]) -> list[str]:
-    """What is known of a completion beside its text."""
-    if one["refused"]:
-        return [f"no node took the prompt: {_name(one['refused'])}"]
-    by_function = [f"{_name(part['function'])} {short(part['reward'])}" for part in one["rewards"]]
-    tokens = NOT_KNOWN if one["tokens"] is None else f"{one['tokens']:,}"
-    made = [f"{tokens} tokens{', cut' if one['cut'] else ''}"]
-    made += [f"on {_name(one['node'])}"] if one["node"] else []
-    made += [f"policy {_name(one['policy'].partition('@')[0])}"] if one["policy"] else []
-    if one["mismatch_mean"] is not None:
-        made.append(f"mismatch {short(one['mismatch_mean'])} mean, {short(one['mismatch_max'])} most")
-    left = [f"left {_name(part['node'])} after {part['tokens']:,} tokens" for part in one["handed_over"][:5]]
-    failed = [f"the agent failed: {_name(one['failed'])}"] if one["failed"] else []
-    return [", ".join(part) for part in (by_function, made, left, failed) if part]
+def _facts(item: dict[str, Any]) -> list[str]:
+    """Return the lines about a completion that precede its text."""
+    if item["refused"]:
+        return [f"no node accepted the prompt: {_name(item['refused'])}"]
+    by_function = [f"{_name(part['function'])} {short(part['reward'])}" for part in item["rewards"]]
+    tokens = NOT_KNOWN if item["tokens"] is None else f"{item['tokens']:,}"
+    origin = [f"{tokens} tokens{', cut' if item['cut'] else ''}"]
+    origin += [f"on {_name(item['node'])}"] if item["node"] else []
+    origin += [f"policy {_name(item['policy'].partition('@')[0])}"] if item["policy"] else []
+    if item["mismatch_mean"] is not None:
+        origin.append(f"mismatch {short(item['mismatch_mean'])} mean, {short(item['mismatch_max'])} max")
+    left = [f"left {_name(part['node'])} after {part['tokens']:,} tokens" for part in item["handed_over"][:5]]
+    failed = [f"the agent failed: {_name(item['failed'])}"] if item["failed"] else []
+    return [", ".join(part) for part in (by_function, origin, left, failed) if part]
 
 
 def _print_messages(messages: Sequence[Message], chars: int, lines: int) -> None:
-    if len(messages) > MESSAGES:
-        _print(f"  {len(messages) - MESSAGES} messages before", "dim")
-    for message in messages[-MESSAGES:]:
+    if len(messages) > MESSAGES_MAX:
+        _print(f"  {len(messages) - MESSAGES_MAX} earlier messages", "dim")
+    for message in messages[-MESSAGES_MAX:]:
         tokens = "" if message.tokens is None else f" ({message.tokens:,} tokens)"
         role = f"{_name(message.role)}{tokens}: " if message.role else ""
         text = f"{role}{excerpt(message, chars, lines)}"
@@ -328,7 +331,7 @@ def _print_messages(messages: Sequence[Message], chars: int, lines: int) -> None
 
 
 def excerpt(message: Message, chars: int, lines: int) -> str:
-    """The text for a terminal, in at most about so many characters and lines: its beginning and its end."""
+    """Return the beginning and the end of the text, in about `chars` characters and at most `lines` lines."""
     text, left_out = message.text, message.left_out
     if len(text) > chars:
         head, end = text[: chars * 2 // 3], text[-(chars // 3) :]
@@ -340,11 +343,12 @@ def excerpt(message: Message, chars: int, lines: int) -> str:
     head, end = shown(head), shown(end)
     if left_out:
         head = f"{head} [{left_out:,} characters left out] "
-    found = (head + end).split("\n")
-    if len(found) > lines:
-        most = lines * 2 // 3
-        found = [*found[:most], f"[{len(found) - lines:,} lines left out]", *found[most - lines :]]
-    return "\n".join(found)
+    shown_lines = (head + end).split("\n")
+    if len(shown_lines) > lines:
+        first = lines * 2 // 3
+        left_out_lines = f"[{len(shown_lines) - lines:,} lines left out]"
+        shown_lines = [*shown_lines[:first], left_out_lines, *shown_lines[first - lines :]]
+    return "\n".join(shown_lines)
 
 
 def _name(text: str) -> str:
@@ -358,7 +362,7 @@ def _print(text: str, style: str = "") -> None:
 
 
 def _columns() -> int:
-    return min(console.width, COLUMNS)
+    return min(console.width, COLUMNS_MAX)
 
 
 # web
@@ -367,22 +371,22 @@ def _columns() -> int:
 def web(
     target: Target = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Default: 8642, or another that is free.")
+        int | None, typer.Option("--port", min=0, max=65535, help="Port. Default: 8642, or any free port.")
     ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Show a run in a browser, live, from wherever its store can be read; Ctrl-C ends it."""
-    from orchestrator.web.server import HERE, serve  # no other command needs what it imports
+    """Serve a live web page of a run, from any machine that can read its store. Stop it with Ctrl-C."""
+    from orchestrator.web.server import HERE, serve  # slow to import, and only needed here
 
     store, record = open_run(target)
 
-    def tell(url: str) -> None:
+    def print_url(url: str) -> None:
         if output is Output.JSON:
             print_json({"url": url})
             return
         console.print(f"{record.spec.name}: {url}", highlight=False, soft_wrap=True)
 
     try:
-        serve(store, port, tell)
+        serve(store, port, print_url)
     except OSError as error:
         raise Stop(f"cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE) from None

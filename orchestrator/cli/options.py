@@ -1,4 +1,4 @@
-"""What commands share: the terminal, how they stop, how a run is named, printing for people or for programs."""
+"""Shared parts of commands: terminals, the Stop exception, common options, and JSON output."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-# No markup: names, URLs and what a store says may have brackets.
+# No markup: names, URLs and store errors may contain brackets.
 console = Console(markup=False)
 errors = Console(stderr=True, markup=False)
 
 
 class Stop(Exception):
-    """A command ends here with a message for the user and an exit code."""
+    """End the command with a message for the user and an exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class Stop(Exception):
 
 
 class Output(StrEnum):
-    """How a command prints."""
+    """The output format of a command."""
 
     TEXT = "text"
     JSON = "json"
@@ -32,7 +32,7 @@ class Output(StrEnum):
 
 @dataclass(slots=True)
 class Reader:
-    """Who reads what the command prints. A program that asked for JSON gets some, however the command ends."""
+    """Who reads the output. A program that requested JSON gets a JSON document even if the command fails."""
 
     wants_json: bool = False
     has_json: bool = False
@@ -47,21 +47,21 @@ def _note_reader(output: Output) -> Output:
 
 
 Target = Annotated[
-    str | None, typer.Argument(help="Store URL or run.yaml; default: ./run.yaml, else the latest run.")
+    str | None, typer.Argument(help="Store URL, run.yaml or run folder. Default: ./run.yaml, else the latest run.")
 ]
 AsJson = Annotated[
     Output,
-    typer.Option("-o", "--output", callback=_note_reader, is_eager=True, help="text, or json for programs."),
+    typer.Option("-o", "--output", callback=_note_reader, is_eager=True, help="Output format."),
 ]
 
 
 def print_json(document: object) -> None:
-    """One line of JSON, for programs."""
+    """Print one line of JSON."""
     reader.has_json = True
     print(json.dumps(document), flush=True)
 
 
 def print_failure(message: str, exit_code: int) -> None:
-    """In place of the JSON that a program asked for, where it has got none."""
+    """Print the failure as JSON if the program requested JSON and has not received any."""
     if reader.wants_json and not reader.has_json:
         print_json({"error": message, "exit_code": exit_code})

@@ -1,4 +1,4 @@
-"""Commands around a run.yaml before a run: init, validate, plan. Nothing is started or bought."""
+"""Commands that write and check a run.yaml: init, validate, plan. They start no machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load
 from orchestrator.config.model_size import find_size
 from orchestrator.config.rules import name_problem
 from orchestrator.plan.gather import NOWHERE, make_plan
-from orchestrator.plan.machines import asked_once
+from orchestrator.plan.machines import cached_lookup
 from orchestrator.plan.model import to_json
 from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
 from orchestrator.plan.steps import Measured, measure
@@ -34,7 +34,7 @@ from policies.model.spec import RunSpec
 
 
 class Init(TyperCommand):
-    """`--recipe` without a name asks which there are."""
+    """Accepts `--recipe` without a name, which lists the recipes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [*args, ""] if args[-1:] == ["--recipe"] else args)
@@ -43,16 +43,23 @@ class Init(TyperCommand):
 def init(
     path: Annotated[
         Path | None,
-        typer.Argument(help="Where to write it: run.yaml, or the recipe's folder.", show_default=False),
+        typer.Argument(
+            help="File or, with --recipe, folder to write. Default: run.yaml, or the recipe's name.",
+            show_default=False,
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's name: my-run, or the recipe's.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The run's name. Default: my-run, or the recipe's name.", show_default=False
+        ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Write a recipe's folder instead; without a name: list them.")
+        str | None,
+        typer.Option(metavar="NAME", help="Write the folder of a recipe. Without NAME: list the recipes."),
     ] = None,
 ) -> None:
-    """Write a commented run.yaml to start from, or a recipe that runs."""
+    """Write a commented run.yaml, or the folder of a recipe."""
     if name is not None and (problem := name_problem(name)):
         raise Stop(f"--name: {problem}", exit_codes.USAGE)
     if recipe is not None:
@@ -63,32 +70,32 @@ def init(
         with path.open("x") as out:
             out.write(init_text(name or "my-run"))
     except FileExistsError:
-        raise Stop(f"{path} exists already; remove it or name another", exit_codes.USAGE) from None
+        raise Stop(f"{path} already exists; remove it or name another file", exit_codes.USAGE) from None
     except OSError as error:
         raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
-    told = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
-    console.print(told, highlight=False, soft_wrap=True)
+    message = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
+    console.print(message, highlight=False, soft_wrap=True)
 
 
 def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
     lines = recipe_lines()
     if recipe not in lines:
         width = max(map(len, lines))
-        listed = "\n".join(f"  {one:{width}}  {line}" for one, line in lines.items())
+        listed = "\n".join(f"  {known:{width}}  {line}" for known, line in lines.items())
         if recipe:
-            raise Stop(f"there is no recipe {recipe}; expected --recipe with one of\n{listed}", exit_codes.USAGE)
+            raise Stop(f"no recipe {recipe!r}; expected one of\n{listed}", exit_codes.USAGE)
         raise Stop(listed, exit_codes.OK)
     folder = folder or Path(recipe)
     try:
         files = write_recipe(recipe, folder, name)
     except OSError as error:
         if os.path.lexists(folder):
-            raise Stop(f"{folder} exists already; remove it or name another", exit_codes.USAGE) from None
+            raise Stop(f"{folder} already exists; remove it or name another folder", exit_codes.USAGE) from None
         raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
-    told = f"Wrote {folder}: {', '.join(files)}. Its README.md says what to change. Then:"
-    console.print(told, highlight=False, soft_wrap=True)
-    then = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
-    console.print(then, highlight=False, soft_wrap=True)
+    message = f"Wrote {folder}: {', '.join(files)}. Its README.md lists what to change. Then run:"
+    console.print(message, highlight=False, soft_wrap=True)
+    command = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
+    console.print(command, highlight=False, soft_wrap=True)
 
 
 def validate(
@@ -105,12 +112,12 @@ def validate(
 
 
 def count_gpus() -> int:
-    """How many this machine has for a run's nodes. Raises CloudUnavailable, DriverFailed."""
+    """Return the number of GPUs on this machine for a run's nodes. Raises CloudUnavailable, DriverFailed."""
     return len(gpus_here().names)
 
 
 def print_notices(loaded: Loaded) -> None:
-    """Say what the user of a valid file should know before it is run, a line each."""
+    """Print a line for each notice about a valid file."""
     for notice in loaded.notices:
         console.print(f"notice: {notice}", highlight=False, soft_wrap=True)
 
@@ -127,50 +134,50 @@ def _validate_for_programs(run_yaml: Path) -> None:
 def _checked(
     run_yaml: Path, name: str | None, problems: Sequence[Problem], notices: Sequence[Problem]
 ) -> dict[str, Any]:
-    """Every key is always there; `name` is null and `problems` is not empty where the file is not valid."""
+    """Return the JSON document with every key; for an invalid file `name` is null and `problems` is not empty."""
     return {
         "file": str(run_yaml),
         "name": name,
         "valid": not problems,
-        "problems": [_plain(one) for one in problems],
-        "notices": [_plain(one) for one in notices],
+        "problems": [_plain(problem) for problem in problems],
+        "notices": [_plain(notice) for notice in notices],
     }
 
 
-def _plain(found: Problem) -> dict[str, Any]:
-    return {"file": found.file, "line": found.line or None, "key": found.key, "message": found.message}
+def _plain(problem: Problem) -> dict[str, Any]:
+    return {"file": problem.file, "line": problem.line or None, "key": problem.key, "message": problem.message}
 
 
 # The run.yaml that `grpo-orch init` writes.
 
 
 def init_text(name: str) -> str:
-    """The commented template, for a run of that name."""
+    """Return the commented template for a run of that name."""
     text = resources.files("orchestrator.config").joinpath("template.yaml").read_text("utf-8")
     return text.replace("name: my-run", f"name: {name}", 1)
 
 
-# The recipes that come with grpo-orch: folders that run, with what there is to change in them.
-# They lie in `orchestrator/recipes`, so that an installed package has them as a checkout does.
+# Recipes: complete example folders, each with a README.md. They are part of the installed package.
 RECIPES = Path(orchestrator.__file__).parent / "recipes"
 
 
 def recipe_lines() -> dict[str, str]:
-    """What each recipe trains, by its name: the heading of its README.md."""
+    """Return a description of each recipe by its name, from the heading of its README.md."""
     headings = (path.read_text("utf-8").partition("\n")[0] for path in sorted(RECIPES.glob("*/README.md")))
-    named = (heading.removeprefix("# ").partition(": ") for heading in headings)
-    return {name: line for name, _, line in named}
+    parts = (heading.removeprefix("# ").partition(": ") for heading in headings)
+    return {name: line for name, _, line in parts}
 
 
 def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
-    """Write a recipe's folder as `target`, whole or not at all; return the names of its files.
+    """Write a recipe's folder as `target` atomically; return the names of its files.
 
     Args:
         recipe: one of `recipe_lines`.
-        name: the run's, in the place of the recipe's own.
+        target: the folder to create.
+        name: the run's name; None for the recipe's own.
 
     Raises:
-        OSError: there is something of that name already, or it cannot be written.
+        OSError: `target` exists or cannot be written.
     """
     files = [path for path in sorted((RECIPES / recipe).iterdir()) if path.is_file()]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as part:
@@ -181,36 +188,38 @@ def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
             if name is not None and path.name == "run.yaml":
                 text = text.replace(f"\nname: {recipe}\n", f"\nname: {name}\n", 1)
             (folder / path.name).write_text(text, "utf-8")
-        folder.rename(target)  # which takes the place of an empty folder and of nothing else
+        folder.rename(target)  # replaces an empty folder, fails for anything else
     return [path.name for path in files]
 
 
-# plan: what a run takes of memory, time and money.
+# plan: memory, time and cost of a run.
 
 
 def plan(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Say whether a run fits its GPUs, how long a step takes and what it costs; nothing is started or bought."""
-    sizes = asked_once(find_size)
+    """Estimate a run's memory, time and cost. Starts no machine."""
+    sizes = cached_lookup(find_size)
     with errors.status("looking up the model, the prices and the store"):
         spec = load(run_yaml, find_size=sizes).spec
-        measured, why, place = _in_store(load_storage(run_yaml))
-        made = make_plan(spec, sizes, _prices(spec), measured, why, place)
+        measured, why, place = _measure(load_storage(run_yaml))
+        run_plan = make_plan(spec, sizes, _prices(spec), measured, why, place)
     if output is Output.JSON:
-        print_json(to_json(made))
+        print_json(to_json(run_plan))
     else:
-        console.print(views.render(made), highlight=False)
+        console.print(views.render(run_plan), highlight=False)
 
 
 def _prices(spec: RunSpec) -> PriceBook:
     return by_catalog(spec, list_prices) if spec.cloud == "sky" else by_rehearsal(spec)
 
 
-def _in_store(storage: Storage) -> tuple[Measured | None, str, Place]:
-    """What the run in the store has logged, if there is one, and where that is; a plan needs no store that can be
-    reached."""
+def _measure(storage: Storage) -> tuple[Measured | None, str, Place]:
+    """Return the step times logged by the run in the store, else why they are unknown; and the store's place.
+
+    An unreachable store is not an error.
+    """
     place = NOWHERE
     try:
         store = open_store(storage)

@@ -1,4 +1,4 @@
-"""`simulate`: a run on a simulated cloud, and its result as text or plain values."""
+"""`grpo-orch simulate`: run the real controller in a simulated cloud, and print the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from policies.model.spec import RunSpec, generates_itself
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Scenarios with faults, and this run without faults next to the same run on demand."""
+    """Results of scenarios with faults, and of this run without faults compared with the same run on demand."""
 
     weather: str
-    hours: float  # of each outcome
+    hours: float  # simulated hours of each outcome
     stories: Sequence[Told]
     outcomes: Mapping[str, Outcome]
 
@@ -38,41 +38,43 @@ class Simulation:
     def ratios(self) -> dict[str, float]:
         """Steps per USD, as a ratio to all on demand."""
         base = self.outcomes[ON_DEMAND].steps_per_usd
-        return {name: one.steps_per_usd / base if base else 0.0 for name, one in self.outcomes.items()}
+        return {name: outcome.steps_per_usd / base if base else 0.0 for name, outcome in self.outcomes.items()}
 
 
-def simulation_json(found: Simulation) -> dict[str, Any]:
+def simulation_json(simulation: Simulation) -> dict[str, Any]:
     return {
-        "weather": found.weather,
-        "seeds": len(found.stories),
+        "weather": simulation.weather,
+        "seeds": len(simulation.stories),
         "broken": 0,
-        "stories": [asdict(one) for one in found.stories],
-        "hours": found.hours,
-        "steps_per_usd_to_on_demand": round(found.ratios[THIS_RUN], 3),
-        "outcomes": {name: asdict(outcome) for name, outcome in found.outcomes.items()},
+        "stories": [asdict(scenario) for scenario in simulation.stories],
+        "hours": simulation.hours,
+        "steps_per_usd_to_on_demand": round(simulation.ratios[THIS_RUN], 3),
+        "outcomes": {name: asdict(outcome) for name, outcome in simulation.outcomes.items()},
     }
 
 
-def stories_line(stories: Sequence[Told]) -> str:
-    """Sum the stories up in a sentence."""
-    ends: dict[str, int] = {}
-    for one in stories:
-        ends[one.phase] = ends.get(one.phase, 0) + 1
-    told = ", ".join(f"{count} {phase}" for phase, count in sorted(ends.items()))
-    hours = sum(one.hours for one in stories)
-    return f"{len(stories)} stories over {hours:.0f} simulated hours, no promise broken: {told}"
+def scenarios_line(scenarios: Sequence[Told]) -> str:
+    """Summarize the scenarios in one sentence."""
+    counts: dict[str, int] = {}
+    for scenario in scenarios:
+        counts[scenario.phase] = counts.get(scenario.phase, 0) + 1
+    phases = ", ".join(f"{count} {phase}" for phase, count in sorted(counts.items()))
+    hours = sum(scenario.hours for scenario in scenarios)
+    number = f"{len(scenarios)} scenario{'s' * (len(scenarios) != 1)}"
+    return f"{number} over {hours:.0f} simulated hours, no invariant violated: {phases}"
 
 
-def render(found: Simulation) -> Table:
-    title = f"{found.hours:.0f} h of weather: {found.weather}"
+def render(simulation: Simulation) -> Table:
+    title = f"{simulation.hours:.0f} h of spot market: {simulation.weather}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
-    for name in ("steps", "USD", "steps a USD", "of all on demand", "machines"):
+    for name in ("steps", "USD", "steps/USD", "vs on demand", "machines"):
         table.add_column(name, justify="right")
-    for name, one in found.outcomes.items():
-        bought = str(one.bought) if one.bought else ""
-        row = (f"{one.steps:.0f}", f"{one.usd:.2f}", f"{one.steps_per_usd:.2f}", f"{found.ratios[name]:.2f}")
-        table.add_row(name, *row, bought)
+    for name, outcome in simulation.outcomes.items():
+        steps, usd = f"{outcome.steps:.0f}", f"{outcome.usd:.2f}"
+        ratio = f"{simulation.ratios[name]:.2f}"
+        machines = str(outcome.bought) if outcome.bought else ""
+        table.add_row(name, steps, usd, f"{outcome.steps_per_usd:.2f}", ratio, machines)
     return table
 
 
@@ -83,61 +85,61 @@ DEFAULT_CLIMATE = "storms"
 
 
 def simulate(
-    run_yaml: Annotated[Path, typer.Argument(help="The run.")] = Path("run.yaml"),
+    run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     climate_name: Annotated[
-        str | None, typer.Option("--climate", metavar="NAME", help=f"One of {', '.join(CLIMATES)}.")
+        str | None,
+        typer.Option("--climate", metavar="NAME", help=f"Spot market: one of {', '.join(CLIMATES)}."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Spot weather: SkyPilot's JSON, or time,count.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Recorded spot market: SkyPilot JSON or time,count."),
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="How many stories of faults.")] = SEEDS,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="The first story's; replays it.")] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of fault scenarios.")] = SEEDS,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the first scenario.")] = 0,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Simulate a run: its controller through faults and a spot market, and what it would cost.
+    """Simulate a run: test its controller with faults and a spot market, and estimate its cost.
 
-    Starts nothing. Exit code 1 means that a promise was broken; the message names the command that replays it.
+    Starts no machine. Exit code 1: an invariant was violated; the message names the command that replays it.
     """
     spec = load_spec(run_yaml)
     if climate_name and trace:
-        raise Stop("--climate and --trace: expected one of them", exit_codes.USAGE)
+        raise Stop("--climate and --trace are mutually exclusive", exit_codes.USAGE)
     if seeds < 1:
         raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
     if generates_itself(spec):
-        raise Stop(f"{run_yaml}: rollout.replicas is 0, and there is no fleet to simulate", exit_codes.USAGE)
+        raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate", exit_codes.USAGE)
     spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
     weather_of = _weather(name, trace, spec)
     option = "--trace" if trace else "--climate"
     replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
-        stories = list(_stories(range(seed, seed + seeds), spec, weather_of, replay, progress))
-        shown = progress.add_task("this run and all on demand", total=2)
+        scenarios = list(_scenarios(range(seed, seed + seeds), spec, weather_of, replay, progress))
+        task = progress.add_task("this run and all on demand", total=2)
         outcomes: dict[str, Outcome] = {}
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
             outcomes[label] = simulate_hours(run, weather_of(seed), Physics(), _prices(spec), HOURS, seed)
-            progress.advance(shown)
-    found = Simulation(name, HOURS, stories, outcomes)
+            progress.advance(task)
+    simulation = Simulation(name, HOURS, scenarios, outcomes)
     if output is Output.JSON:
-        print_json(simulation_json(found))
+        print_json(simulation_json(simulation))
     else:
-        console.print(stories_line(stories), highlight=False)
-        console.print(render(found), highlight=False)
+        console.print(scenarios_line(scenarios), highlight=False)
+        console.print(render(simulation), highlight=False)
 
 
 def _without_deadline(spec: RunSpec) -> RunSpec:
-    """The run as it is simulated: with steps and a clock of its own, so that its deadline means nothing there."""
+    """Return the run without its deadline, which means nothing on the simulated clock."""
     fleet = spec.policies.fleet
     if fleet.deadline is None:
         return spec
-    errors.print(
-        "policies.fleet.deadline is left out: what is simulated has steps and a clock of its own", highlight=False
-    )
+    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps", highlight=False)
     return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
 class _WeatherOf:
-    """The weather of a seed: a climate's differs from seed to seed, a trace's does not."""
+    """Returns the spot market of a seed: a model's varies with the seed, a trace's does not."""
 
     def __init__(self, name: str, trace: Weather | None, nodes: int) -> None:
         self._name, self._trace, self._nodes = name, trace, nodes
@@ -157,33 +159,33 @@ def _weather(name: str, trace: Path | None, spec: RunSpec) -> _WeatherOf:
 
 
 def _prices(spec: RunSpec) -> Prices:
-    """The rehearsal's where run.yaml has them, else list prices of an H200."""
-    usual = Prices()
+    """Return the prices of `rehearse` in run.yaml, else list prices of an H200."""
+    default = Prices()
     if spec.rehearse is None:
-        return usual
+        return default
     trainer, rollout = spec.rehearse.trainer_prices, spec.rehearse.rollout_prices
     return Prices(
-        trainer.on_demand_usd_per_h or usual.trainer_usd_per_h,
-        rollout.on_demand_usd_per_h or usual.node_usd_per_h,
-        rollout.spot_usd_per_h or usual.spot_usd_per_h,
+        trainer.on_demand_usd_per_h or default.trainer_usd_per_h,
+        rollout.on_demand_usd_per_h or default.node_usd_per_h,
+        rollout.spot_usd_per_h or default.spot_usd_per_h,
     )
 
 
-def _stories(
+def _scenarios(
     seeds: range, spec: RunSpec, weather_of: _WeatherOf, replay: str, progress: Progress
 ) -> Iterator[Told]:
-    shown: TaskID = progress.add_task("stories", total=len(seeds))
+    task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:
         try:
             yield tell(seed, spec, weather=weather_of(seed), prices=_prices(spec))
         except Broken as error:
             raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
-        progress.advance(shown)
+        progress.advance(task)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log of thousands of ticks."""
+    """Suppress the log of thousands of ticks."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:

@@ -1,4 +1,4 @@
-"""Commands that start a run, or continue it: up, resume, rollback."""
+"""Commands that start or continue a run: up, resume, rollback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from orchestrator.cli.checkpoints import find_checkpoint
 from orchestrator.cli.look import attach
 from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from orchestrator.cli.prepare import count_gpus, print_notices
-from orchestrator.cli.remote import controller_of, is_steered, refuse_unknown_machines, start_remote
+from orchestrator.cli.remote import controller_of, has_daemon, refuse_unknown_machines, start_remote
 from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.local import node_python
@@ -51,7 +51,7 @@ from orchestrator.home import (
 )
 from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import FindSize, asked_once
+from orchestrator.plan.machines import FindSize, cached_lookup
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
 from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
@@ -63,8 +63,8 @@ from policies.model.state import Rollback, RunState
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Market, PolicyVersion, RunPhase
 
-# The keys that a restarted trainer can take over, as they change no shape: the least that each may be, and whether
-# it must be more.
+# Keys that a restarted trainer can change, because they change no shape: the lower bound, and whether it is
+# exclusive.
 CHANGEABLE: dict[str, tuple[float, bool]] = {
     "beta": (0.0, False),
     "epsilon": (0.0, True),
@@ -75,7 +75,7 @@ CHANGEABLE: dict[str, tuple[float, bool]] = {
     "max_completion_length": (1.0, False),
     "max_steps": (1.0, False),
 }
-TAKEN_S = 60.0  # how long the daemon may take to begin
+TAKEN_S = 60.0  # time limit for the daemon to take a command
 POLL_S = 0.2
 
 
@@ -83,24 +83,26 @@ def rollback(
     target: Target = None,
     to: Annotated[
         str | None,
-        typer.Option(help="TIMELINE-STEP, a step, `latest` or `start`; default: before what has gone wrong."),
+        typer.Option(
+            help="TIMELINE-STEP, a step, `latest` or `start`. Default: the last checkpoint before the divergence."
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=NUMBER", help="Change a key of grpo; default: by policies.kl.on_rollback."
+            "--set", metavar="KEY=NUMBER", help="Change a key of grpo. Default: apply policies.kl.on_rollback."
         ),
     ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Go back to a checkpoint and on from there on a new timeline, with something changed."""
+    """Roll back to a checkpoint and continue on a new timeline, with changed hyperparameters."""
     wanted = dict(read_change(text) for text in changes or [])
     store, record = open_run(target)
-    if not is_steered(store):
+    if not has_daemon(store):
         refuse_missing_secrets(record.spec)
     state = journal.recover(store).state
     if state.phase is RunPhase.STOPPING:
-        raise Stop(f"{record.spec.name} is stopping; wait for its end", exit_codes.USAGE)
+        raise Stop(f"{record.spec.name} is stopping; wait until it has stopped", exit_codes.USAGE)
     if state.phase is RunPhase.FINISHED and "max_steps" not in wanted:
         raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}", exit_codes.USAGE)
     start = _start_version(store, to)
@@ -109,81 +111,83 @@ def rollback(
         _refuse_without_target(store, state)
     controller = controller_of(record, store)
     command = documents.send_command(store, "rollback", time.time(), start=start, changes=wanted)
-    if not is_steered(store):
+    if not has_daemon(store):
         if controller is not None:
             start_remote(controller, store, "rollback")
         else:
-            with contextlib.suppress(TakenByAnother):  # which has the command, too
+            with contextlib.suppress(TakenByAnother):  # the other daemon takes the command
                 start_daemon(store, record, "rollback")
-    begun = _begun(store, command.command_id, state.rollbacks[-1:])
+    started = _wait_for_rollback(store, command.command_id, state.rollbacks[-1:])
     grpo = forked_spec(record.spec, state.forks[-1] if state.forks else None).grpo
-    does = effects(_new_changes(begun.fork, grpo), grpo, processes_of(record.spec))
+    texts = effects(_new_changes(started.fork, grpo), grpo, processes_of(record.spec))
     if output is Output.JSON:
-        print_json({**_plain(begun), "effects": does})
+        print_json({**_plain(started), "effects": texts})
     else:
-        fork = begun.fork
-        changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "the seeds alone"
+        fork = started.fork
+        changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "only the seeds"
         console.print(
-            f"{record.spec.name} goes back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
+            f"{record.spec.name} rolls back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
             f"changed from run.yaml: {changed}.",
             highlight=False,
             soft_wrap=True,
         )
-        for key, text in does.items():
+        for key, text in texts.items():
             console.print(f"{key}: {text}", highlight=False, soft_wrap=True)
         if state.phase is RunPhase.PARKED:
             console.print(
-                "It is parked: the new timeline is trained once a rollout node can be had.", soft_wrap=True
+                "The run is parked: training continues when a rollout node is available.", soft_wrap=True
             )
 
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
-    """Raise Stop when the environment lacks a secret that the nodes need."""
-    if wrong := missing(spec, os.environ):
-        raise Stop(f"{wrong}; export or remove it", exit_codes.USAGE)
+    """Raise Stop if the environment lacks a secret that the nodes need."""
+    if problem := missing(spec, os.environ):
+        raise Stop(f"{problem}; export it or remove it from that list", exit_codes.USAGE)
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
-    """What a fork changed, beyond its predecessors."""
+    """Return the changes that this fork added to those of its predecessors."""
     return {key: value for key, value in fork.changes.items() if grpo.get(key) != value}
 
 
 def more_steps(store: Store, spec: RunSpec) -> str:
-    """Say how a finished run is trained further."""
+    """Return a hint how to train a finished run further."""
     steps = int(spec.grpo.get("max_steps", -1))
     example = 2 * steps if steps > 0 else "N"
     return f"train it further with: grpo-orch resume {store.quoted} --set max_steps={example}"
 
 
 def _refuse_reached_steps(changes: Mapping[str, float], start: str | None) -> None:
-    """Raise Stop where no step would be left to train."""
+    """Raise Stop if the changed max_steps leaves no step to train."""
     steps = changes.get("max_steps")
     reached = 0 if start in (None, RUN_START) else PolicyVersion.parse(start).step
     if steps is not None and steps <= reached:
-        message = f"--set max_steps={steps:g}: the checkpoint has reached step {reached}; expected more"
+        message = f"--set max_steps={steps:g}: the checkpoint is already at step {reached}; expected more"
         raise Stop(message, exit_codes.USAGE)
 
 
 def read_change(text: str) -> tuple[str, float]:
-    """`beta=0.08` as key and value. Raises Stop."""
+    """Parse `beta=0.08` as key and value. Raises Stop."""
     key, _, number = text.partition("=")
     if key not in CHANGEABLE:
-        raise Stop(f"--set {text}: expected KEY=NUMBER, KEY one of {', '.join(CHANGEABLE)}", exit_codes.USAGE)
-    least, more = CHANGEABLE[key]
+        raise Stop(
+            f"--set {text}: expected KEY=NUMBER, where KEY is one of {', '.join(CHANGEABLE)}", exit_codes.USAGE
+        )
+    bound, is_exclusive = CHANGEABLE[key]
     try:
         value = float(number)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < least or (more and value == least):
-        bound = f"above {least:g}" if more else f"of {least:g} or more"
-        raise Stop(f"--set {text}: expected a number {bound}, as in {key}=0.1", exit_codes.USAGE)
+    if not math.isfinite(value) or value < bound or (is_exclusive and value == bound):
+        range_text = f"above {bound:g}" if is_exclusive else f"of {bound:g} or more"
+        raise Stop(f"--set {text}: expected a number {range_text}, as in {key}=0.1", exit_codes.USAGE)
     if key in WHOLE_NUMBER_KEYS and not value.is_integer():
         raise Stop(f"--set {text}: expected a whole number, as in {key}=256", exit_codes.USAGE)
     return key, value
 
 
 def _start_version(store: Store, to: str | None) -> str | None:
-    """The version that a word means, RUN_START, or None where nothing is said. Raises Stop."""
+    """Return the version that `--to` names, RUN_START, or None without `--to`. Raises Stop."""
     if to is None or to == RUN_START:
         return to
     if to in ("0", "0-0"):
@@ -192,49 +196,51 @@ def _start_version(store: Store, to: str | None) -> str | None:
 
 
 def _refuse_without_target(store: Store, state: RunState) -> None:
-    """Raise Stop where the policy finds nothing to go back to, and a person must name it."""
+    """Raise Stop if the policy finds no checkpoint to roll back to, so that the user must name one."""
     present = Catalog(store, "rollback").newest()
-    target = target_by_hand(state, [one.at for one in present.checkpoints], ever_stored=present.number > 0)
+    versions = [checkpoint.at for checkpoint in present.checkpoints]
+    target = target_by_hand(state, versions, ever_stored=present.number > 0)
     if target.missing:
         raise Stop(f"{target.missing}; {NAME_A_TARGET}", exit_codes.USAGE)
 
 
-def _begun(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
-    """Return the rollback that the daemon begins upon the command. Raises Stop."""
+def _wait_for_rollback(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
+    """Wait for the daemon to take the command, and return the rollback that it starts. Raises Stop."""
     deadline_s = time.monotonic() + TAKEN_S
     with console.status("waiting for the daemon"):
         while time.monotonic() < deadline_s:
             state: RunState = journal.recover(store).state
             if command_id in state.commands_taken:
                 last = state.rollbacks[-1:]
-                if last and [one.fork for one in last] != [one.fork for one in before]:
+                if last and [rollback.fork for rollback in last] != [rollback.fork for rollback in before]:
                     return last[0]
-                why = f"but the run is {state.phase}, and no rollback was begun; see `grpo-orch events`"
+                why = f"but the run is {state.phase} and no rollback has started; see `grpo-orch events`"
                 raise Stop(f"the daemon took the command, {why}", exit_codes.FAILED)
             time.sleep(POLL_S)
-    hint = "it stays in the store and is carried out by `grpo-orch resume`"
+    hint = "the command stays in the store, and `grpo-orch resume` executes it"
     raise Stop(f"the daemon did not take the command within {TAKEN_S:.0f} s; {hint}", exit_codes.FAILED)
 
 
-def _plain(begun: Rollback) -> dict[str, object]:
-    fork = begun.fork
-    return {"timeline": fork.timeline, "start": fork.start, "changes": dict(fork.changes), "cause": begun.cause}
+def _plain(started: Rollback) -> dict[str, object]:
+    fork = started.fork
+    return {"timeline": fork.timeline, "start": fork.start, "changes": dict(fork.changes), "cause": started.cause}
 
 
 # up, resume
 
 Detach = Annotated[bool, typer.Option("-d", "--detach", help="Do not attach the live view.")]
 Remote = Annotated[
-    bool, typer.Option("--remote", help="Steer it from a small machine of its own, so that this one may sleep.")
+    bool,
+    typer.Option("--remote", help="Run the daemon on a small cloud VM, so you can close this laptop."),
 ]
 
 Web = Annotated[
     bool,
-    typer.Option("--web", help="Serve the run page beside the daemon, on 127.0.0.1, for as long as it lives."),
+    typer.Option("--web", help="Serve the run's web page on 127.0.0.1 while the daemon runs."),
 ]
 WebPort = Annotated[
     int | None,
-    typer.Option("--web-port", min=1, max=65535, help="For --web; default: 8642, or another that is free."),
+    typer.Option("--web-port", min=1, max=65535, help="Port for --web. Default: 8642, or any free port."),
 ]
 
 
@@ -246,9 +252,9 @@ def up(
     web: Web = False,
     web_port: WebPort = None,
 ) -> None:
-    """Start a run: check it, show what will be started, start its daemon, watch."""
+    """Start a run: check run.yaml, print the plan and its cost, start the daemon, and watch."""
     page = _page_socket(web or web_port is not None, web_port, remote)
-    sizes = asked_once(find_size)
+    sizes = cached_lookup(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
     spec = loaded.spec
     storage = load_storage(run_yaml)
@@ -275,11 +281,11 @@ def up(
 
 
 def check_notify_urls(spec: RunSpec) -> None:
-    """Report variables of `notify.url_env` that are not set. Raises Stop for a URL that apprise cannot use."""
+    """Print a line for each unset variable of `notify.url_env`. Raises Stop for a URL that apprise cannot use."""
     urls = notify_urls(spec, os.environ)
     for name in spec.notify.url_env:
         if name not in urls:
-            console.print(f"{name} is not set: no notifications will be sent to it", highlight=False)
+            console.print(f"{name} is not set: notifications will not be sent to it", highlight=False)
         elif not is_service_url(urls[name]):
             raise Stop(f"{name}: {EXPECTED_SERVICE_URL}", exit_codes.USAGE)
 
@@ -289,20 +295,20 @@ def resume(
     detach: Detach = False,
     remote: Remote = False,
     budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", min=0, help="Another `budget.usd` for the run, from now on.")
+        float | None, typer.Option("--budget-usd", min=0, help="Set a new `budget.usd` for the run.")
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=NUMBER",
-            help="Continue from the newest checkpoint with a key of grpo changed, such as max_steps.",
+            help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint.",
         ),
     ] = None,
     web: Web = False,
     web_port: WebPort = None,
 ) -> None:
-    """Resume a run after anything: its daemon or machines are gone, it was stopped, or it needs more steps."""
+    """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
     if budget_usd is not None and not math.isfinite(budget_usd):
         raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500", exit_codes.USAGE)
     storage = storage_of(target)
@@ -319,15 +325,15 @@ def resume(
     page = _page_socket(web or web_port is not None, web_port, remote)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
-            f"{record.spec.name} is finished; see it with `grpo-orch report {store.quoted}`, or "
+            f"{record.spec.name} is finished; see `grpo-orch report {store.quoted}`, or "
             f"{more_steps(store, record.spec)}",
             exit_codes.OK,
         )
-    ended_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.money.is_reached
-    if ended_diverged and not state.nodes and state.exported == state.healthy:
+    has_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.money.is_reached
+    if has_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
-            f"{record.spec.name} {state.reason}; it goes on from an earlier checkpoint, with something changed: "
-            f"grpo-orch rollback {store.quoted}",
+            f"{record.spec.name} {state.reason}; continue from an earlier checkpoint with changed "
+            f"hyperparameters: grpo-orch rollback {store.quoted}",
             exit_codes.USAGE,
         )
     refuse_missing_secrets(record.spec)
@@ -345,9 +351,9 @@ def resume(
 
 
 def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) -> list[str]:
-    """Return the change of `max_steps` that the run.yaml named as target asks for.
+    """Return the `--set` change for a different `max_steps` in the run.yaml named as target.
 
-    Raises Stop for a run.yaml that differs from the run's own in anything else, which names each key.
+    Raises Stop, naming the keys, if that file differs from the run's copy in any other key.
     """
     file = Path(target or "run.yaml")
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
@@ -355,28 +361,31 @@ def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) 
     try:
         wanted = load(file).spec
     except ConfigError:
-        return []  # the run has its own copy, and no longer needs the file
-    differs = changed_keys(own, wanted)
-    steps = differs.pop("grpo.max_steps", None)
-    if differs:
-        keys = "; ".join(f"{key}: {now} there, {then} in the run" for key, (then, now) in sorted(differs.items()))
+        return []  # the run uses its own copy
+    changed = changed_keys(own, wanted)
+    steps = changed.pop("grpo.max_steps", None)
+    if changed:
+        keys = "; ".join(
+            f"{key}: {in_file} in the file, {in_run} in the run"
+            for key, (in_run, in_file) in sorted(changed.items())
+        )
         raise Stop(
             f"{file} differs from the run's own copy, which resume uses ({keys}). "
-            f"Undo that, start a new run with another `storage:`, or name the run by its store. "
-            f"Of grpo, `--set` changes {', '.join(CHANGEABLE)}",
+            f"Revert the changes, start a new run with another `storage:`, or name the run by its store URL. "
+            f"`--set` can change these keys of grpo: {', '.join(CHANGEABLE)}",
             exit_codes.USAGE,
         )
     named = {change.partition("=")[0] for change in changes or []}
     return [] if steps is None or "max_steps" in named else [f"max_steps={steps[1]}"]
 
 
-# What a run trains with; the rest of run.yaml says where and how.
+# Sections of run.yaml that affect training; the others only affect where and how it runs.
 _COMPARED = ("grpo", "trainer", "rollout", "policies", "checkpoints")
 _NOT_COMPARED = ("resources", "env", "setup")
 
 
 def changed_keys(own: RunSpec, wanted: RunSpec) -> dict[str, tuple[object, object]]:
-    """Return the value in the run and the wanted one of each key that differs and that training depends on."""
+    """Return (value in the run, wanted value) of each changed key that affects training."""
     before, after = (_leaves(msgspec.to_builtins(spec)) for spec in (own, wanted))
     keys = [key for key in before.keys() | after.keys() if key.split(".")[0] in _COMPARED]
     keys = [key for key in keys if not set(_NOT_COMPARED) & set(key.split("."))]
@@ -396,8 +405,8 @@ def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket 
     if not wanted:
         return None
     if remote:
-        raise Stop("with --remote the daemon is elsewhere: look with `grpo-orch web` from here", exit_codes.USAGE)
-    from orchestrator.web.server import HERE, listen  # no other start needs what it imports
+        raise Stop("--web does not work with --remote; run `grpo-orch web` here instead", exit_codes.USAGE)
+    from orchestrator.web.server import HERE, listen  # slow to import, and only needed here
 
     try:
         return listen(port)
@@ -419,23 +428,23 @@ def _start(
     try:
         if controller is not None:
             start_remote(controller, store, reason)
-            by = f"{controller.cluster}, which goes with `grpo-orch down {store.quoted}` and not before"
+            where = f"on {controller.cluster}; that machine stays until `grpo-orch down {store.quoted}`"
         else:
             run_token(record.run_id)
-            by = f"pid {start_daemon(store, record, reason, page)}"
+            where = f"(pid {start_daemon(store, record, reason, page)})"
             start_rehearsal(store, record)
     except TakenByAnother:
         _refuse_held(store)
         raise
-    except KeyboardInterrupt:  # which a daemon does not hear
-        shows, ends = f"`grpo-orch status -w {store.quoted}` shows it", f"`grpo-orch down {store.quoted}` ends it"
-        told = f"{record.spec.name} is begun, and goes on by itself; {shows}, {ends}"
-        raise Stop(told, exit_codes.FAILED) from None
-    console.print(f"{record.spec.name} is steered by {by}.", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:  # the daemon does not receive it
+        hint = f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
+        message = f"{record.spec.name} has started and keeps running in the background; {hint}"
+        raise Stop(message, exit_codes.FAILED) from None
+    console.print(f"The daemon for {record.spec.name} is running {where}.", highlight=False, soft_wrap=True)
     if page is not None:
         host, port = page.getsockname()
-        page.close()  # the daemon has it
-        console.print(f"Its page: http://{host}:{port}/", highlight=False, soft_wrap=True)
+        page.close()  # the daemon holds its own copy of the socket
+        console.print(f"Web page: http://{host}:{port}/", highlight=False, soft_wrap=True)
     if detach:
         console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
         return
@@ -443,35 +452,36 @@ def _start(
 
 
 def _refuse_existing(store: Store) -> None:
-    """Raise Stop when the store holds a run already."""
+    """Raise Stop if the store already holds a run."""
     _refuse_held(store)
     if store.get_or_none("run.json") is not None:
         raise Stop(
-            f"{store.url} holds a run already; continue it with `grpo-orch resume {store.quoted}`, "
+            f"{store.url} already holds a run; continue it with `grpo-orch resume {store.quoted}`, "
             "or name another `storage:`",
             exit_codes.USAGE,
         )
 
 
 def _refuse_held(store: Store) -> None:
-    if is_steered(store) and (lease := documents.LEASE.read(store, Unreadable())):
+    if has_daemon(store) and (lease := documents.LEASE.read(store, Unreadable())):
         raise Stop(_held(store, lease), exit_codes.HELD)
 
 
 def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
-    """Raise Stop when machines are up that would not speak with any that is launched from here."""
+    """Raise Stop if running machines would reject new machines, because this machine has another secret."""
     mark, token = documents.SECRET_MARK.read(store), known_token(record.run_id)
     if nodes and mark is not None and (token is None or mark != token_mark(token)):
         raise Stop(
-            f"{', '.join(nodes)} hold a secret that this machine has not: bring {token_file(record.run_id)} from "
-            f"where they were launched, or return them first with `grpo-orch down {store.quoted}`",
+            f"{', '.join(nodes)} were started with a secret that this machine does not have; copy "
+            f"{token_file(record.run_id)} from the machine that started them, or return them first with "
+            f"`grpo-orch down {store.quoted}`",
             exit_codes.FAILED,
         )
 
 
 def _held(store: Store, lease: Lease) -> str:
     return (
-        f"{store.url} is steered by pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
+        f"{store.url} already has a daemon: pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
         f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
     )
 
@@ -487,21 +497,22 @@ def show_plan(
     find_size: FindSize,
     terminal: Console = console,
 ) -> None:
-    """Print what will be started, what it takes, and what it costs; of an evaluation not what a step takes."""
+    """Print the machines that will be started and their cost and, except for an evaluation, a step's time."""
     spec: RunSpec = record.spec
     cloud = open_cloud(record, store)
     offers = cloud.offers()
-    table = Table("node", "market", "what", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
+    table = Table("node", "market", "machine", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
     for offer in offers:
-        table.add_row(offer.role, offer.market, _what(offer), f"{offer.price_usd_per_h:.2f}")
-    beside = 0.0
+        table.add_row(offer.role, offer.market, _machine(offer), f"{offer.price_usd_per_h:.2f}")
+    controller_usd_per_h = 0.0
     if controller is not None:
         best = controller.offer()
-        beside = best.price_usd_per_h
-        table.add_row("controller", Market.ON_DEMAND, f"{best.infra} {best.instance_type}", f"{beside:.2f}")
-    plan = make_plan(spec, find_size, by_offers(offers, beside))
+        controller_usd_per_h = best.price_usd_per_h
+        machine = f"{best.infra} {best.instance_type}"
+        table.add_row("controller", Market.ON_DEMAND, machine, f"{controller_usd_per_h:.2f}")
+    plan = make_plan(spec, find_size, by_offers(offers, controller_usd_per_h))
     table.add_section()
-    table.add_row("all", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
+    table.add_row("total", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
     terminal.print(table)
     if record.evaluation is None:
         terminal.print(render_short(plan), highlight=False)
@@ -509,7 +520,7 @@ def show_plan(
         terminal.print(line, highlight=False, soft_wrap=True)
 
 
-def _what(offer: Offer) -> str:
+def _machine(offer: Offer) -> str:
     if offer.other_market_usd_per_h is None:
         return offer.description
     return f"{offer.description} ({offer.market.other} {offer.other_market_usd_per_h:.2f})"

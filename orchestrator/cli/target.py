@@ -1,4 +1,4 @@
-"""Which run a command means, and with what its store is reached: a store URL, a run.yaml, a folder, or nothing."""
+"""Find the run that a command's argument names: a store URL, a run.yaml, a folder, or nothing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from orchestrator.config.load import Storage, load_storage
 from orchestrator.config.shorthand import PASSWORD, has_password, is_text
 from orchestrator.home import keep_store_options, kept_store_options, latest_run
 
-RETRY_S = 5.0  # a person waits
+RETRY_S = 5.0  # short, because a person waits
 
 
 class NoSuchRun(Exception):
-    """The target names no run; the message says what was looked at."""
+    """The target names no run. The message names what was tried."""
 
 
 def storage_of(argument: str | None) -> Storage:
-    """Return the store that a command's argument means.
+    """Return the store that a command's argument names.
 
-    Without an argument: ./run.yaml, else the run that was last started or resumed on this machine.
+    Without an argument: ./run.yaml, else the run last started or resumed on this machine.
     Raises NoSuchRun, ConfigError.
     """
     if argument is None:
@@ -33,16 +33,16 @@ def storage_of(argument: str | None) -> Storage:
         if Path("run.yaml").exists():
             return load_storage(Path("run.yaml"))
         if latest is None:
-            raise NoSuchRun("which run? name its store URL or its run.yaml (there is no ./run.yaml here)")
+            raise NoSuchRun("no run given; pass a store URL or a run.yaml (this folder has no run.yaml)")
         return Storage(latest)
     if "://" in argument:
         if has_password(argument):
             raise NoSuchRun(PASSWORD)
-        return Storage(_told(argument.rstrip("/")))
+        return Storage(_require_utf8(argument.rstrip("/")))
     try:
-        path = Path(os.path.abspath(argument))  # not `resolve`, as in a run.yaml
+        path = Path(os.path.abspath(argument))  # symbolic links stay, as in a run.yaml
         if (path / layout.RUN).is_file():
-            return Storage(_told(f"file://{path}"))  # as a run.yaml has it: nothing in it is quoted
+            return Storage(_require_utf8(f"file://{path}"))  # no percent-encoding, as in a run.yaml
         if path.is_file():
             return load_storage(Path(argument))
     except OSError as error:
@@ -50,19 +50,19 @@ def storage_of(argument: str | None) -> Storage:
     raise NoSuchRun(f"{argument}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
 
 
-def _told(url: str) -> str:
-    """The URL, which is written down and given to other processes. Raises NoSuchRun."""
+def _require_utf8(url: str) -> str:
+    """Return the URL if it is valid UTF-8, as files and other processes need it. Raises NoSuchRun."""
     if not is_text(url):
-        hint = "expected text in UTF-8; has this terminal a locale of it, as LC_ALL=C.UTF-8?"
+        hint = "expected UTF-8; set a UTF-8 locale in this terminal, such as LC_ALL=C.UTF-8"
         raise NoSuchRun(f"{url!a}: {hint}")
     return url
 
 
 def open_store(storage: Storage) -> Store:
-    """Open the store, and have every process that this one starts open it with the same options.
+    """Open the store, and pass its options to child processes through the environment.
 
-    The options of a run.yaml come first, then those in the environment, then, for a store that was named by its
-    URL alone, those that this machine keeps. Raises StoreError.
+    Options come from run.yaml, else from the environment, else from this machine's saved options for that URL.
+    Raises StoreError.
     """
     options = storage.options
     if options is None and not os.environ.get(OPTIONS_ENV):
@@ -73,13 +73,13 @@ def open_store(storage: Storage) -> Store:
 
 
 def keep_options(storage: Storage) -> None:
-    """Keep a run.yaml's options on this machine, so that the store's URL is enough from now on."""
+    """Save a run.yaml's store options on this machine, so that later commands need only the store's URL."""
     if storage.options is not None:
         keep_store_options(storage.url, storage.options)
 
 
 def record_of(store: Store) -> RunRecord:
-    """Return the record of the run that the store holds. Raises NoSuchRun, StoreError."""
+    """Return the record of the run in the store. Raises NoSuchRun, StoreError."""
     try:
         return documents.read_run(store)
     except NotFound as error:
@@ -87,7 +87,7 @@ def record_of(store: Store) -> RunRecord:
 
 
 def open_run(argument: str | None) -> tuple[Store, RunRecord]:
-    """Return the store and the record of the run that a command's argument means.
+    """Return the store and the record of the run that a command's argument names.
 
     Raises NoSuchRun, ConfigError, StoreError.
     """

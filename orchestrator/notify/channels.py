@@ -1,7 +1,7 @@
-"""Notifications: which journal entries become messages, and the channels that deliver them, apprise or a command.
+"""Notifications: the messages made from journal entries, and the channels that deliver them, apprise or a command.
 
-Each delivery is a process of its own, which is killed with its group at its time limit: neither a name server
-nor a mail server nor a user's script can hold up the daemon.
+Each delivery runs in its own process group, which is killed at its time limit, so that a slow name server, mail
+server or user script cannot delay the daemon.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from policies.model.events import (
 )
 from policies.model.vocabulary import RunPhase
 
-LONGEST = 1000  # characters of a reason: a glance
-_TOLD = {
+TEXT_MAX = 1000  # characters, so that a message stays readable at a glance
+_PHASES = {
     RunPhase.FINISHED: "finished",
     RunPhase.FAILED: "failed",
     RunPhase.PAUSED: "is paused",
@@ -42,11 +42,11 @@ _TOLD = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One thing to tell. The same event always has the same `id`, however often it is told."""
+    """A notification. Its `id` stays the same when it is delivered again."""
 
     id: str
     number: int  # of the journal entry
-    time_s: float  # seconds since the epoch, when it was journalled
+    time_s: float  # of the journal entry, seconds since the epoch
     run: str
     store: str
     kind: str  # as docs/monitoring.md lists them
@@ -54,59 +54,60 @@ class Message:
 
 
 def messages_in(record: Record, run: str, run_id: str, store: str) -> Iterator[Message]:
-    """The messages of a journal entry; of most entries there is none. Raises Corrupt."""
+    """Yield the messages of a journal entry; most entries have none. Raises Corrupt."""
     for index, event in enumerate(record.decoded()):
-        if (told := _told(event)) is not None:
-            kind, text = told
-            shown = f"{run} {' '.join(text.split())[:LONGEST]}"
+        if (found := _message_of(event)) is not None:
+            kind, text = found
+            line = f"{run} {' '.join(text.split())[:TEXT_MAX]}"
             yield Message(
-                f"{run_id}/{record.number}.{index}", record.number, record.time_s, run, store, kind, shown
+                f"{run_id}/{record.number}.{index}", record.number, record.time_s, run, store, kind, line
             )
 
 
-def _told(event: Event) -> tuple[str, str] | None:
-    """Kind and text; None for what can wait until somebody looks."""
+def _message_of(event: Event) -> tuple[str, str] | None:
+    """Return the kind and text of an event's message; None for an event that needs no notification."""
     match event:
-        case RunMoved() if event.phase in _TOLD:
-            return f"{event.phase}", f"{_TOLD[event.phase]}: {event.reason}"
+        case RunMoved() if event.phase in _PHASES:
+            return f"{event.phase}", f"{_PHASES[event.phase]}: {event.reason}"
         case RunMoved(phase=RunPhase.STARTING, parked_s=parked_s) if parked_s is not None:
             return "unparked", f"is no longer parked: {event.reason}"
         case RollbackBegun():
-            whereto = f"timeline {event.fork.timeline} from step {event.fork.start_at}"
-            return "rollback", f"is rolled back at step {event.from_step}, to {whereto}: {event.reason}"
+            target = f"step {event.fork.start_at}, on timeline {event.fork.timeline}"
+            return "rollback", f"rolls back from step {event.from_step} to {target}: {event.reason}"
         case CapacityMissing():
-            return "no_capacity", f"waits: {event.reason}"
+            return "no_capacity", f"is waiting for machines: {event.reason}"
         case DeadlineMissed():
-            return "deadline_missed", f"is at step {event.step} of {event.steps} and misses its deadline"
+            return "deadline_missed", f"is at step {event.step} of {event.steps} and will miss its deadline"
         case BudgetNeared():
             return "budget_neared", f"has spent {event.spent_usd:.2f} of its {event.usd:.2f} USD"
         case BudgetReached():
-            return "budget_reached", f"has reached its budget and is to {event.at}: {event.reason}"
+            action = "pauses" if event.at == "pause" else "shuts down"
+            return "budget_reached", f"has reached its budget and {action}: {event.reason}"
         case _:
             return None
 
 
 # Channels.
 
-# apprise's own command line, from this environment.
+# apprise's command line, from this environment.
 _APPRISE = (sys.executable, "-c", "from apprise.cli import main; main()", "-v", "--storage-mode=memory")
 _TYPES = {"finished": "success", "failed": "failure", "gave_up": "failure", "unparked": "info"}
-_SECRET_LENGTH_MIN = 4  # parts of a URL that short are ports, paths like `v1` and the like
+_SECRET_LENGTH_MIN = 4  # shorter parts of a URL are ports or paths such as `v1`
 _TIMESTAMP = re.compile(r"^[-\d]+ [\d:,]+ - ")
 
 
 EXPECTED_SERVICE_URL = (
-    "not a URL that apprise knows; expected one such as slack://TOKEN_A/TOKEN_B/TOKEN_C, "
-    "mailto://USER:PASSWORD@HOST or json://HOST/PATH, as https://appriseit.com/services lists them"
+    "not a URL that apprise supports; expected one such as slack://TOKEN_A/TOKEN_B/TOKEN_C, "
+    "mailto://USER:PASSWORD@HOST or json://HOST/PATH (see https://appriseit.com/services)"
 )
 
 
 class Undelivered(Exception):
-    """A message was not delivered, or may not have been. The reason quotes no URL, which is a secret."""
+    """A message was not delivered, or may not have been. The reason contains no URL, because URLs are secret."""
 
 
 class Channel(Protocol):
-    """One way to reach people. `name` is its key in the cursor."""
+    """A way to deliver messages. `name` is its key in the cursor."""
 
     name: str
 
@@ -149,8 +150,8 @@ class Service:
 
 
 def is_service_url(url: str) -> bool:
-    """Return whether apprise can send to this URL. Nothing is sent."""
-    import apprise  # half a second, for the few commands that need it
+    """Return whether apprise can send to this URL, without sending anything."""
+    import apprise  # takes half a second, and few commands need it
 
     logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its messages quote the URL
     return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
@@ -160,8 +161,8 @@ class Command:
     """Runs a program with the message as one line of JSON on its standard input. Exit code 0 means delivered.
 
     Args:
-        argv: the program and its arguments; no shell is involved.
-        folder: the working folder; None for the daemon's own.
+        argv: the program and its arguments, run without a shell.
+        folder: the working directory; None for the daemon's.
     """
 
     name = "command"
@@ -187,7 +188,7 @@ def _run(
     env: Mapping[str, str] | None = None,
     stdout: int = subprocess.DEVNULL,
 ) -> tuple[int, bytes]:
-    """Run a program in a process group of its own; return its exit code and its output.
+    """Run a program in its own process group; return its exit code and its output.
 
     Raises Undelivered if it cannot be started or does not end within `limit_s`.
     """

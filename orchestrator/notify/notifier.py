@@ -1,7 +1,7 @@
-"""Tells people what the journal says, beside the daemon's loop, which never waits for it.
+"""Send notifications of journal events, in a thread that never delays the daemon's loop.
 
-What was told is known by a cursor in the store, moved after each delivery: so whatever dies in between, the next
-daemon tells again what may not have arrived. See decision 057 in docs/decisions/README.md.
+A cursor in the store is moved after each delivery. So after a crash the next daemon repeats every message that may
+not have arrived. See decision 057 in docs/decisions/README.md.
 """
 
 from __future__ import annotations
@@ -28,159 +28,159 @@ from policies.model.spec import Notify
 log = structlog.get_logger()
 
 LIMIT_S = 15.0  # for one delivery
-DRAIN_S = 15.0  # for all that are left when the daemon ends; the one under way may take its own limit
-RETRY_S = 5.0  # after the first failure in a row, then twice as long each time
+DRAIN_S = 15.0  # for pending messages when the daemon exits; a delivery in progress may take its own limit
+RETRY_S = 5.0  # after the first failure in a row; doubles with each further failure
 RETRY_MAX_S = 600.0
 
 
 def start_notifier(store: Store, record: RunRecord, environment: MutableMapping[str, str]) -> Notifier:
-    """Start the notifier that run.yaml asks for.
+    """Start the notifier that run.yaml configures.
 
-    Removes the URLs from `environment`, because the processes of local nodes inherit it.
+    Remove the URLs from `environment`, because the processes of local nodes inherit it.
     """
     urls = notify_urls(record.spec, environment)
     for name in record.spec.notify.url_env:
         environment.pop(name, None)
         if name not in urls:
             log.warning("notify_url_missing", variable=name)
-    # An evaluation sends nothing: whoever started it is waiting for it.
-    wanted = Notify() if record.evaluation is not None else record.spec.notify
-    channels: list[Channel] = [Service(name, urls[name]) for name in wanted.url_env if name in urls]
-    if wanted.command:
+    # An evaluation sends no notifications, because its user is waiting for it.
+    settings = Notify() if record.evaluation is not None else record.spec.notify
+    channels: list[Channel] = [Service(name, urls[name]) for name in settings.url_env if name in urls]
+    if settings.command:
         folder = record.spec.workdir if Path(record.spec.workdir).is_dir() else None
-        channels.append(Command(wanted.command, folder))
+        channels.append(Command(settings.command, folder))
     return Notifier(store, record.spec.name, record.run_id, channels)
 
 
 @dataclass
-class _Way:
-    """A channel, what it has still to be told, and when it is tried again after a failure."""
+class _Queue:
+    """A channel, its pending messages, and the time of its next retry."""
 
     channel: Channel
-    told: int  # journal entries up to this number need not be told any more
-    waiting: deque[Message] = field(default_factory=deque)
+    delivered: int  # all messages of journal entries up to this number are delivered
+    pending: deque[Message] = field(default_factory=deque)
     failures: int = 0
     retry_at_s: float = 0.0  # on the monotonic clock
 
 
 class Notifier:
-    """One run's, in a thread of its own. Each channel is told everything at least once, in the journal's order.
+    """Delivers a run's messages in its own thread: to each channel at least once, in the journal's order.
 
     Args:
-        store: the run's.
-        run: its name.
-        run_id: what tells it from others of that name.
-        channels: where to tell; none is fine.
-        limit_s: for one delivery.
+        store: the run's store.
+        run: the run's name.
+        run_id: the run's unique id.
+        channels: where to deliver messages; may be empty.
+        limit_s: time limit of one delivery.
     """
 
     def __init__(
         self, store: Store, run: str, run_id: str, channels: Sequence[Channel], limit_s: float = LIMIT_S
     ) -> None:
         self._store = store
-        self._named = run, run_id, store.url
+        self._identity = run, run_id, store.url
         self._limit_s = limit_s
-        self._ways = [_Way(channel, 0) for channel in channels]
-        self._read_up_to: int | None = None  # None: the cursor has not been read
-        self._others: dict[str, int] = {}  # of channels that another daemon had and this one has not
-        self._owed = False  # the cursor in the store is behind
-        self._again_at_s: float | None = None  # on the monotonic clock: the store was away
-        self._woken = threading.Event()
-        self._ends_at_s: float | None = None  # on the monotonic clock; None: it goes on
+        self._queues = [_Queue(channel, 0) for channel in channels]
+        self._read_up_to: int | None = None  # a journal entry; None: the cursor has not been read
+        self._other_cursors: dict[str, int] = {}  # of channels that an earlier daemon had and this one lacks
+        self._is_cursor_stale = False  # the cursor in the store is behind
+        self._retry_at_s: float | None = None  # on the monotonic clock, after an error of the store
+        self._wakeup = threading.Event()
+        self._close_at_s: float | None = None  # on the monotonic clock; None: not closing
         self._thread = threading.Thread(target=self._work, name="notifier", daemon=True)
-        if self._ways:
-            self._woken.set()
+        if self._queues:
+            self._wakeup.set()
             self._thread.start()
 
     def wake(self) -> None:
-        """Something was journalled."""
-        self._woken.set()
+        """Check the journal for new entries."""
+        self._wakeup.set()
 
     def close(self, *, drain_s: float) -> None:
-        """End, after up to `drain_s` seconds for what is still to be told; each channel is tried once more."""
-        self._ends_at_s = time.monotonic() + drain_s
-        self._woken.set()
-        if self._ways:
+        """Try each channel once more, deliver pending messages for up to `drain_s` seconds, then stop."""
+        self._close_at_s = time.monotonic() + drain_s
+        self._wakeup.set()
+        if self._queues:
             self._thread.join(drain_s + 2 * self._limit_s)
 
     def _work(self) -> None:
         while True:
-            self._woken.wait(self._wait_s())
-            self._woken.clear()
-            ending = self._ends_at_s is not None
+            self._wakeup.wait(self._wait_s())
+            self._wakeup.clear()
+            is_closing = self._close_at_s is not None
             try:
-                self._look()
-                for way in self._ways:
-                    self._tell(way)
-                if ending or self._owed:
-                    self._keep()
-                self._again_at_s = None
+                self._read_journal()
+                for queue in self._queues:
+                    self._deliver(queue)
+                if is_closing or self._is_cursor_stale:
+                    self._write_cursor()
+                self._retry_at_s = None
             except StoreError as error:
-                self._again_at_s = time.monotonic() + RETRY_S
-                log.warning("notify_store_away", error=str(error))
-            except Exception:  # what goes wrong here is never the run's
-                self._again_at_s = time.monotonic() + RETRY_S
+                self._retry_at_s = time.monotonic() + RETRY_S
+                log.warning("notify_store_unavailable", error=str(error))
+            except Exception:  # an error here must not affect the run
+                self._retry_at_s = time.monotonic() + RETRY_S
                 log.exception("notify_failed")
-            if ending:
+            if is_closing:
                 return
 
     def _wait_s(self) -> float | None:
-        """Until the next try; None: until somebody wakes it."""
-        due = [way.retry_at_s for way in self._ways if way.waiting]
-        if self._again_at_s is not None:  # what waits needs the store, too
-            due = [self._again_at_s]
+        """Return the seconds until the next retry; None: wait until woken."""
+        due = [queue.retry_at_s for queue in self._queues if queue.pending]
+        if self._retry_at_s is not None:  # deliveries need the store too
+            due = [self._retry_at_s]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _look(self) -> None:
-        """Take what was journalled since the last look. Raises StoreError."""
+    def _read_journal(self) -> None:
+        """Queue the messages of new journal entries. Raises StoreError."""
         if self._read_up_to is None:
-            found = documents.NOTIFIED.read(self._store, Unreadable())
-            self._others = dict(found.told) if found else {}
-            for way in self._ways:
-                way.told = self._others.pop(way.channel.name, 0)
-            self._read_up_to = min(way.told for way in self._ways)
+            cursor = documents.NOTIFIED.read(self._store, Unreadable())
+            self._other_cursors = dict(cursor.told) if cursor else {}
+            for queue in self._queues:
+                queue.delivered = self._other_cursors.pop(queue.channel.name, 0)
+            self._read_up_to = min(queue.delivered for queue in self._queues)
         for record in journal.read(self._store, self._read_up_to):
-            for message in messages_in(record, *self._named):
-                for way in self._ways:
-                    if message.number > way.told:
-                        way.waiting.append(message)
+            for message in messages_in(record, *self._identity):
+                for queue in self._queues:
+                    if message.number > queue.delivered:
+                        queue.pending.append(message)
             self._read_up_to = record.number
 
-    def _tell(self, way: _Way) -> None:
-        """Tell a channel what waits for it, until that is all or it fails. Raises StoreError."""
-        while way.waiting and (self._ends_at_s is not None or time.monotonic() >= way.retry_at_s):
+    def _deliver(self, queue: _Queue) -> None:
+        """Deliver a channel's pending messages until none is left or a delivery fails. Raises StoreError."""
+        while queue.pending and (self._close_at_s is not None or time.monotonic() >= queue.retry_at_s):
             limit_s = self._limit()
             if limit_s <= 0:
                 return
-            message = way.waiting[0]
+            message = queue.pending[0]
             try:
-                way.channel.deliver(message, limit_s)
-            except Exception as error:  # noqa: BLE001 whatever it is, the other channels are told
-                way.failures += 1
-                wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(way.failures - 1, 10))
-                way.retry_at_s = time.monotonic() + wait_s
-                why = (
-                    str(error) if isinstance(error, Undelivered) else type(error).__name__
-                )  # it may quote a secret
-                log.warning("not_notified", by=way.channel.name, id=message.id, why=why, again_in_s=wait_s)
+                queue.channel.deliver(message, limit_s)
+            except Exception as error:  # noqa: BLE001 the other channels must still be served
+                queue.failures += 1
+                wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(queue.failures - 1, 10))
+                queue.retry_at_s = time.monotonic() + wait_s
+                # The message of any other exception may contain a secret.
+                reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
+                name = queue.channel.name
+                log.warning("notification_failed", channel=name, id=message.id, reason=reason, retry_in_s=wait_s)
                 return
-            way.failures, way.retry_at_s = 0, 0.0
-            way.waiting.popleft()
-            if not way.waiting or way.waiting[0].number != message.number:
-                way.told = message.number
-                self._keep()
+            queue.failures, queue.retry_at_s = 0, 0.0
+            queue.pending.popleft()
+            if not queue.pending or queue.pending[0].number != message.number:
+                queue.delivered = message.number
+                self._write_cursor()
 
-    def _keep(self) -> None:
-        """Write the cursor. Entries without a message are told with those before them. Raises StoreError."""
-        for way in self._ways:
-            if not way.waiting:
-                way.told = max(way.told, self._read_up_to or 0)
-        told = {**self._others, **{one.channel.name: one.told for one in self._ways}}
-        self._owed = True
-        documents.NOTIFIED.write(self._store, Notified(told))
-        self._owed = False
+    def _write_cursor(self) -> None:
+        """Write the cursor; a channel without pending messages counts as delivered. Raises StoreError."""
+        for queue in self._queues:
+            if not queue.pending:
+                queue.delivered = max(queue.delivered, self._read_up_to or 0)
+        cursors = {queue.channel.name: queue.delivered for queue in self._queues}
+        self._is_cursor_stale = True
+        documents.NOTIFIED.write(self._store, Notified({**self._other_cursors, **cursors}))
+        self._is_cursor_stale = False
 
     def _limit(self) -> float:
-        """Seconds for the next delivery."""
-        left_s = self._limit_s if self._ends_at_s is None else self._ends_at_s - time.monotonic()
+        """Return the seconds left for the next delivery."""
+        left_s = self._limit_s if self._close_at_s is None else self._close_at_s - time.monotonic()
         return min(self._limit_s, left_s)

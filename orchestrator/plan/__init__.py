@@ -1,1 +1,1 @@
-"""What a run would take of memory, time and money, before anything is bought. Nothing is started or written."""
+"""Estimate a run's memory, time and cost before anything is bought. Starts and writes nothing."""

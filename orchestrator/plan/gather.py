@@ -1,4 +1,4 @@
-"""A run's plan, put together."""
+"""Make a run's plan."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from orchestrator.plan.machines import (
     FindSize,
     Kinds,
     KnownModel,
+    find_model,
     fits,
     grpo,
     kinds_with,
-    know_model,
     needed_gpus,
     plan_machine,
     prompt_tokens,
@@ -37,7 +37,7 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.plan.pitfalls import Seen, find_pitfalls
+from orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from orchestrator.plan.prices import PriceBook, cloud_prices
 from orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
 from policies.costs import disks
@@ -56,7 +56,7 @@ from policies.model.spec import (
 )
 from policies.model.vocabulary import Market, Role
 from policies.sizing import speed
-from policies.sizing.money import Prices, again_usd, cost, hourly
+from policies.sizing.money import Cost, Prices, again_usd, cost, hourly
 from policies.sizing.speed import gpu_named
 from policies.sizing.training import trained_params, training_of
 from policies.weights.adapters import DEFAULT_RANK
@@ -79,30 +79,39 @@ def make_plan(
     unread: str = "",
     store: Place = NOWHERE,
 ) -> Plan:
-    """Return the plan of a run. `find_size` raises NotKnown; `unread` is what could not be read for `measured`."""
+    """Return the plan of a run.
+
+    Args:
+        spec: the run's specification.
+        find_size: returns the model's size, or raises NotKnown.
+        book: prices of machines.
+        measured: step times from the run's log.
+        unread: a line about a store whose log could not be read.
+        store: place of the store.
+    """
     spec = with_instances(with_deepspeed(spec), book.listed)
-    model = know_model(spec, find_size)
-    kinds = kinds_with({one.gpu: one.gpu_memory_mib for one in book.listed if one.gpu_memory_mib})
+    model = find_model(spec, find_size)
+    kinds = kinds_with({price.gpu: price.gpu_memory_mib for price in book.listed if price.gpu_memory_mib})
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
-    apart = not generates_itself(spec)
-    rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if apart else None
+    has_nodes = not generates_itself(spec)
+    rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if has_nodes else None
     syncs = plan_syncs(spec, model, measured)
     timing = time_step(spec, model, trainer, rollout, syncs)
     shape = timing.shape if timing is not None else None
     if measured is not None and measured.shape is not None:
         shape = measured.shape
-    prices = hourly_prices(trainer, rollout, book.beside_usd_per_h)
+    prices = hourly_prices(trainer, rollout, book.controller_usd_per_h)
     nodes = None if shape is None else plan_nodes(spec, shape, prices)
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
     deadline = plan_deadline(spec, shape, count, time.time())
-    count = deadline.nodes if deadline is not None and apart else count
+    count = deadline.nodes if deadline is not None and has_nodes else count
     step = plan_step(spec, timing, count, measured)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
-    money = plan_money(trainer, rollout, count, hours, book.beside_usd_per_h)
+    money = plan_money(trainer, rollout, count, hours, book.controller_usd_per_h)
     lost = plan_lost(spec, step, money)
     usd_per_step, usd_per_million_tokens = step_costs(step, money)
-    seen = Seen(spec, model, trainer, rollout, syncs, step, lost, money)
+    planned = PlannedRun(spec, model, trainer, rollout, syncs, step, lost, money)
     return Plan(
         name=spec.name,
         cloud=spec.cloud,
@@ -119,13 +128,13 @@ def make_plan(
         hours=hours,
         deadline=deadline,
         bought=count,
-        most_usd_per_h=most_usd_per_h(trainer, rollout, book.beside_usd_per_h),
+        most_usd_per_h=most_usd_per_h(trainer, rollout, book.controller_usd_per_h),
         usd_per_step=usd_per_step,
         usd_per_million_tokens=usd_per_million_tokens,
-        disks_usd_per_h=disks_usd_per_h(spec, count if apart else 0),
+        disks_usd_per_h=disks_usd_per_h(spec, count if has_nodes else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
-        warnings=find_pitfalls(seen),
+        warnings=find_pitfalls(planned),
         unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
@@ -146,10 +155,10 @@ def _unknown(
     if model.unknown:
         yield model.unknown
     if file := unread_deepspeed(spec):
-        yield f"the trainer's memory: {file} says how its weights are divided, and cannot be read from here"
+        yield f"the trainer's memory: {file}, which configures sharding, is not readable here"
     for machine in machines:
         if machine is not None and machine.gpu_is_named and gpu_named(machine.gpu) is None:
-            yield f"how long a step takes: of {machine.gpu} neither bandwidth nor throughput is known"
+            yield f"the time of a step: bandwidth and throughput of {machine.gpu} are unknown"
     if book.unknown:
         yield book.unknown
     for machine in machines:
@@ -158,17 +167,17 @@ def _unknown(
     if unread:
         yield unread
     if spec.trainer.eval_dataset is not None:
-        yield "what evaluations take: eval_dataset's rows are not counted; neither time nor dollars have them"
+        yield "the time of evaluations: eval_dataset's rows are not counted, so time and cost exclude them"
     if steps_of(spec) is None:
         epochs = grpo(spec, "num_train_epochs")
-        yield f"the end: {epochs:g} epochs of a dataset whose rows nobody has counted; set grpo.max_steps"
+        yield f"the end of the run: {epochs:g} epochs of a dataset with uncounted rows; set grpo.max_steps"
 
 
 def _no_price(machine: MachinePlan) -> str:
     if not machine.gpu_is_named:
-        return "the catalog is searched by `accelerators` or an `instance_type` with GPUs, and none is named"
-    what = f"{machine.gpus} x {machine.gpu}" if machine.gpus else machine.gpu
-    return f"the catalog has none for {what}, {machine.market}, at the places that are named"
+        return "name `accelerators`, or an `instance_type` with GPUs, to find them in the catalog"
+    gpus = f"{machine.gpus} x {machine.gpu}" if machine.gpus else machine.gpu
+    return f"the catalog has none for {gpus}, {machine.market}, in the named places"
 
 
 def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
@@ -179,16 +188,16 @@ def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
         yield book.source
 
 
-# A plan against `policies.fleet.deadline`: how many nodes keep it, and when the run is expected to end.
+# `policies.fleet.deadline`: the number of nodes that meets it, and the expected end of the run.
 
 
 def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: float) -> DeadlinePlan | None:
-    """Return what the deadline takes of a run that begins now; None where it has none.
+    """Return the plan for the deadline of a run that starts now; None without a deadline.
 
     Args:
-        spec: the run's.
-        shape: of a step; None where nobody can tell.
-        pays: rollout nodes that there would be without a deadline.
+        spec: the run's specification.
+        shape: of a step; None if unknown.
+        pays: rollout nodes without a deadline.
         now_s: seconds since the epoch.
     """
     named, steps = spec.policies.fleet.deadline, steps_of(spec)
@@ -197,52 +206,51 @@ def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: floa
     deadline_s, most = time_of(named), max(1, spec.rollout.replicas.max)
     if shape is None or steps is None:
         return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, kept=None)
-    begins_s = now_s + BOOT_S
-    course = Course(begins_s, begins_s, deadline_s, BOOT_S, 0, steps)
+    start_s = now_s + BOOT_S
+    course = Course(start_s, start_s, deadline_s, BOOT_S, 0, steps)
     nodes = max(1, pays, nodes_for(course, shape, most))
     kept = course.end_s(shape, nodes) <= deadline_s
     end_s = course.end_s(shape, nodes if kept else most)
     return DeadlinePlan(deadline_s=deadline_s, nodes=nodes, end_s=end_s, kept=kept)
 
 
-# GPUs of machines that run.yaml names by their `instance_type` alone: a price list tells which they have.
+# GPUs of machines that run.yaml names only by `instance_type`, looked up in a price list.
 
 
 def with_instances(spec: RunSpec, listed: Sequence[ListPrice]) -> RunSpec:
-    """Return the run with `accelerators` beside each `instance_type` that the list knows.
+    """Return the run with `accelerators` added to each `instance_type` in the list.
 
-    Its nodes find these GPUs when they start. As many processes train as run.yaml says without them: a trainer is
-    started by what is written there.
+    The number of training processes stays the number without them, because the trainer is started by run.yaml.
     """
-    trainer = _named(spec.trainer.resources, listed)
-    rollout = _named(spec.rollout.resources, listed)
+    trainer = _with_accelerators(spec.trainer.resources, listed)
+    rollout = _with_accelerators(spec.rollout.resources, listed)
     if trainer != spec.trainer.resources:
         accelerate = {**(spec.trainer.accelerate or {}), "num_processes": processes_of(spec)}
         spec = replace(spec, trainer=replace(spec.trainer, resources=trainer, accelerate=accelerate))
     return replace(spec, rollout=replace(spec.rollout, resources=rollout))
 
 
-def _named(resources: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str, Any]:
-    several = next((key for key in ALTERNATIVES if resources.get(key)), None)
-    found = [_with_gpus(one, listed) for one in alternatives_of(resources)]
-    return {several: found} if several else found[0]
+def _with_accelerators(resources: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str, Any]:
+    key = next((key for key in ALTERNATIVES if resources.get(key)), None)
+    machines = [_with_gpus(machine, listed) for machine in alternatives_of(resources)]
+    return {key: machines} if key else machines[0]
 
 
 def _with_gpus(machine: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str, Any]:
     kind = machine.get("instance_type")
-    of_kind = next((one for one in listed if one.instance_type == kind), None)
-    if not kind or machine.get("accelerators") or of_kind is None:
+    price = next((price for price in listed if price.instance_type == kind), None)
+    if not kind or machine.get("accelerators") or price is None:
         return machine
-    return {**machine, "accelerators": f"{of_kind.gpu}:{of_kind.gpus:g}"}
+    return {**machine, "accelerators": f"{price.gpu}:{price.gpus:g}"}
 
 
-# What a run keeps of itself: how large a checkpoint is, how long it is on its way, what stays and costs.
+# Checkpoints: their size, upload time, number and storage cost.
 
 
 def plan_checkpoints(
     spec: RunSpec, model: KnownModel, step: StepPlan | None, store: Place
 ) -> CheckpointPlan | None:
-    """Return what the run's checkpoints take; None where the model's size is not known."""
+    """Return the plan of the run's checkpoints; None if the model's size is unknown."""
     size = _size_bytes(spec, model)
     if size is None:
         return None
@@ -265,7 +273,7 @@ def plan_checkpoints(
 
 
 def _size_bytes(spec: RunSpec, model: KnownModel) -> int | None:
-    """Exact where the model's shape is known; else what a disk is asked for by, which adapters do not fill."""
+    """Return a checkpoint's size: exact if the model's shape is known, else the upper bound used for disks."""
     if model.shape is not None:
         return checkpoint_bytes_each(spec) * trained_params(
             model.shape, training_of(spec, model.shape, prompt_tokens(spec))
@@ -276,7 +284,7 @@ def _size_bytes(spec: RunSpec, model: KnownModel) -> int | None:
 
 
 def _base_bytes(spec: RunSpec, model: KnownModel) -> int:
-    """Of the base model, if it comes through the store: the hub's, where machines share nothing else."""
+    """Return the size of the base model if the store holds it: a model from the hub, on cloud machines; else 0."""
     name = spec.trainer.model
     is_folder = name.startswith((".", "/", "~")) or Path(spec.workdir, name).is_dir()
     if spec.cloud != "sky" or is_folder or model_settings(spec.grpo).get("trust_remote_code"):
@@ -284,7 +292,7 @@ def _base_bytes(spec: RunSpec, model: KnownModel) -> int:
     return model.stored_bytes or 0
 
 
-# What a plan comes to in dollars, on each market, and what a lost step costs again.
+# Costs on each market, and the cost of repeating lost steps.
 WAYS = (
     ("all on demand", Market.ON_DEMAND, Market.ON_DEMAND),
     ("rollout on spot", Market.ON_DEMAND, Market.SPOT),
@@ -293,9 +301,13 @@ WAYS = (
 
 
 def plan_money(
-    trainer: MachinePlan, rollout: MachinePlan | None, nodes: int, hours: float | None, beside_usd_per_h: float
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
+    nodes: int,
+    hours: float | None,
+    controller_usd_per_h: float,
 ) -> tuple[MoneyPlan, ...]:
-    """Each way of buying a trainer and so many rollout nodes, run.yaml's marked; what is beside them on top."""
+    """Return the cost of a trainer and `nodes` rollout nodes by choice of markets; `used` marks run.yaml's."""
     wanted = (trainer.market, rollout.market if rollout is not None else trainer.market)
     ways = [(name, (a, b)) for name, a, b in WAYS if rollout is not None or a is b]
     if wanted not in [markets for _, markets in ways]:
@@ -303,7 +315,7 @@ def plan_money(
     node = rollout.prices if rollout is not None else Prices()
     found = []
     for name, markets in ways:
-        per_h = hourly(trainer.prices, node, nodes if rollout is not None else 0, markets, beside_usd_per_h)
+        per_h = hourly(trainer.prices, node, nodes if rollout is not None else 0, markets, controller_usd_per_h)
         priced = None if per_h is None else cost(per_h, hours)
         found.append(
             MoneyPlan(name=name, used=markets == wanted, trainer=markets[0], rollout=markets[1], cost=priced)
@@ -311,18 +323,17 @@ def plan_money(
     return tuple(found)
 
 
-def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, beside_usd_per_h: float) -> float | None:
-    """USD an hour of all machines that run.yaml allows, on the markets that it has them on."""
+def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float) -> float | None:
+    """Return USD per hour of all machines that run.yaml allows, on its markets; None if a price is unknown."""
     if rollout is None:
-        return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), beside_usd_per_h)
+        return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), controller_usd_per_h)
     markets = (trainer.market, rollout.market)
-    return hourly(trainer.prices, rollout.prices, rollout.most, markets, beside_usd_per_h)
+    return hourly(trainer.prices, rollout.prices, rollout.most, markets, controller_usd_per_h)
 
 
 def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[float | None, float | None]:
-    """USD of a step, and of a million trained tokens, as run.yaml buys; None where a price or the time is not
-    known."""
-    used = next((one.cost for one in money if one.used), None)
+    """Return USD per step and per million trained tokens on run.yaml's markets; None if unknown."""
+    used = _used_cost(money)
     if step is None or used is None:
         return None, None
     usd, tokens = used.usd_per_h * step.step_s / 3600, step.completions * step.completion_tokens
@@ -330,18 +341,20 @@ def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[flo
 
 
 def disks_usd_per_h(spec: RunSpec, nodes: int) -> float:
-    """USD an hour of the disks of a trainer and so many rollout nodes, the dearest that they may have."""
+    """Return USD per hour of the disks of a trainer and `nodes` rollout nodes, for the most expensive allowed."""
     return disks.usd_per_h(spec, Role.TRAINER, None) + nodes * disks.usd_per_h(spec, Role.ROLLOUT, None)
 
 
 def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> LostPlan | None:
-    """What is made again after the trainer's loss. Completions are stored, unless the trainer's own were in the
-    air: only training is done again."""
+    """Return the work repeated after the loss of the trainer: only training, because completions are stored.
+
+    Exception, not counted: completions that the trainer was generating itself.
+    """
     if step is None:
         return None
     again_s = step.step_s if step.train_s is None else step.train_s
     steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
-    used = next((one.cost for one in money if one.used), None)
+    used = _used_cost(money)
     usd = None if used is None else again_usd(again_s, used.usd_per_h)
     return LostPlan(
         step_s=again_s,
@@ -352,6 +365,10 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     )
 
 
+def _used_cost(money: tuple[MoneyPlan, ...]) -> Cost | None:
+    return next((way.cost for way in money if way.used), None)
+
+
 def plan_kinds(
     spec: RunSpec,
     model: KnownModel,
@@ -360,18 +377,18 @@ def plan_kinds(
     trainer: MachinePlan,
     rollout: MachinePlan | None,
 ) -> tuple[KindPlan, ...]:
-    """Every kind of GPU that is large enough for a role, the smallest first; none where nobody can tell."""
+    """Return each kind of GPU that is large enough for a role, smallest first; empty if unknown."""
     if model.shape is None or grpo(spec, "use_cpu"):
         return ()
     found = []
-    for gpu in sorted(kinds.all.values(), key=lambda one: (one.memory_mib, one.name)):
+    for gpu in sorted(kinds.all.values(), key=lambda gpu: (gpu.memory_mib, gpu.name)):
         for_trainer = needed_gpus(spec, Role.TRAINER) if fits(spec, model, Role.TRAINER, gpu) else None
-        apart = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
-        for_rollout = needed_gpus(spec, Role.ROLLOUT) if apart else None
+        fits_rollout = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
+        for_rollout = needed_gpus(spec, Role.ROLLOUT) if fits_rollout else None
         if for_trainer is None and for_rollout is None:
             continue
-        of_trainer = cloud_prices(book.listed, gpu.name, for_trainer, trainer.market) if for_trainer else ()
-        of_rollout = (
+        trainer_prices = cloud_prices(book.listed, gpu.name, for_trainer, trainer.market) if for_trainer else ()
+        rollout_prices = (
             cloud_prices(book.listed, gpu.name, for_rollout, rollout.market) if rollout and for_rollout else ()
         )
         found.append(
@@ -380,8 +397,8 @@ def plan_kinds(
                 memory_bytes=gpu.memory_bytes,
                 trainer_gpus=for_trainer,
                 rollout_gpus=for_rollout,
-                trainer_prices=of_trainer,
-                rollout_prices=of_rollout,
+                trainer_prices=trainer_prices,
+                rollout_prices=rollout_prices,
             )
         )
     return tuple(found)

@@ -1,7 +1,6 @@
-"""What a run is made of: a step's work, the model's shape, and each role's machines with the memory that they
-need.
+"""Plan a step's work, the model's shape, and the machines of each role with the memory that they need.
 
-A step's work is GRPOConfig's arithmetic (TRL 1.16, `GRPOConfig.__post_init__`).
+A step's work follows GRPOConfig (TRL 1.16, `GRPOConfig.__post_init__`).
 """
 
 from __future__ import annotations
@@ -29,41 +28,42 @@ from policies.sizing.training import training_of
 from policies.weights.adapters import QUANTISED_WORDS
 from policies.weights.disks import ModelSize
 
-# Only the data tells how long prompts are: GSM8K's about 100 tokens, programs with their tests several hundred.
+# Assumed, because the length of prompts depends on the data: about 100 tokens for GSM8K, several hundred for
+# programs with their tests.
 PROMPT_TOKENS = 512
 
 
 def grpo(spec: RunSpec, key: str) -> Any:
-    """A GRPOConfig key: what run.yaml says, or TRL's default."""
+    """Return a GRPOConfig key from run.yaml, else TRL's default."""
     value = spec.grpo.get(key)
     return grpo_table().default(key) if value is None else value
 
 
 def completion_tokens(spec: RunSpec) -> int:
-    """Of the longest completion."""
+    """Return the maximum tokens of a completion."""
     return int(grpo(spec, "max_completion_length"))
 
 
 def prompt_tokens(spec: RunSpec) -> int:
-    """Of a prompt: PROMPT_TOKENS, or less where the engines' context is shorter."""
+    """Return the assumed tokens of a prompt: PROMPT_TOKENS, or less if the engines' context is shorter."""
     flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    room = whole_number(flags.get("max-model-len"))
-    if generates_itself(spec) or not room:
+    context = whole_number(flags.get("max-model-len"))
+    if generates_itself(spec) or not context:
         return PROMPT_TOKENS
-    return max(1, min(PROMPT_TOKENS, room - completion_tokens(spec)))
+    return max(1, min(PROMPT_TOKENS, context - completion_tokens(spec)))
 
 
 def window(spec: RunSpec) -> tuple[int, int]:
-    """Completions of one generation, and how many batches a process makes of its share."""
-    each = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec)
+    """Return the number of completions per generation, and of batches that a process makes of its share."""
+    batch = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec)
     if explicit := spec.grpo.get("generation_batch_size"):
-        return int(explicit), int(explicit) // each
+        return int(explicit), int(explicit) // batch
     batches = int(spec.grpo.get("steps_per_generation") or grpo(spec, "gradient_accumulation_steps"))
-    return each * batches, batches
+    return batch * batches, batches
 
 
 def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
-    """What one optimizer step takes. `mean_tokens`: of a completion; None: each is as long as it may be."""
+    """Return the work of an optimizer step. `mean_tokens` of a completion; None assumes the maximum length."""
     accumulated = int(grpo(spec, "gradient_accumulation_steps"))
     trained = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec) * accumulated
     generated = trained / int(grpo(spec, "num_iterations"))
@@ -77,37 +77,37 @@ def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
 
 
 def passes_of(spec: RunSpec) -> Passes:
-    """What the trainer computes of each token.
+    """Return the trainer's passes over each token.
 
-    The policy's log-probabilities are computed anew before the first update where vLLM generated and its sampling
-    is corrected for, or where a window is used up by several steps (`_generate_and_score_completions`).
+    The policy's log-probabilities are recomputed before the first update if vLLM generated and importance sampling
+    correction is on, or if several steps use a window (`_generate_and_score_completions`).
     """
-    apart = not generates_itself(spec)
-    several = int(grpo(spec, "gradient_accumulation_steps")) % (
+    uses_vllm = not generates_itself(spec)
+    is_window_split = int(grpo(spec, "gradient_accumulation_steps")) % (
         window(spec)[1] * int(grpo(spec, "num_iterations"))
     )
     return Passes(
         all_weights=spec.trainer.peft is None,
         recomputed=bool(grpo(spec, "gradient_checkpointing")),
         reference=float(grpo(spec, "beta")) != 0,
-        old=bool(several) or (apart and bool(grpo(spec, "vllm_importance_sampling_correction"))),
+        old=bool(is_window_split) or (uses_vllm and bool(grpo(spec, "vllm_importance_sampling_correction"))),
     )
 
 
 def steps_of(spec: RunSpec) -> int | None:
-    """Optimizer steps of the whole run; None where only the number of the dataset's rows would tell."""
+    """Return the optimizer steps of the run; None if they depend on the dataset's number of rows."""
     steps = int(grpo(spec, "max_steps"))
     return steps if steps > 0 else None
 
 
-# The model: its size, and its shape by its config.json.
+# The model: its size, and its shape from its config.json.
 
 FindSize = Callable[[RunSpec], ModelSize]
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """What is known of it; `unknown` says in a line what is not, and why."""
+    """The known facts about a model; `unknown` is a line about the missing ones."""
 
     params: int | None = None
     stored_bytes: int | None = None
@@ -116,112 +116,111 @@ class KnownModel:
     unknown: str = ""
 
 
-def know_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
-    """Look for the model: in its folder, in the hub's cache, at the hub."""
+def find_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
+    """Look up the model in its folder, in the hub's cache, and on the hub."""
     try:
         size = find_size(spec)
     except NotKnown as error:
         config = find_config(spec)
         if not config:
-            return KnownModel(unknown=f"{spec.trainer.model}: its size is not known ({error})")
-        return _by_shape(spec, config)
-    if why := _not_told(spec, size.config):
-        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
+            return KnownModel(unknown=f"{spec.trainer.model}: its size is unknown ({error})")
+        return _from_config(spec, config)
+    if problem := _memory_problem(spec, size.config):
+        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
     try:
         shape = with_all_params(shape_of(size.config), size.params)
     except UnknownShape as error:
-        why = f"{spec.trainer.model}: its memory is not known: {error}"
-        return KnownModel(size.params, size.stored_bytes, size.config, None, why)
+        problem = f"{spec.trainer.model}: its memory is unknown: {error}"
+        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
     return KnownModel(size.params, size.stored_bytes, size.config, shape)
 
 
-def _not_told(spec: RunSpec, config: Mapping[str, Any]) -> str:
-    """Why no memory is planned for a model whose size is known; empty where nothing is in the way."""
-    told = f"{spec.trainer.model}: its memory is not known"
+def _memory_problem(spec: RunSpec, config: Mapping[str, Any]) -> str:
+    """Return why the memory of a model cannot be planned; empty if it can."""
+    problem = f"{spec.trainer.model}: its memory is unknown"
     if not config:
-        return f"{told}: its config.json cannot be had; of a gated model the hub shows it with HF_TOKEN alone"
-    asked = spec.grpo.get("model_init_kwargs")
-    if config.get("quantization_config") or any(word in str(asked) for word in QUANTISED_WORDS):
-        return f"{told}: it is quantised, and how many bytes a weight then takes is not planned"
+        return f"{problem}: its config.json is not available; for a gated model set HF_TOKEN"
+    settings = spec.grpo.get("model_init_kwargs")
+    if config.get("quantization_config") or any(word in str(settings) for word in QUANTISED_WORDS):
+        return f"{problem}: it is quantised, and the bytes per weight are then not planned"
     return ""
 
 
-def _by_shape(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
-    """Without its weights, by its config.json alone; stored in two bytes each, as most are."""
-    if why := _not_told(spec, config):
-        return KnownModel(config=config, unknown=why)
+def _from_config(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
+    """Return a model known only by its config.json; assume that it stores two bytes per weight, as most do."""
+    if problem := _memory_problem(spec, config):
+        return KnownModel(config=config, unknown=problem)
     try:
         shape = shape_of(config)
     except UnknownShape as error:
-        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is not known: {error}")
+        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is unknown: {error}")
     return KnownModel(shape.params, 2 * shape.params, config, shape)
 
 
-def asked_once(find_size: FindSize) -> FindSize:
-    """The same for one run, with its answer kept: the hub is asked for seconds."""
-    answers: list[ModelSize | NotKnown] = []
+def cached_lookup(find_size: FindSize) -> FindSize:
+    """Return `find_size` with a cache for one run, because a query to the hub takes seconds."""
+    results: list[ModelSize | NotKnown] = []
 
-    def ask(spec: RunSpec) -> ModelSize:
-        if not answers:
+    def lookup(spec: RunSpec) -> ModelSize:
+        if not results:
             try:
-                answers.append(find_size(spec))
+                results.append(find_size(spec))
             except NotKnown as error:
-                answers.append(error)
-        if isinstance(answers[0], NotKnown):
-            raise answers[0]
-        return answers[0]
+                results.append(error)
+        if isinstance(results[0], NotKnown):
+            raise results[0]
+        return results[0]
 
-    return ask
+    return lookup
 
 
 def active_params(shape: Shape) -> int:
-    """Parameters that a token goes through: of a mixture only the experts that are chosen, and the head, but not
-    the embedding, which is looked up."""
-    through = shape.text_params - (0 if shape.tied else shape.embedding_params)
+    """Return the parameters that compute a token: the head and only the chosen experts, without the embedding."""
+    active = shape.text_params - (0 if shape.tied else shape.embedding_params)
     if shape.experts is None:
-        return through
-    one = shape.experts
-    return through - shape.routed_params * (one.count - one.chosen) // one.count
+        return active
+    experts = shape.experts
+    return active - shape.routed_params * (experts.count - experts.chosen) // experts.count
 
 
-# DeepSpeed's configuration in a file of its own: it decides how weights are divided.
+# DeepSpeed's configuration in a separate file: it determines how weights are sharded.
 
 
 def with_deepspeed(spec: RunSpec) -> RunSpec:
-    """Return the run with that file's content in its place (`grpo.deepspeed`), where it can be read from here."""
-    said = _elsewhere(spec)
-    if said is None:
+    """Return the run with that file's content as `grpo.deepspeed`, if the file is readable here."""
+    config = _deepspeed_file(spec)
+    if config is None:
         return spec
     try:
-        found = json.loads(said)
+        found = json.loads(config)
     except ValueError:
-        found = json_in(Path(spec.workdir, said))
+        found = json_in(Path(spec.workdir, config))
     return replace(spec, grpo={**spec.grpo, "deepspeed": found}) if isinstance(found, dict) and found else spec
 
 
 def unread_deepspeed(spec: RunSpec) -> str:
-    """The file that says how weights are divided, and could not be read; empty where there is none."""
-    return _elsewhere(spec) or ""
+    """Return the DeepSpeed file that could not be read; empty if there is none."""
+    return _deepspeed_file(spec) or ""
 
 
-def _elsewhere(spec: RunSpec) -> str | None:
-    own: Any = (spec.trainer.accelerate or {}).get("deepspeed_config")
-    theirs = spec.grpo.get("deepspeed")
-    if theirs:
-        return theirs if isinstance(theirs, str) else None
-    named = own.get("deepspeed_config_file") if isinstance(own, Mapping) else None
-    return str(named) if named else None
+def _deepspeed_file(spec: RunSpec) -> str | None:
+    accelerate: Any = (spec.trainer.accelerate or {}).get("deepspeed_config")
+    deepspeed = spec.grpo.get("deepspeed")
+    if deepspeed:
+        return deepspeed if isinstance(deepspeed, str) else None
+    file = accelerate.get("deepspeed_config_file") if isinstance(accelerate, Mapping) else None
+    return str(file) if file else None
 
 
-# The machines of each role: their GPUs, what these have to hold, and which kinds could hold it.
+# The machines of each role: their GPUs, the memory that they need, and the kinds of GPU that have it.
 
-# Of a GPU's memory: what is planned with; the rest is lost to fragments and to what other libraries keep.
+# Share of a GPU's memory to plan with; the rest goes to fragmentation and other libraries.
 PLANNED_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """GPUs by name: those of the table, and others whose memory a catalog tells."""
+    """GPUs by name: those in our table, and others whose memory a catalog lists."""
 
     all: Mapping[str, Gpu]
 
@@ -230,30 +229,31 @@ class Kinds:
 
 
 def kinds_with(memory_mib: Mapping[str, float]) -> Kinds:
-    """The table's kinds, and a catalog's of which only the memory is known, in MiB by name."""
+    """Return the table's kinds and a catalog's, of which only the memory is known, in MiB by name."""
     others = {name: Gpu(name, round(mib), 0.0, 0.0) for name, mib in memory_mib.items() if gpu_named(name) is None}
-    return Kinds({one.name: one for one in GPUS} | others)
+    return Kinds({gpu.name: gpu for gpu in GPUS} | others)
 
 
 def named_kinds(resources: Mapping[str, Any]) -> list[str]:
-    """The kinds of GPUs that SkyPilot's `resources` names, alternatives too, in their order."""
-    found = [name for one in alternatives_of(resources) for name in kinds_in(one.get("accelerators"))]
+    """Return the kinds of GPUs in SkyPilot's `resources`, in order, including alternatives."""
+    alternatives = alternatives_of(resources)
+    found = [name for machine in alternatives for name in kinds_in(machine.get("accelerators"))]
     return list(dict.fromkeys(found))
 
 
 def kinds_in(accelerators: Any) -> list[str]:
-    """The kinds in `accelerators`: `H100:8`, `{H100: 8}`, or a list of them."""
+    """Return the kinds in `accelerators`: `H100:8`, `{H100: 8}`, or a list of them."""
     listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
-    return [str(one).partition(":")[0] for one in listed]
+    return [str(text).partition(":")[0] for text in listed]
 
 
 def has_room(used_bytes: int, gpu: Gpu) -> bool:
-    """Whether a GPU holds so many bytes of a trainer."""
+    """Return whether a GPU has this much memory for a trainer."""
     return used_bytes <= PLANNED_SHARE * gpu.memory_bytes
 
 
-def computes(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
-    """Whether it has the type that the role computes in: TRL's default is bfloat16, and vLLM's the model's own."""
+def supports_dtype(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
+    """Return whether the GPU supports the role's type: TRL defaults to bfloat16, vLLM to the model's type."""
     if gpu.has_bf16:
         return True
     if role is Role.TRAINER:
@@ -261,15 +261,15 @@ def computes(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
     return str(spec.rollout.vllm.get("dtype", "auto")).lower() in ("half", "float16", "float", "float32")
 
 
-def of_trainer(spec: RunSpec, model: KnownModel) -> TrainerMemory | None:
-    """What training takes; None where the model's shape is not known, or how its weights are divided."""
+def trainer_memory_of(spec: RunSpec, model: KnownModel) -> TrainerMemory | None:
+    """Return the memory of training; None if the model's shape or the sharding of its weights is unknown."""
     if model.shape is None or unread_deepspeed(spec):
         return None
     return trainer_memory(model.shape, training_of(spec, model.shape, prompt_tokens(spec)))
 
 
-def of_engine(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory | None:
-    """What an engine takes of GPUs of this kind; None where the model's shape is not known."""
+def engine_memory_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory | None:
+    """Return the memory of an engine on GPUs of this kind; None if the model's shape is unknown."""
     if model.shape is None:
         return None
     engines = max(1, gpus_of(Role.ROLLOUT, spec) // engine_gpus(spec.rollout.vllm))
@@ -277,26 +277,26 @@ def of_engine(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory | None
 
 
 def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
-    """Whether machines of the role can have such GPUs, as many as run.yaml names; None where nobody can tell."""
-    if not computes(spec, role, gpu):
+    """Return whether the role fits on run.yaml's number of such GPUs; None if unknown."""
+    if not supports_dtype(spec, role, gpu):
         return False
     if role is Role.TRAINER:
-        trainer = of_trainer(spec, model)
+        trainer = trainer_memory_of(spec, model)
         return None if trainer is None else has_room(trainer.gpu.total_bytes, gpu)
-    engine = of_engine(spec, model, gpu)
+    engine = engine_memory_of(spec, model, gpu)
     return None if engine is None else engine.sequences >= 1 and engine.gpu.total_bytes <= gpu.memory_bytes
 
 
 def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, prices: Prices) -> MachinePlan:
-    """Return the plan of a role's machines. Where run.yaml names no GPU, the smallest that fits stands in."""
+    """Return the plan of a role's machines. If run.yaml names no GPU, use the smallest that fits."""
     section = spec.trainer if role is Role.TRAINER else spec.rollout
     named = named_kinds(section.resources)
     gpu = kinds.named(named[0]) if named else smallest(spec, model, role)
     least, most = (1, 1) if role is Role.TRAINER else (spec.rollout.replicas.min, spec.rollout.replicas.max)
     parts: dict[str, Any] = {}
-    if role is Role.TRAINER and (trainer := of_trainer(spec, model)) is not None:
+    if role is Role.TRAINER and (trainer := trainer_memory_of(spec, model)) is not None:
         parts = {"memory": dict(trainer.gpu.parts), "moment": trainer.gpu.moment, "host": dict(trainer.host.parts)}
-    if role is Role.ROLLOUT and gpu is not None and (engine := of_engine(spec, model, gpu)) is not None:
+    if role is Role.ROLLOUT and gpu is not None and (engine := engine_memory_of(spec, model, gpu)) is not None:
         parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment, "host": dict(engine.host.parts)}
         parts |= {"cache_tokens": engine.tokens, "sequences": engine.sequences}
     return MachinePlan(
@@ -315,17 +315,19 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
 
 
 def smallest(spec: RunSpec, model: KnownModel, role: Role) -> Gpu | None:
-    """The kind with the least memory that fits; None where none does, nobody can tell, or nothing is computed on
-    GPUs. One machine's are of one kind, whichever role has them."""
+    """Return the fitting kind of GPU with the least memory; None if none fits, if unknown, or without GPUs.
+
+    On the local cloud all roles share one machine, so the kind must fit all of them.
+    """
     if grpo(spec, "use_cpu"):
         return None
     roles = [role] if spec.cloud != "local" or generates_itself(spec) else list(Role)
-    fitting = [gpu for gpu in GPUS if all(fits(spec, model, one, gpu) for one in roles)]
+    fitting = [gpu for gpu in GPUS if all(fits(spec, model, needed, gpu) for needed in roles)]
     return min(fitting, key=lambda gpu: (gpu.memory_mib, -gpu.bandwidth_gb_per_s), default=None)
 
 
 def needed_gpus(spec: RunSpec, role: Role) -> int:
-    """GPUs of one machine of the role, as run.yaml has it: with other kinds as many are asked for."""
+    """Return the GPUs per machine of the role in run.yaml, which also applies to other kinds."""
     if role is Role.TRAINER:
         return max(1, gpus_of(role, spec), processes_of(spec))
     return 0 if generates_itself(spec) else max(1, gpus_of(role, spec), engine_gpus(spec.rollout.vllm))

@@ -1,4 +1,4 @@
-"""What is known to go wrong, and is not an error: each rule by itself. `validate` has told of others."""
+"""Rules that warn about known problems of a plan. `validate` reports other mistakes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from urllib.parse import urlsplit
 
 from orchestrator.clouds.sky.work import places
 from orchestrator.plan.machines import (
+    PLANNED_SHARE,
     KnownModel,
     completion_tokens,
-    computes,
     grpo,
     has_room,
-    of_trainer,
     prompt_tokens,
+    supports_dtype,
+    trainer_memory_of,
 )
 from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
 from policies.model.gpus import VISIBLE, engine_gpus
@@ -28,19 +29,19 @@ from policies.sizing.speed import Gpu, gpu_named
 from policies.sizing.training import divides_weights, training_of
 from policies.weights.adapters import QUANTISED, why_whole
 
-# Half of what lies between a weight of about 0.02, as most are, and its neighbours in bfloat16, which keeps 8
-# binary digits: an update below it changes nothing. AdamW's updates are about as large as the learning rate.
-KEPT_UPDATE = 2**-6 * 2**-7 / 2
-DIVIDED_BY = "tensor-parallel-size"
+# Half the distance between typical weights of about 0.02 and their neighbours in bfloat16, which has 8 significant
+# bits: a smaller update is rounded away. AdamW's updates are about as large as the learning rate.
+UPDATE_MIN = 2**-6 * 2**-7 / 2
+TENSOR_PARALLEL = "tensor-parallel-size"
 LISTED_SIZES = 6
-LONG_S = 1800.0  # between two checkpoints of a trainer that may be taken away
+CHECKPOINT_S_MAX = 1800.0  # between two checkpoints of a trainer on spot
 EGRESS_USD_PER_GB = 0.09  # AWS to the internet, list price of the first 10 TB a month, 2025
 STORE_CLOUDS = {"s3": "aws", "gs": "gcp", "az": "azure"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a rule looks at."""
+class PlannedRun:
+    """The input of a rule."""
 
     spec: RunSpec
     model: KnownModel
@@ -52,215 +53,224 @@ class Seen:
     money: tuple[MoneyPlan, ...] = ()
 
     def gpu(self, machine: MachinePlan | None) -> Gpu | None:
-        """The machine's GPU as run.yaml names it; None where it names none."""
+        """Return the machine's GPU if run.yaml names it, else None."""
         return gpu_named(machine.gpu) if machine is not None and machine.gpu_is_named else None
 
 
-def find_pitfalls(seen: Seen) -> tuple[Warned, ...]:
-    """Return what every rule says."""
-    return tuple(warned for rule in RULES for warned in rule(seen))
+def find_pitfalls(run: PlannedRun) -> tuple[Warned, ...]:
+    """Return the warnings of all rules."""
+    return tuple(warning for rule in RULES for warning in rule(run))
 
 
-def type_is_missing(seen: Seen) -> Iterator[Warned]:
-    """GPUs before Ampere have no bfloat16, which is TRL's default and most models' type."""
-    for machine in (seen.trainer, seen.rollout):
-        gpu = seen.gpu(machine)
-        if machine is None or gpu is None or computes(seen.spec, machine.role, gpu):
+def bfloat16_missing(run: PlannedRun) -> Iterator[Warned]:
+    """GPUs before Ampere lack bfloat16, which is the default of TRL and the type of most models."""
+    for machine in (run.trainer, run.rollout):
+        gpu = run.gpu(machine)
+        if machine is None or gpu is None or supports_dtype(run.spec, machine.role, gpu):
             continue
         remedy = "grpo.fp16: true" if machine.role is Role.TRAINER else "rollout.vllm.dtype: half"
-        yield Warned(_accelerators(machine), f"{gpu.name} has no bfloat16; set {remedy}, or take a newer GPU")
+        yield Warned(_accelerators(machine), f"{gpu.name} has no bfloat16; set {remedy}, or use a newer GPU")
 
 
-def trainer_is_too_small(seen: Seen) -> Iterator[Warned]:
-    gpu, needed = seen.gpu(seen.trainer), seen.trainer.memory_bytes
+def trainer_out_of_memory(run: PlannedRun) -> Iterator[Warned]:
+    gpu, needed = run.gpu(run.trainer), run.trainer.memory_bytes
     if gpu is None or needed is None or has_room(needed, gpu):
         return
-    told = f"training needs {needed / GIB:.0f} GiB of each GPU, and {gpu.name} has {gpu.memory_bytes / GIB:.0f}"
-    yield Warned(_accelerators(seen.trainer), f"{told}; {remedy_of(seen.spec, seen.model, gpu)}")
+    available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}, of which {PLANNED_SHARE:.0%} are usable"
+    problem = f"training needs {needed / GIB:.0f} GiB on each GPU, but {available}"
+    yield Warned(_accelerators(run.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
 
 
-def one_process_sees_several(seen: Seen) -> Iterator[Warned]:
-    """The trainer refuses them, on a machine that is paid for by then."""
-    spec, gpus = seen.spec, seen.trainer.gpus
+def too_few_processes(run: PlannedRun) -> Iterator[Warned]:
+    """The trainer would refuse the extra GPUs, on a machine that is already paid for."""
+    spec, gpus = run.spec, run.trainer.gpus
     if gpus < 2 or processes_of(spec) > 1 or spec.grpo.get("use_cpu") or VISIBLE in spec.trainer.env:
         return
-    told = f"one process trains, and would see {gpus} GPUs: TRL trains on one in each"
-    helps = f"set it to {gpus}, or {VISIBLE}: '0' in trainer.env"
-    yield Warned("trainer.accelerate.num_processes", f"{told}; {helps}")
+    problem = f"the single training process would see {gpus} GPUs, but TRL uses one GPU per process"
+    remedy = f"set num_processes to {gpus}, or {VISIBLE}: '0' in trainer.env"
+    yield Warned("trainer.accelerate.num_processes", f"{problem}; {remedy}")
 
 
-def only_with_checkpointing(seen: Seen) -> Iterator[Warned]:
-    gpu = seen.gpu(seen.trainer)
-    if gpu is None or not seen.trainer.fits or not grpo(seen.spec, "gradient_checkpointing"):
+def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[Warned]:
+    gpu = run.gpu(run.trainer)
+    if gpu is None or not run.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
         return
-    without = of_trainer(with_grpo(seen.spec, gradient_checkpointing=False), seen.model)
+    without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
     if without is not None and not has_room(without.gpu.total_bytes, gpu):
         needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
-        yield Warned("grpo.gradient_checkpointing", f"leave it on: without it training needs {needed} of each GPU")
+        yield Warned("grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU")
 
 
-def frozen_in_float32(seen: Seen) -> Iterator[Warned]:
-    """Frozen weights gain nothing from float32, in which TRL 1.16 loads them unless it is told."""
-    settings, shape = model_settings(seen.spec.grpo), seen.model.shape
-    if seen.spec.trainer.peft is None or shape is None or settings.get("dtype") or settings.get("torch_dtype"):
+def frozen_weights_in_float32(run: PlannedRun) -> Iterator[Warned]:
+    """Frozen weights do not benefit from float32, which is TRL 1.16's default."""
+    settings, shape = model_settings(run.spec.grpo), run.model.shape
+    if run.spec.trainer.peft is None or shape is None or settings.get("dtype") or settings.get("torch_dtype"):
         return
-    width = training_of(seen.spec, shape, prompt_tokens(seen.spec)).stored_bytes
-    if width == 4 and not grpo(seen.spec, "use_cpu"):
+    width = training_of(run.spec, shape, prompt_tokens(run.spec)).stored_bytes
+    if width == 4 and not grpo(run.spec, "use_cpu"):
         size = shape.params * width / GIB
-        told = f"TRL loads the frozen base model in float32, {size:.1f} GiB"
-        yield Warned("grpo.model_init_kwargs", f"{told}; {{dtype: bfloat16}} halves it")
+        problem = f"TRL loads the frozen base model in float32, {size:.1f} GiB"
+        yield Warned("grpo.model_init_kwargs", f"{problem}; {{dtype: bfloat16}} halves it")
 
 
-def updates_are_lost(seen: Seen) -> Iterator[Warned]:
-    settings, rate = model_settings(seen.spec.grpo), float(grpo(seen.spec, "learning_rate"))
+def bfloat16_loses_updates(run: PlannedRun) -> Iterator[Warned]:
+    settings, rate = model_settings(run.spec.grpo), float(grpo(run.spec, "learning_rate"))
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "").removeprefix("torch.")
-    if seen.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= KEPT_UPDATE:
+    if run.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= UPDATE_MIN:
         return
-    if sharding_of(seen.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep what they update in float32
+    if sharding_of(run.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep trained weights in float32
         return
-    told = f"weights that are trained in bfloat16 lose most updates at a learning rate of {rate:g}"
-    yield Warned("grpo.model_init_kwargs", f"{told}; leave dtype out, for float32, or train adapters")
+    problem = f"weights trained in bfloat16 lose most updates at a learning rate of {rate:g}"
+    yield Warned("grpo.model_init_kwargs", f"{problem}; remove dtype to train in float32, or train adapters")
 
 
-def engine_is_too_small(seen: Seen) -> Iterator[Warned]:
-    rollout, gpu = seen.rollout, seen.gpu(seen.rollout)
-    if rollout is None or gpu is None or seen.model.shape is None or rollout.sequences is None:
+def engine_out_of_memory(run: PlannedRun) -> Iterator[Warned]:
+    rollout, gpu = run.rollout, run.gpu(run.rollout)
+    if rollout is None or gpu is None or run.model.shape is None or rollout.sequences is None:
         return
-    engine = engine_of(seen.spec, seen.model.shape, seen.model.config)
+    engine = engine_of(run.spec, run.model.shape, run.model.config)
     if rollout.cache_tokens == 0:
-        told = f"the weights leave no room for keys and values on {gpu.name}"
-        yield Warned(_accelerators(rollout), f"{told}; set tensor-parallel-size, or take a larger GPU")
+        problem = f"the weights leave no memory for the KV cache on {gpu.name}"
+        yield Warned(_accelerators(rollout), f"{problem}; set tensor-parallel-size, or use a larger GPU")
     elif rollout.sequences < 1:
-        told = f"the KV cache holds {rollout.cache_tokens:,} tokens, and vLLM starts only if one sequence"
-        least = prompt_tokens(seen.spec) + completion_tokens(seen.spec)
+        needed_tokens = prompt_tokens(run.spec) + completion_tokens(run.spec)
+        problem = f"the KV cache holds {rollout.cache_tokens:,} tokens, but vLLM must fit one sequence of"
         yield Warned(
-            "rollout.vllm.max-model-len", f"{told} of {engine.max_tokens:,} fits; set e.g. max-model-len: {least}"
+            "rollout.vllm.max-model-len",
+            f"{problem} {engine.max_tokens:,} to start; set e.g. max-model-len: {needed_tokens}",
         )
     elif (needed := rollout.memory_bytes) is not None and needed > gpu.memory_bytes:
-        told = f"with it an engine takes {needed / GIB:.0f} GiB, and {gpu.name} has {gpu.memory_bytes / GIB:.0f}"
+        available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}"
+        problem = f"an engine then takes {needed / GIB:.0f} GiB, but {available}"
         yield Warned(
-            "rollout.vllm.kv-cache-memory-bytes", f"{told}; leave it out, and vLLM takes what there is room for"
+            "rollout.vllm.kv-cache-memory-bytes", f"{problem}; remove it, and vLLM uses the available memory"
         )
 
 
-def heads_do_not_divide(seen: Seen) -> Iterator[Warned]:
-    """vLLM divides an engine's heads over its GPUs evenly, or does not start (0.32, `config/model.py`)."""
-    size = {name.replace("_", "-"): value for name, value in seen.spec.rollout.vllm.items()}.get(DIVIDED_BY)
-    shape = seen.model.shape
-    if seen.rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
+def heads_not_divisible(run: PlannedRun) -> Iterator[Warned]:
+    """vLLM only starts if an engine's GPUs evenly divide the attention heads (0.32, `config/model.py`)."""
+    size = {name.replace("_", "-"): value for name, value in run.spec.rollout.vllm.items()}.get(TENSOR_PARALLEL)
+    shape = run.model.shape
+    if run.rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
         return
-    fitting = [str(one) for one in range(1, shape.heads + 1) if shape.heads % one == 0][:LISTED_SIZES]
-    told = f"the model's {shape.heads} attention heads are no multiple of {size}, and vLLM does not start"
-    yield Warned(f"rollout.vllm.{DIVIDED_BY}", f"{told}; expected one of {', '.join(fitting)}")
+    divisors = [str(count) for count in range(1, shape.heads + 1) if shape.heads % count == 0][:LISTED_SIZES]
+    problem = f"vLLM does not start: the model's {shape.heads} attention heads are not divisible by {size}"
+    yield Warned(f"rollout.vllm.{TENSOR_PARALLEL}", f"{problem}; expected one of {', '.join(divisors)}")
 
 
-def quantised(seen: Seen) -> Iterator[Warned]:
-    """`validate` has no config.json of a model that is not in a folder here; its trainer would refuse it."""
-    if not generates_itself(seen.spec) and seen.model.config.get("quantization_config"):
-        told = f"{QUANTISED}, and the run ends at its first start"
-        yield Warned("trainer.model", f"{told}; name the model as it was before")
+def quantised_model(run: PlannedRun) -> Iterator[Warned]:
+    """`validate` cannot check a hub model's config.json; the trainer would refuse the model."""
+    if not generates_itself(run.spec) and run.model.config.get("quantization_config"):
+        problem = f"{QUANTISED}, and the run would fail at its first start"
+        yield Warned("trainer.model", f"{problem}; name the unquantised model")
 
 
-def cache_makes_rounds(seen: Seen) -> Iterator[Warned]:
-    rollout, step = seen.rollout, seen.step
+def kv_cache_too_small(run: PlannedRun) -> Iterator[Warned]:
+    rollout, step = run.rollout, run.step
     if rollout is None or step is None or not rollout.cache_tokens or not rollout.gpu_is_named:
         return
-    engines = max(1, rollout.gpus // engine_gpus(seen.spec.rollout.vllm)) * max(1, step.nodes)
-    each = step.completions / engines
-    held = rollout.cache_tokens / (prompt_tokens(seen.spec) + completion_tokens(seen.spec))
-    if 1 <= held < each:
-        told = f"an engine's KV cache holds {held:.0f} completions of full length, and its share of a step is"
-        yield Warned("rollout.vllm", f"{told} {each:.0f}: vLLM makes them in turns, or drops and repeats some")
+    engines = max(1, rollout.gpus // engine_gpus(run.spec.rollout.vllm)) * max(1, step.nodes)
+    share = step.completions / engines
+    capacity = rollout.cache_tokens / (prompt_tokens(run.spec) + completion_tokens(run.spec))
+    if 1 <= capacity < share:
+        problem = (
+            f"an engine's KV cache holds {capacity:.0f} completions of full length, but a step is {share:.0f}"
+        )
+        yield Warned("rollout.vllm", f"{problem} per engine: vLLM queues some, or preempts and repeats them")
 
 
-def context_is_too_long(seen: Seen) -> Iterator[Warned]:
-    """`validate` has no config.json of a model that is not in a folder here."""
-    spec = seen.spec
+def context_too_long(run: PlannedRun) -> Iterator[Warned]:
+    """`validate` cannot check a hub model's config.json."""
+    spec = run.spec
     flags = {} if generates_itself(spec) else spec.rollout.vllm
-    if found := context_problem(flags, spec.rollout.env, completion_tokens(spec), seen.model.config):
+    if found := context_problem(flags, spec.rollout.env, completion_tokens(spec), run.model.config):
         yield Warned(".".join(found[0]), found[1])
 
 
-def adapter_is_merged(seen: Seen) -> Iterator[Warned]:
-    """`validate` has no config.json of a model that is not in a folder here."""
-    spec, model = seen.spec, seen.model
+def adapter_merged(run: PlannedRun) -> Iterator[Warned]:
+    """`validate` cannot check a hub model's config.json."""
+    spec, model = run.spec, run.model
     if spec.trainer.peft is None or generates_itself(spec) or Path(spec.workdir, spec.trainer.model).is_dir():
         return
     if (why := why_whole(spec, model.config)) and not why_whole(spec, {}):
-        yield Warned("trainer.peft", f"each step publishes merged weights, not the adapter alone: {why}")
+        yield Warned("trainer.peft", f"each step publishes merged weights instead of the adapter: {why}")
 
 
-def store_is_elsewhere(seen: Seen) -> Iterator[Warned]:
-    """What leaves a cloud is paid for: checkpoints and policies go to the store, and come from it."""
-    store = STORE_CLOUDS.get(urlsplit(seen.spec.storage).scheme)
-    if seen.spec.cloud != "sky" or store is None:
+def store_in_other_cloud(run: PlannedRun) -> Iterator[Warned]:
+    """Clouds charge for outgoing traffic: checkpoints and policies go to the store, and policies come from it."""
+    store = STORE_CLOUDS.get(urlsplit(run.spec.storage).scheme)
+    if run.spec.cloud != "sky" or store is None:
         return
     for machine, resources in (
-        (seen.trainer, seen.spec.trainer.resources),
-        (seen.rollout, seen.spec.rollout.resources),
+        (run.trainer, run.spec.trainer.resources),
+        (run.rollout, run.spec.rollout.resources),
     ):
         clouds = {place.split("/")[0].lower() for place in places(resources) if place} - {"*"}
         others = sorted(clouds - {store})
         if machine is None or not others:
             continue
-        used = next((one for one in seen.syncs if one.used), None)
-        each = f", a node {used.size_bytes / 1e9:.2g} GB a step" if used and machine.role is Role.ROLLOUT else ""
-        told = f"the {machine.role} may be at {', '.join(others)} and the store is at {store}: what leaves a cloud"
-        yield Warned("storage", f"{told} costs about {EGRESS_USD_PER_GB} $/GB{each}; keep both at one")
+        used = next((sync for sync in run.syncs if sync.used), None)
+        cost = f"{EGRESS_USD_PER_GB} $/GB"
+        if used is not None and machine.role is Role.ROLLOUT:
+            cost += f", {used.size_bytes / 1e9:.2g} GB a step for each node"
+        problem = f"the {machine.role} may be in {', '.join(others)}, but the store is in {store}"
+        yield Warned("storage", f"{problem}: traffic between clouds costs about {cost}; use one cloud")
 
 
-def checkpoints_are_rare(seen: Seen) -> Iterator[Warned]:
-    if seen.trainer.market is not Market.SPOT or seen.lost is None or seen.lost.most_s <= LONG_S:
+def rare_checkpoints(run: PlannedRun) -> Iterator[Warned]:
+    if run.trainer.market is not Market.SPOT or run.lost is None or run.lost.most_s <= CHECKPOINT_S_MAX:
         return
-    told = f"the trainer is on spot, and up to {seen.lost.most_s / 60:.0f} minutes of training are made again"
-    yield Warned("grpo.save_steps", f"{told} when it is taken without notice; a lower one loses less")
+    problem = f"the trainer is on spot: a preemption without notice costs up to {run.lost.most_s / 60:.0f} minutes"
+    yield Warned("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
 
 
-def step_outlasts_its_deadline(seen: Seen) -> Iterator[Warned]:
-    step = seen.step
-    if seen.rollout is None or step is None or step.generate_s is None:
+def generation_exceeds_deadline(run: PlannedRun) -> Iterator[Warned]:
+    step = run.step
+    if run.rollout is None or step is None or step.generate_s is None:
         return
-    if step.generate_s > seen.spec.rollout.deadline_s:
-        told = f"a step's completions take about {step.generate_s:.0f} s"
-        yield Warned("rollout.deadline_s", f"{told}, and a request may wait {seen.spec.rollout.deadline_s:.0f} s")
+    if step.generate_s > run.spec.rollout.deadline_s:
+        problem = f"a step's completions take about {step.generate_s:.0f} s"
+        yield Warned(
+            "rollout.deadline_s", f"{problem}, but a request may wait {run.spec.rollout.deadline_s:.0f} s"
+        )
 
 
-def budget_ends_it(seen: Seen) -> Iterator[Warned]:
-    """Nothing is bought that does not fit under a budget, and a run that reaches it stops."""
-    caps, used = seen.spec.budget, next((one.cost for one in seen.money if one.used), None)
+def budget_too_small(run: PlannedRun) -> Iterator[Warned]:
+    """Machines that exceed a budget are not bought, and a run that reaches its budget stops."""
+    caps, used = run.spec.budget, next((way.cost for way in run.money if way.used), None)
     if used is None:
         return
     if caps.usd_per_h is not None and used.usd_per_h > caps.usd_per_h:
-        told = f"the machines cost {used.usd_per_h:.2f} USD an hour, so not all of them are bought"
-        yield Warned("budget.usd_per_h", f"{told}; expected at least that")
+        problem = f"the machines cost {used.usd_per_h:.2f} USD an hour, so not all of them will be bought"
+        yield Warned("budget.usd_per_h", f"{problem}; expected at least that")
     if (
         caps.usd is not None
         and used.to_end_usd is not None
         and used.to_end_usd > caps.usd
-        and seen.step is not None
+        and run.step is not None
     ):
-        step = int(caps.usd / (used.usd_per_h * seen.step.step_s / 3600))
-        told = f"the run costs about {used.to_end_usd:.2f} USD, so it stops at step {step} or so"
-        yield Warned("budget.usd", f"{told}; more, or fewer steps, lets it end")
+        step = int(caps.usd / (used.usd_per_h * run.step.step_s / 3600))
+        problem = f"the run costs about {used.to_end_usd:.2f} USD, so it stops at about step {step}"
+        yield Warned("budget.usd", f"{problem}; raise it, or lower grpo.max_steps")
 
 
-RULES: tuple[Callable[[Seen], Iterator[Warned]], ...] = (
-    type_is_missing,
-    trainer_is_too_small,
-    one_process_sees_several,
-    only_with_checkpointing,
-    frozen_in_float32,
-    updates_are_lost,
-    engine_is_too_small,
-    heads_do_not_divide,
-    quantised,
-    cache_makes_rounds,
-    context_is_too_long,
-    adapter_is_merged,
-    store_is_elsewhere,
-    checkpoints_are_rare,
-    step_outlasts_its_deadline,
-    budget_ends_it,
+RULES: tuple[Callable[[PlannedRun], Iterator[Warned]], ...] = (
+    bfloat16_missing,
+    trainer_out_of_memory,
+    too_few_processes,
+    needs_gradient_checkpointing,
+    frozen_weights_in_float32,
+    bfloat16_loses_updates,
+    engine_out_of_memory,
+    heads_not_divisible,
+    quantised_model,
+    kv_cache_too_small,
+    context_too_long,
+    adapter_merged,
+    store_in_other_cloud,
+    rare_checkpoints,
+    generation_exceeds_deadline,
+    budget_too_small,
 )
 
 
@@ -268,31 +278,31 @@ def _accelerators(machine: MachinePlan) -> str:
     return f"{machine.role}.resources.accelerators"
 
 
-# What helps a trainer that does not fit its GPUs: tried by the same arithmetic, the least change first.
+# Remedies for a trainer that does not fit its GPUs, smallest change first, checked with the same memory estimate.
 BFLOAT16 = {"dtype": "bfloat16"}
 MACHINE_GPUS = 8  # of the largest machines that clouds rent
 
 
 def remedy_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> str:
-    """The first change with which training fits such GPUs, else what is left once nothing lighter does."""
-    fitting = [words for words, lighter in _lighter(spec) if _fits(lighter, model, gpu)]
+    """Return the smallest change with which training fits these GPUs, else the larger alternatives."""
+    fitting = [text for text, lighter in _lighter(spec) if _fits(lighter, model, gpu)]
     if fitting:
         return f"it would fit with {fitting[0]}"
-    ways = ["a larger GPU"]
+    options = ["a larger GPU"]
     if spec.trainer.peft is None:
-        ways.append("adapters")
-    if not divides_weights(spec) and not generates_itself(spec):  # which needs the whole model
-        ways.append("more GPUs that divide the weights, with ZeRO-3 or FSDP2")
-    return f"take {' or '.join(ways)}"
+        options.append("adapters")
+    if not divides_weights(spec) and not generates_itself(spec):  # generating needs the whole model
+        options.append("more GPUs that shard the weights, with ZeRO-3 or FSDP2")
+    return f"use {' or '.join(options)}"
 
 
 def with_grpo(spec: RunSpec, **changes: Any) -> RunSpec:
-    """The run with other settings of `grpo`."""
+    """Return the run with changed settings of `grpo`."""
     return replace(spec, grpo={**spec.grpo, **changes})
 
 
 def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The run with less memory, the least change first, and all of it at the end."""
+    """Yield changes that need less memory and the changed run, smallest change first, all changes last."""
     settings = dict(model_settings(spec.grpo))
     half = with_grpo(spec, model_init_kwargs={**settings, **BFLOAT16})
     single = with_grpo(spec, per_device_train_batch_size=1)
@@ -300,10 +310,10 @@ def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         yield "gradient_checkpointing: true", with_grpo(spec, gradient_checkpointing=True)
     if spec.trainer.peft is not None:
         yield "model_init_kwargs: {dtype: bfloat16}", half
-    yield "per_device_train_batch_size: 1 and as much more accumulation", single
+    yield "per_device_train_batch_size: 1 and more gradient accumulation", single
     if spec.trainer.peft is None:
         yield "optim: adamw_8bit", with_grpo(spec, optim="adamw_8bit")
-    yield from _divided_further(spec)
+    yield from _more_gpus(spec)
     lightest = with_grpo(half if spec.trainer.peft is not None else spec, gradient_checkpointing=True)
     yield (
         "gradient checkpointing, one completion at a time and bfloat16 for frozen weights",
@@ -311,15 +321,15 @@ def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     )
 
 
-def _divided_further(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Over more GPUs of one machine, where they divide the weights already."""
+def _more_gpus(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Yield the run with more GPUs on its machine, if it shards its weights already."""
     accelerate, count = spec.trainer.accelerate or {}, 2 * processes_of(spec)
     while divides_weights(spec) and count <= MACHINE_GPUS:
         more = replace(spec.trainer, accelerate={**accelerate, "num_processes": count})
-        yield f"{count} GPUs, over which the weights are sharding_of", replace(spec, trainer=more)
+        yield f"{count} GPUs that shard the weights", replace(spec, trainer=more)
         count *= 2
 
 
 def _fits(spec: RunSpec, model: KnownModel, gpu: Gpu) -> bool:
-    memory = of_trainer(spec, model)
+    memory = trainer_memory_of(spec, model)
     return memory is not None and has_room(memory.gpu.total_bytes, gpu)

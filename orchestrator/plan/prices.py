@@ -1,4 +1,4 @@
-"""What a run's machines cost, by its cloud's offers or else SkyPilot's catalog; and where its store is."""
+"""Prices of a run's machines, from its cloud's offers or SkyPilot's catalog; and the place of its store."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ from policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from policies.model.vocabulary import Market, Role
 from policies.sizing.money import Prices
 
-USUAL_CLOUDS = ("aws", "gcp", "azure")  # where run.yaml names none
+USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
 OWN = ("kubernetes", "k8s", "ssh", "slurm")
-ONLINE = "SkyPilot fetches its catalog from github.com, and there was no answer"
+CATALOG_UNREACHABLE = "SkyPilot could not fetch its catalog from github.com"
 
 ListPrices = Callable[[Sequence[str]], PriceList]
 
 
 @dataclass(frozen=True, slots=True)
 class PriceBook:
-    """Prices of a run's machines by role, and the list that others are looked up in.
+    """Prices of a run's machines.
 
-    `source` says in a line where they come from, `unknown` why there are none.
+    Attributes:
+        by_role: prices of the machines in run.yaml.
+        controller_usd_per_h: price of the controller machine.
+        listed: list prices of all machines.
+        source: a line about the origin of the prices.
+        unknown: a line about missing prices.
     """
 
     by_role: dict[Role, Prices] = field(default_factory=dict)
-    beside_usd_per_h: float = 0.0  # of the controller's machine
+    controller_usd_per_h: float = 0.0
     listed: tuple[ListPrice, ...] = ()
     source: str = ""
     unknown: str = ""
@@ -44,39 +49,39 @@ class PriceBook:
         return self.by_role.get(role, Prices())
 
 
-def by_offers(offers: Iterable[Offer], beside_usd_per_h: float = 0.0) -> PriceBook:
-    """The prices that a run's own cloud has just offered; `beside_usd_per_h` is the controller's machine's."""
+def by_offers(offers: Iterable[Offer], controller_usd_per_h: float = 0.0) -> PriceBook:
+    """Return the current offers of the run's cloud as prices."""
     by_role: dict[Role, Prices] = {}
     for offer in offers:
-        here, there = offer.price_usd_per_h, offer.other_market_usd_per_h
-        on_spot = offer.market is Market.SPOT
-        by_role[offer.role] = Prices(there, here) if on_spot else Prices(here, there)
+        this, other = offer.price_usd_per_h, offer.other_market_usd_per_h
+        is_spot = offer.market is Market.SPOT
+        by_role[offer.role] = Prices(other, this) if is_spot else Prices(this, other)
     return PriceBook(
-        by_role, beside_usd_per_h, source="prices: what the cloud offers now; spot changes by the hour"
+        by_role, controller_usd_per_h, source="prices: current offers of the cloud; spot prices change by the hour"
     )
 
 
 def by_rehearsal(spec: RunSpec) -> PriceBook:
-    """The prices that a run on this machine rehearses with; without them it costs nothing."""
+    """Return the `rehearse` prices of a run on this machine; without them it costs nothing."""
     if spec.rehearse is None:
-        return PriceBook(source="prices: none, for the run is on this machine")
+        return PriceBook(source="prices: none, because the run is on this machine")
     roles = {Role.TRAINER: spec.rehearse.trainer_prices, Role.ROLLOUT: spec.rehearse.rollout_prices}
-    by_role = {role: Prices(one.on_demand_usd_per_h, one.spot_usd_per_h) for role, one in roles.items()}
-    return PriceBook(by_role, source="prices: those of `rehearse`")
+    by_role = {role: Prices(prices.on_demand_usd_per_h, prices.spot_usd_per_h) for role, prices in roles.items()}
+    return PriceBook(by_role, source="prices: those of `rehearse` in run.yaml")
 
 
 def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
-    """The list prices of the machines that run.yaml names, and of all others; no cloud is asked."""
+    """Return the catalog's list prices of the machines in run.yaml and of all others; query no cloud."""
     clouds = clouds_of(spec)
     if not clouds:
-        return PriceBook(source="prices: none, for the machines are your own")
+        return PriceBook(source="prices: none, because the machines are your own")
     try:
         found = list_prices(clouds)
     except CloudMissing as error:
         return PriceBook(unknown=f"prices: {error}")
     if not found.prices:
         why = ", ".join(f"{cloud}: {reason}" for cloud, reason in found.missing.items())
-        return PriceBook(unknown=f"prices ({why}); {ONLINE}")
+        return PriceBook(unknown=f"prices ({why}); {CATALOG_UNREACHABLE}")
     dates = ", ".join(f"{cloud} {date}" for cloud, date in found.dates.items())
     return PriceBook(
         by_role={
@@ -84,69 +89,72 @@ def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
             Role.ROLLOUT: _cheapest(spec.rollout.resources, found.prices),
         },
         listed=found.prices,
-        source=f"prices: SkyPilot's catalog as of {dates}; the cheapest region; spot changes by the hour",
-        unknown=f"prices at {', '.join(found.missing)}; {ONLINE}" if found.missing else "",
+        source=f"prices: SkyPilot's catalog as of {dates}; cheapest region; spot prices change by the hour",
+        unknown=f"prices at {', '.join(found.missing)}; {CATALOG_UNREACHABLE}" if found.missing else "",
     )
 
 
 def clouds_of(spec: RunSpec) -> list[str]:
-    """The clouds that the run names, else the usual ones; of one's own machines there is no list of prices."""
-    named = [place for one in (spec.trainer, spec.rollout) for place in places(one.resources) if place]
+    """Return the run's clouds, else the usual ones, without those of own machines, which have no list prices."""
+    named = [place for section in (spec.trainer, spec.rollout) for place in places(section.resources) if place]
     clouds = {place.split("/")[0].lower() for place in named} - {"*"}
     return sorted(clouds - set(OWN)) if clouds else list(USUAL_CLOUDS)
 
 
 def cloud_prices(listed: Iterable[ListPrice], gpu: str, gpus: int, market: Market) -> tuple[CloudPrice, ...]:
-    """At each cloud the cheapest machine on that market with so many of these GPUs, the cheapest cloud first."""
+    """Return each cloud's cheapest machine on that market with this number of GPUs, cheapest cloud first."""
     by_cloud: dict[str, list[ListPrice]] = {}
-    for one in listed:
-        if one.gpu.lower() == gpu.lower() and one.gpus == gpus:
-            by_cloud.setdefault(one.cloud, []).append(one)
-    found = [_at_cloud(cloud, ones, market) for cloud, ones in by_cloud.items()]
-    return tuple(sorted(found, key=lambda one: (_or_inf(_on(one, market)), one.cloud)))
+    for price in listed:
+        if price.gpu.lower() == gpu.lower() and price.gpus == gpus:
+            by_cloud.setdefault(price.cloud, []).append(price)
+    found = [_cheapest_at(cloud, prices, market) for cloud, prices in by_cloud.items()]
+    return tuple(sorted(found, key=lambda price: (_or_inf(_on(price, market)), price.cloud)))
 
 
-def _at_cloud(cloud: str, ones: Sequence[ListPrice], market: Market) -> CloudPrice:
-    best = min(ones, key=lambda one: _or_inf(_on(one, market)))
+def _cheapest_at(cloud: str, prices: Sequence[ListPrice], market: Market) -> CloudPrice:
+    best = min(prices, key=lambda price: _or_inf(_on(price, market)))
     return CloudPrice(
         cloud=cloud,
         instance_type=best.instance_type,
         region=best.region,
-        on_demand_usd_per_h=_least(one.on_demand_usd_per_h for one in ones),
-        spot_usd_per_h=_least(one.spot_usd_per_h for one in ones),
+        on_demand_usd_per_h=_lowest(price.on_demand_usd_per_h for price in prices),
+        spot_usd_per_h=_lowest(price.spot_usd_per_h for price in prices),
     )
 
 
 def _cheapest(resources: dict[str, Any], listed: Sequence[ListPrice]) -> Prices:
-    """Of the machines that are named, where they are named: of `any_of` the cheapest that the list has, of
-    `ordered` the first, as SkyPilot takes them."""
-    each = [[one for one in listed if _is_such(one, wanted)] for wanted in alternatives_of(resources)]
-    by_rank = each if resources.get("ordered") else [[one for ones in each for one in ones]]
-    on_demand = [_least(one.on_demand_usd_per_h for one in ones) for ones in by_rank]
-    spot = [_least(one.spot_usd_per_h for one in ones) for ones in by_rank]
+    """Return the prices of the machines in `resources`: the cheapest of `any_of`, the first of `ordered`, as
+    SkyPilot chooses."""
+    by_alternative = [
+        [price for price in listed if _matches(price, wanted)] for wanted in alternatives_of(resources)
+    ]
+    is_ordered = resources.get("ordered")
+    groups = by_alternative if is_ordered else [[price for prices in by_alternative for price in prices]]
+    on_demand = [_lowest(price.on_demand_usd_per_h for price in prices) for prices in groups]
+    spot = [_lowest(price.spot_usd_per_h for price in prices) for prices in groups]
     return Prices(_first(on_demand), _first(spot))
 
 
-def _is_such(price: ListPrice, wanted: dict[str, Any]) -> bool:
-    """Whether it is of such a machine, in the place that is named."""
+def _matches(price: ListPrice, wanted: dict[str, Any]) -> bool:
+    """Return whether the price is of the wanted machine and place."""
     gpus, machine = _gpus(wanted.get("accelerators")), wanted.get("instance_type")
-    if not (gpus or machine) or not all(_is_in(price, one or "*") for one in places(wanted)):
+    if not (gpus or machine) or not all(_is_in(price, place or "*") for place in places(wanted)):
         return False
     return machine in (None, price.instance_type) and (not gpus or (price.gpu.lower(), price.gpus) in gpus)
 
 
 def _gpus(accelerators: Any) -> set[tuple[str, float | None]]:
-    """Kinds, in small letters, and how many of each, any of which will do."""
+    """Return the accepted (lower-case kind, number) pairs."""
     if isinstance(accelerators, Mapping):
         accelerators = [f"{kind}:{count}" for kind, count in accelerators.items()]
     listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
-    return {(kinds_in(one)[0].lower(), count) for one in listed for count in gpu_counts({"accelerators": one})}
+    return {(kinds_in(text)[0].lower(), count) for text in listed for count in gpu_counts({"accelerators": text})}
 
 
 def _is_in(price: ListPrice, place: str) -> bool:
-    """Whether it is in such a place: `aws/us-east-1/us-east-1a`, `aws` or `*`."""
-    here = (price.cloud, price.region)
-    return all(part in ("*", at) for part, at in zip(place.split("/"), here, strict=False))
+    """Return whether the price is of that place: `aws/us-east-1/us-east-1a`, `aws` or `*`."""
+    actual = (price.cloud, price.region)
+    return all(part in ("*", name) for part, name in zip(place.split("/"), actual, strict=False))
 
 
 def _on(price: CloudPrice | ListPrice, market: Market) -> float | None:
@@ -161,11 +169,11 @@ def _first(prices: Iterable[float | None]) -> float | None:
     return next((price for price in prices if price is not None), None)
 
 
-def _least(prices: Iterable[float | None]) -> float | None:
+def _lowest(prices: Iterable[float | None]) -> float | None:
     return min((price for price in prices if price is not None), default=None)
 
 
-# The store's provider and region, as far as its URL and options tell.
+# The store's provider and region, from its URL and options.
 
 _STORE_CLOUDS = {"gs": "gcp", "az": "azure", "file": "local", "memory": "local", "sim": "aws"}
 _ENDPOINT = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
@@ -174,7 +182,7 @@ _AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
 
 
 def store_place(store: Store) -> Place:
-    """Return where the store is; empty words for what is not known."""
+    """Return the store's cloud and region; empty strings if unknown."""
     scheme = store.url.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         return Place(_STORE_CLOUDS.get(scheme, ""))
@@ -190,4 +198,4 @@ def store_place(store: Store) -> Place:
 
 
 def _first_named(names: tuple[str, ...], *maps: Mapping[str, str]) -> str:
-    return next((one[name] for one in maps for name in names if one.get(name)), "")
+    return next((values[name] for values in maps for name in names if values.get(name)), "")

@@ -1,4 +1,4 @@
-"""What a step takes: as the run's own log has it, else by estimate; generation, training, the weights' way."""
+"""The time of a step, from the run's log or an estimate: generation, training, and sending weights."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from policies.sizing.training import adapter_params, lora_of, training_of
 from policies.weights.adapters import engine_type, why_whole
 from policies.weights.tensors import WIDTH, served_types
 
-LAST_STEPS = 50  # completions change their length as a run goes on
+LAST_STEPS = 50  # only recent steps, because the length of completions changes during a run
 COMPLETION_TOKENS = "completions/mean_length"  # TRL's
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of the last LAST_STEPS logged steps. None: it was not logged.
+    """Measurements of the last LAST_STEPS logged steps. None: not logged.
 
     Attributes:
-        steps: over how many.
-        step_s: the median, from one logged step to the next.
-        timing: the medians of what trainer and nodes do in it.
-        shape: what of a step nodes share, by the rule that the controller buys by.
-        completion_tokens: of a completion, on average.
-        sent_share: bytes that went to the store, of those that the published weights have.
+        steps: number of measured steps.
+        step_s: median time between two steps.
+        timing: medians of the parts of a step.
+        shape: the parts of a step that nodes share and do not share, as the controller computes them.
+        completion_tokens: mean tokens of a completion.
+        sent_share: bytes sent to the store, as a share of the published weights.
     """
 
     steps: int
@@ -57,14 +57,14 @@ class Measured:
 
 
 def measure(store: Store) -> Measured | None:
-    """Read the log of the run in this store; None where there is no run, or it has not made two steps.
+    """Read the log of the run in this store; None without a run or with fewer than two steps.
 
     Raises StoreError.
     """
     if store.get_or_none(layout.RUN) is None:
         return None
     rows = surviving_rows(read_metrics(store))
-    rows = [one for one in rows if one.timeline == rows[-1].timeline][-LAST_STEPS - 1 :]
+    rows = [row for row in rows if row.timeline == rows[-1].timeline][-LAST_STEPS - 1 :]
     gaps = [(after.time_s - before.time_s) / (after.step - before.step) for before, after in pairwise(rows)]
     if not gaps:
         return None
@@ -82,20 +82,20 @@ def measure(store: Store) -> Measured | None:
 
 # Estimates.
 
-USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is counted with the slowest
+USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is estimated with the slowest link
 SHOWN_NODES = 8
 Parts = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A step's seconds: those that no further node shortens, and those that nodes share, by what they are."""
+    """The parts of a step, in seconds."""
 
     train_s: float
     sync_s: float
-    alone_s: float  # of generation: one completion by itself, or all of it where the trainer generates
-    shared_node_s: float
-    overlaps: bool = False  # completions are made while the trainer is at work on earlier steps
+    alone_s: float  # generation that nodes cannot share: a single completion, or all if the trainer generates
+    shared_node_s: float  # generation that nodes share: node-seconds
+    overlaps: bool = False  # nodes generate while the trainer trains on earlier steps
 
     @property
     def shape(self) -> StepShape:
@@ -105,15 +105,15 @@ class Timing:
 
 
 def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> tuple[SyncPlan, ...]:
-    """The forms in which weights may travel, the one that this run uses marked; none where nothing travels."""
+    """Return the forms of sending weights; `used` marks this run's. Empty if no weights are sent."""
     if generates_itself(spec) or model.params is None:
         return ()
     width = WIDTH[served_types(spec.rollout.vllm, model.config).to or "BF16"]
     whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
     adapter = _adapter_bytes(spec, model)
-    alone = spec.trainer.peft is not None and not why_whole(spec, model.config) and adapter is not None
+    sends_adapter = spec.trainer.peft is not None and not why_whole(spec, model.config) and adapter is not None
     share = speed.delta_share(rate)
-    sent = measured.sent_share if measured is not None and measured.sent_share is not None and not alone else None
+    sent = None if measured is None or sends_adapter else measured.sent_share
     share = share if sent is None else sent
     links = speed.LINKS_GBIT_PER_S
     forms = [
@@ -126,7 +126,7 @@ def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> t
         ),
         SyncPlan(
             form="delta",
-            used=not alone,
+            used=not sends_adapter,
             size_bytes=share * whole,
             share=share,
             seconds={link: speed.delta_s(whole, share, link) for link in links},
@@ -136,13 +136,15 @@ def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> t
     if adapter is not None:
         seconds = {link: speed.whole_s(adapter, link) for link in links}
         forms.append(
-            SyncPlan(form="adapter", used=alone, size_bytes=adapter, share=adapter / whole, seconds=seconds)
+            SyncPlan(
+                form="adapter", used=sends_adapter, size_bytes=adapter, share=adapter / whole, seconds=seconds
+            )
         )
     return tuple(forms)
 
 
 def _adapter_bytes(spec: RunSpec, model: KnownModel) -> float | None:
-    """In the type that engines round it to, or, where that is not certain, in float32, as it is trained."""
+    """Return the adapter's size in the engines' type or, if that is unknown, in float32, its type in training."""
     lora = lora_of(spec.trainer.peft, model.shape) if model.shape is not None else None
     if lora is None or model.shape is None:
         return None
@@ -156,7 +158,7 @@ def time_step(
     rollout: MachinePlan | None,
     syncs: tuple[SyncPlan, ...],
 ) -> Timing | None:
-    """Estimate a step; None where the model's shape or the speed of its GPUs is not known."""
+    """Estimate a step; None if the model's shape or the speed of its GPUs is unknown."""
     gpu = gpu_named(trainer.gpu)
     if model.shape is None or gpu is None:
         return None
@@ -171,16 +173,16 @@ def time_step(
     if (engine := _engine(spec, model, rollout)) is None:
         return None
     engines = max(1, rollout.gpus // engine_gpus(spec.rollout.vllm))
-    used = next((one for one in syncs if one.used), None)
+    used = next((sync for sync in syncs if sync.used), None)
     sync_s = used.seconds[USUAL_LINK] if used else 0.0
     shared = speed.shared_by_nodes(engine, work, engines)
     return Timing(train_s, sync_s, *shared, overlaps=spec.rollout.max_staleness > 0)
 
 
 def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engine:
-    """One process of the trainer's as it generates, with transformers, the weights as they are loaded."""
+    """Return a trainer process as an engine that generates with transformers, with the weights as loaded."""
     gpu, training = gpu_named(trainer.gpu), training_of(spec, shape, 0)
-    assert gpu is not None  # its speed was asked for before
+    assert gpu is not None  # checked by the caller
     return speed.Engine(
         gpus=1,
         bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
@@ -217,21 +219,21 @@ def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Eng
 
 
 def _chosen_share(shape: Shape) -> float:
-    """Of the experts, those that a token is sent to."""
+    """Return the share of experts that process a token."""
     return 1.0 if shape.experts is None else min(1.0, shape.experts.chosen / max(1, shape.experts.count))
 
 
 def hourly_prices(
     trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float
 ) -> HourlyPrices | None:
-    """What the machines cost on the markets that run.yaml has them on; None where a price is not known."""
-    beside = trainer.prices.on(trainer.market)
+    """Return the machines' prices on run.yaml's markets; None if a price is unknown."""
+    fixed = trainer.prices.on(trainer.market)
     node = rollout.prices.on(rollout.market) if rollout is not None else 0.0
-    return None if beside is None or node is None else HourlyPrices(beside + controller_usd_per_h, node)
+    return None if fixed is None or node is None else HourlyPrices(fixed + controller_usd_per_h, node)
 
 
 def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> NodesPlan | None:
-    """How many rollout nodes pay; None where there are none."""
+    """Return the cheapest number of rollout nodes; None for a run without rollout nodes."""
     if generates_itself(spec):
         return None
     least, most = max(1, spec.rollout.replicas.min), spec.rollout.replicas.max
@@ -246,7 +248,7 @@ def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> 
 
 
 def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured | None) -> StepPlan | None:
-    """A step with so many nodes: as the run's own log has it, else as estimated; None where neither is known."""
+    """Return a step with `nodes` rollout nodes, from the run's log or the estimate; None without either."""
     if measured is not None:
         return _measured_step(spec, timing, nodes, measured)
     if timing is None:
@@ -257,7 +259,7 @@ def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measur
 
 
 def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured) -> StepPlan:
-    """Where the log does not tell generation, an estimate divides the step between it and all else."""
+    """Return the measured step. If generation was not logged, split the step as in the estimate."""
     if measured.timing is not None:
         found = measured.timing
         parts: Parts = (found.generate_s, found.train_s, found.sync_s)
@@ -271,7 +273,7 @@ def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: M
 
 
 def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured: Measured | None) -> StepPlan:
-    """A step of so many seconds with so many nodes; `parts` are generation, training and the weights' way."""
+    """Return a step; `parts` are the seconds of generation, training, and sending weights."""
     work = work_of(spec, None if measured is None else measured.completion_tokens)
     generate_s, train_s, sync_s = parts
     in_turns_s = overlapped_s = None

@@ -1,7 +1,7 @@
-"""The formats in which trainers leave their metrics; each reader hands on rows under the file's own names.
+"""Readers for the formats in which trainers log metrics. They return rows with the file's own names.
 
-In this order: a console's text and its progress bars, tables, JSON documents, TensorBoard's event files. `read`
-decides which of them a file is; `names` knows what the names mean.
+In this order: console text and its progress bars, tables, JSON documents, TensorBoard's event files. `read`
+selects the format of a file; `names` translates the names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, spelt, step
+from orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, normalize, step
 
 
 class Unreadable(Exception):
-    """What a reader finds wrong, in words that follow the file's name."""
+    """The file cannot be read. The message is printed after the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +29,48 @@ class Log:
     """A file's rows, in its order."""
 
     rows: Sequence[Row]
-    logging_steps: int | None = None  # how far apart rows without a step are; None: unknown
+    logging_steps: int | None = None  # steps between two rows that have no step; None: unknown
     save_steps: int | None = None
 
 
-# A console's text: rows amid other text, with colours, progress bars and names of processes. Rows are
-# - objects of JSON, on a line of their own or amid one;
+# Console text: rows among other text, with colours, progress bars and process names. Rows are
+# - JSON objects, as a whole line or within a line;
 # - dictionaries as Python prints them: TRL's, or OpenRLHF's and slime's after `step 5:`;
-# - lines of names and values that name their step, with `:` or `=` between a name and its value:
+# - lines of names and values that include the step, separated by `:` or `=`:
 #   `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl), `Epoch:[1/2](5/900), Reward: 0.1`
-#   (MiniMind) and, of loops of one's own, `step=5 reward=0.1`, `[Step 5/900] reward=0.1`, `Step: 5/900, KL: 0.1`.
+#   (MiniMind) and, in custom loops, `step=5 reward=0.1`, `[Step 5/900] reward=0.1`, `Step: 5/900, KL: 0.1`.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Ray's `(TaskRunner pid=7, ip=10.0.0.1) ` and torchrun's `[rank0]:`, `[default0]:`, before each line of a process.
+# Line prefixes of Ray, `(TaskRunner pid=7, ip=10.0.0.1) `, and of torchrun, `[rank0]:` and `[default0]:`.
 _PROCESS = re.compile(r"^(?:\([^()\n]*\bpid=\d+[^()\n]*\)|\[(?:rank|default)?\d+\]:) ?", re.MULTILINE)
 _BAR = r"(?:(?<=[\n\r\]}])|\A)[ ]*\d+%\|[^|\n\r]*\|[ ]*(?P<done>\d+)/(?P<total>\d+)[ ]\["
 _BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
-_BATCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"  # counted anew in each epoch
+_BATCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"  # restarts in each epoch
 _NAMED = rf"(?:{_BATCH}|\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?)(?: [-|] |, |\] )(?P<named>[^\n\r]+)"
 _EQUAL = r"(?P<equal>\b(?:\w+_)?step=\d)[^\n\r{}]*"
 _PARTS = re.compile(f"{_BAR}|{_BRACES}|{_NAMED}|{_EQUAL}", re.IGNORECASE)
 _IN_BRACES = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
 _BETWEEN = re.compile(r" [-|] |[,;] ")
 _EQUAL_PAIR = re.compile(r"([\w./@-]+)=([^\s,;|=]+)")
-# Patterns copy what they read, and a console's log may have hundreds of megabytes.
+# Patterns copy their input, and a console log may be hundreds of megabytes.
 _PIECE_CHARACTERS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar as it was drawn: `done` of `total`."""
+    """A printed progress bar."""
 
     done: int
     total: int
 
 
 def read_console(text: str) -> list[Row]:
-    """Return the rows in the text; where none has a step, they get those of the progress bars next to them."""
+    """Return the rows in the text; if none has a step, take the steps of the progress bars next to them."""
     plain = (_PROCESS.sub("", _COLOURS.sub("", piece)) for piece in pieces(text, _PIECE_CHARACTERS))
     return _number_rows([part for piece in plain for part in _parts(piece)])
 
 
 def pieces(text: str, characters: int) -> Iterator[str]:
-    """Cut the text into pieces of at least so many characters, at ends of lines and not within a row's braces."""
+    """Cut the text into pieces of at least `characters`, at ends of lines and outside of braces."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + characters) + 1 or len(text)
@@ -82,7 +82,7 @@ def pieces(text: str, characters: int) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[Row | Bar]:
-    """In their order. Only \\n and \\r end lines: other separators may stand in a completion."""
+    """Yield rows and bars in order. Only \\n and \\r end lines: completions may contain other separators."""
     begin = 0
     for line in re.finditer(r"^[ \t]*\{[^\n\r]*", text, re.MULTILINE):
         row = _json_object(line.group())
@@ -107,11 +107,11 @@ def _parts_of_prose(text: str) -> Iterator[Row | Bar]:
         if part["done"]:
             yield Bar(_digits(part["done"]), _digits(part["total"]))
         elif part["braces"]:
-            # A terminal breaks lines where they end, in names and numbers too.
+            # A terminal wraps lines anywhere, also within names and numbers.
             inside = part["braces"].replace("\n", "").replace("\r", "")
             row = {name: a or b or c for name, a, b, c in _IN_BRACES.findall(inside)}
             yield {"step": part["before"], **row} if part["before"] else row
-        else:  # before the step, too, names may stand
+        else:  # names may also precede the step
             ended = (text.rfind(end, begin, part.start()) + 1 for end in "\n\r")
             row = dict(_EQUAL_PAIR.findall(text[max(begin, *ended) : part.end()]))
             if part["named"]:
@@ -130,15 +130,16 @@ def _digits(text: str) -> int:
     return int(text[:18])
 
 
-# Steps from bars. A Trainer prints a dictionary every `logging_steps` steps and redraws its bar below it. Where
-# both go to one log, the bar's `50/1875` is the row's step. The bar before a row may lag by a tenth of a second,
-# the bar after it may be of the next step, and bars of an evaluation or a reward function stand between. So each
-# choice is tried, and the one taken by which most rows have a step of their own, at the most even distance.
-_BARS_TRIED = 3  # the most frequent, identified by their totals
+# Steps from progress bars. A Trainer prints a dictionary every `logging_steps` steps and redraws its bar below it.
+# If both go to the same log, the bar's `50/1875` is the row's step. But the bar before a row may lag by a tenth of
+# a second, the bar after it may show the next step, and bars of evaluations and reward functions may be in
+# between. So try all of these, and choose the one that gives the most rows a distinct step at the most even
+# distance.
+_BARS_TRIED = 3  # the most frequent bars, identified by their totals
 
 
 def _number_rows(parts: Sequence[Row | Bar]) -> list[Row]:
-    """Return the rows; those of training get a step from the bars if none has one and the bars show it."""
+    """Return the rows. If no row of training has a step, take the steps from the bars if possible."""
     rows = [part for part in parts if not isinstance(part, Bar)]
     trained = [bool(TRAINING & (metrics(row) or {}).keys()) for row in rows]
     totals = Counter(part.total for part in parts if isinstance(part, Bar))
@@ -149,7 +150,7 @@ def _number_rows(parts: Sequence[Row | Bar]) -> list[Row]:
     for total in (None, *(total for total, _ in totals.most_common(_BARS_TRIED))):
         before, after = _steps_shown(parts, trained, total)
         best = max(best, before, after, key=_fits)
-    if _fits(best)[0] * 2 <= len(best):  # a log that was written in blocks, far from its bars
+    if _fits(best)[0] * 2 <= len(best):  # a log written in blocks, far from its bars
         best = _evenly(parts, len(best))
     if not best:
         return rows
@@ -162,7 +163,7 @@ def _number_rows(parts: Sequence[Row | Bar]) -> list[Row]:
 def _steps_shown(
     parts: Sequence[Row | Bar], trained: Sequence[bool], total: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return what the bar of this total, None for any, shows before each row of training, and after it."""
+    """Return the step shown before and after each row of training by the bar of this total, None for any bar."""
     before: list[int] = []
     after: list[int] = []
     shown, kinds = 0, iter(trained)
@@ -177,27 +178,27 @@ def _steps_shown(
 
 
 def _evenly(parts: Sequence[Row | Bar], rows: int) -> list[int]:
-    """Return steps at an even distance up to where a bar came, if that is a whole number; else none."""
+    """Return evenly spaced steps up to the last step of the bars if their distance is an integer; else []."""
     done = max(part.done for part in parts if isinstance(part, Bar))
     every = done // rows
     return [every * (at + 1) for at in range(rows)] if every and done - every * rows < every else []
 
 
 def _fits(steps: Sequence[int]) -> tuple[int, int]:
-    """How many rows have a step above the row's before, and the distance that all of those have in common."""
+    """Return how many rows have a higher step than the previous row, and the common divisor of these rises."""
     rises = [later - earlier for earlier, later in pairwise((0, *steps)) if later > earlier]
     return len(rises), math.gcd(*rises)
 
 
-# Tables: CSV, and the same with tabs, as a notebook's table is copied.
-# Weights & Biases exports a chart with a column for each run and metric, `RUN - train/kl`, and the extremes of the
-# points that the chart drew as one, `RUN - train/kl__MIN` and `__MAX`. Those are not the metric.
+# Tables: CSV, also with tabs, as copied from a notebook.
+# Weights & Biases exports a chart with a column for each run and metric, `RUN - train/kl`, and columns with the
+# extremes of merged points, `RUN - train/kl__MIN` and `__MAX`, which are ignored.
 _EXTREMES = ("__MIN", "__MAX")
 _OF_RUN = " - "
 
 
 def is_table(header: str) -> bool:
-    """Whether the line names columns of which one is a metric of training."""
+    """Return whether the line is a header with at least one training metric."""
     return _has_metric(header.split(_separator(header)))
 
 
@@ -214,7 +215,7 @@ def _has_metric(header: Sequence[str]) -> bool:
 
 
 def _named(table: Iterator[Sequence[str]]) -> Iterator[Row]:
-    """Name each row's cells by the header, the first row; of an export, yield a row for each run."""
+    """Yield each row's cells by the header, the first row; for an export, a row for each run."""
     header = next(table, ())
     for row in table:
         yield from _by_run({name: cell for name, cell in zip(header, row, strict=False) if name and cell.strip()})
@@ -231,18 +232,18 @@ def _by_run(cells: Mapping[str, str]) -> list[Row]:
         run, dash, name = column.rpartition(_OF_RUN)
         if column.endswith(_EXTREMES):
             continue
-        if dash and (metric(name)[0] != name or name in TRAINING or spelt(name) in STEPS or "/" in name):
+        if dash and (metric(name)[0] != name or name in TRAINING or normalize(name) in STEPS or "/" in name):
             by_run[run][name] = cell
         else:
             shared[column] = cell
     return [{**shared, **own, "run_name": run} for run, own in by_run.items()] or [shared]
 
 
-# JSON documents: a `trainer_state.json`, a list of rows, an object that holds one, columns, one row.
+# JSON documents: a `trainer_state.json`, a list of rows, an object with such a list, columns, or a single row.
 
 
 def parse_json(text: str) -> tuple[Any, str]:
-    """Return the document that the text is, None if it is none; and what is wrong with it, in words."""
+    """Return the parsed document, or None and the error; the error is empty for text that is not JSON."""
     if text.lstrip()[:1] not in ("{", "["):
         return None, ""
     try:
@@ -250,9 +251,9 @@ def parse_json(text: str) -> tuple[Any, str]:
     except json.JSONDecodeError as error:
         return None, f"line {error.lineno}, column {error.colno}: {error.msg}"
     except RecursionError:
-        return None, "too deep"
+        return None, "nested too deeply"
     except ValueError:
-        return None, "a number too long"
+        return None, "a number is too long"
 
 
 def read_document(document: list[Any] | dict[str, Any]) -> Log:
@@ -283,19 +284,19 @@ def _of_columns(columns: Mapping[str, list[Any]]) -> list[Row]:
 
 
 def _positive(value: Any) -> int | None:
-    """A whole number above 0, else None: save_steps may be a share of the run."""
+    """Return a positive integer, else None, because save_steps may be a fraction of the run."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-# TensorBoard's event files are read by TensorBoard itself, an extra: nothing else here needs it or its 50 MB.
+# TensorBoard's event files need its package, which is optional because of its 50 MB.
 EVENT_FILE = re.compile(r"\.tfevents\.")
 TENSORBOARD_NEEDED = "a TensorBoard event file, which needs: pip install tensorboard"
 
 
 def read_events(path: Path) -> Iterator[Row]:
-    """Yield a row for each event that holds scalars, in the file's order. Raises Unreadable.
+    """Yield a row for each event with scalars, in the file's order. Raises Unreadable.
 
-    What follows damage is left out, as TensorBoard does.
+    Like TensorBoard, ignore everything after damage.
     """
     try:
         from google.protobuf.message import DecodeError

@@ -1,12 +1,12 @@
-"""What trainers call their metrics, steps and runs: the one table of names, and how a row is read by it.
+"""The names of metrics, steps and runs in trainers' logs, and how to read a row by them.
 
-A name is here because a trainer logs it so: TRL (its GRPO of all versions and its PPO), verl, OpenRLHF, NeMo-RL,
-prime-rl, open-instruct, slime, MiniMind. Axolotl, Unsloth, ms-swift and LLaMA-Factory log TRL's. Names that
-people give their own loops are last.
+The names come from TRL (all versions of its GRPO, and its PPO), verl, OpenRLHF, NeMo-RL, prime-rl, open-instruct,
+slime and MiniMind. Axolotl, Unsloth, ms-swift and LLaMA-Factory log TRL's names. Common names of custom loops are
+last.
 
-Some names are left out on purpose. `actor/ppo_kl` (verl), `policy/approxkl_avg` (TRL), `ppo_kl` and
-`train/ppo_kl` (OpenRLHF, slime) compare the policy with itself a few updates ago, `mismatch_kl` (prime-rl) and
-`gen_kl_error` (NeMo-RL) the trainer with the inference engine. None measures the distance to the reference.
+Some names are omitted on purpose, because they do not measure the distance to the reference: `actor/ppo_kl`
+(verl), `policy/approxkl_avg` (TRL), `ppo_kl` and `train/ppo_kl` (OpenRLHF, slime) compare the policy with itself a
+few updates ago, `mismatch_kl` (prime-rl) and `gen_kl_error` (NeMo-RL) the trainer with the inference engine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from checkpoint.records.metrics import NONFINITE
 
-Row = Mapping[str, Any]  # of a file, under the file's names
-Values = dict[str, float | None]  # by TRL's names
+Row = Mapping[str, Any]  # of a file, by the file's names
+Values = dict[str, float | None]  # metrics by TRL's names
 
 KL, KL_SEQUENCE = "kl", "kl_sequence"  # to the reference: per token, and summed over the completion
 
-# TRL's name, and what others call it; the first that a row has is taken.
+# TRL's names and their aliases; the first that a row has is used.
 _ALIASES = {
     KL: (
         "actor/kl_loss",
@@ -34,7 +34,7 @@ _ALIASES = {
         "objective/kl3_avg",
         "objective/kl_avg",
         "kl_loss",
-        "kl_penalty",  # NeMo-RL's, with its coefficient taken out
+        "kl_penalty",  # NeMo-RL's, without its coefficient
         "kl_ref",  # MiniMind's
         "kl_div",
         "kl_divergence",
@@ -118,11 +118,11 @@ _NAMES = {
     for rank, alias in enumerate((name, *aliases))
 }  # fmt: skip
 
-# Names of means: the mean is said in front of the name or behind it.
+# A prefix or suffix of names of means.
 _MEAN = re.compile(r"^(?:avg|average|mean)_|[_/](?:avg|average|mean)$")
 
-# What the last part of a name may also be, where no whole name fits: SkyRL, AReaL, ROLL, PipelineRL and others put
-# their own groups in front.
+# Aliases of a name's last part, used if the whole name is unknown: SkyRL, AReaL, ROLL, PipelineRL and others
+# prefix names with their own groups.
 _LAST_PARTS = {
     "exact_kl": KL,
     "kl_rewards": KL,
@@ -135,15 +135,15 @@ _LAST_PARTS = {
     "response_len": "completions/mean_length",
     "seq_len": "completions/mean_length",
 }
-# Groups of other things than the policy in training.
+# Groups of metrics that are not of the policy in training.
 _OTHER_GROUPS = frozenset(
     ("eval", "val", "valid", "validation", "test", "critic", "value", "ref", "rollout_corr", "mismatch", "rewards")
 )
 
-# A row that has none of these is no row of metrics: a configuration that was printed, say.
+# A row of metrics has at least one of these. Others are, for example, a printed configuration.
 TRAINING = frozenset((KL, KL_SEQUENCE, "loss", "grad_norm", "reward", "entropy", "completions/mean_length"))
 
-# The truest first: `_step` counts what was sent to Weights & Biases.
+# In order of preference: `_step` only counts calls to Weights & Biases.
 STEPS = (
     "train/global_step",
     "global_step",
@@ -158,22 +158,22 @@ STEPS = (
     "_step",
 )
 RUNS = ("run_name", "run", "run_id")
-EPOCH, SUMMARY, TIMELINE = "epoch", "train_runtime", "timeline"  # a summary is what a Trainer logs at its end
-_NESTED = ("values", "data", "metrics")  # under which some writers keep a row's metrics
-_STEP_MAX = 1e12  # more is no step
+EPOCH, SUMMARY, TIMELINE = "epoch", "train_runtime", "timeline"  # a Trainer logs a summary at its end
+_NESTED = ("values", "data", "metrics")  # keys under which some writers nest a row's metrics
+_STEP_MAX = 1e12  # larger numbers are not steps
 _WRAPPED = re.compile(r"[\w.]+\(([^,()]+)[^()]*\)")  # np.float64(0.1)
 
 
 @cache
 def metric(key: str) -> tuple[str, int]:
-    """Return the metric's name, TRL's where it is known, and a rank: 0 for TRL's own, higher for less alike."""
+    """Return TRL's name of the metric, else its own, and a rank: 0 for TRL's names, higher for weaker matches."""
     plain = key.strip().strip('"').removeprefix("train/")
     if plain.startswith("eval/"):
         plain = f"eval_{plain.removeprefix('eval/')}"
-    found = _NAMES.get(plain) or _NAMES.get(spelt(plain))
+    found = _NAMES.get(plain) or _NAMES.get(normalize(plain))
     if found is not None:
         return found
-    without_mean = _MEAN.sub("", spelt(plain))
+    without_mean = _MEAN.sub("", normalize(plain))
     if of_mean := _NAMES.get(without_mean):
         return of_mean[0], of_mean[1] + len(_NAMES)
     *groups, last = without_mean.split("/")
@@ -184,13 +184,13 @@ def metric(key: str) -> tuple[str, int]:
     return plain, 0
 
 
-def spelt(key: str) -> str:
-    """As in the tables: `Avg Reward` is `avg_reward`, and a notebook's `kl / mean` is `kl/mean`."""
+def normalize(key: str) -> str:
+    """Return the key as spelled in the tables: `Avg Reward` as `avg_reward`, `kl / mean` as `kl/mean`."""
     return key.strip().strip('"').lower().replace(". ", "_").replace(" / ", "/").replace(" ", "_")
 
 
 def metrics(row: Row) -> Values | None:
-    """Return the row's metrics, with None for a null or a number that is not finite; None for any other row."""
+    """Return the row's metrics, with None for nulls and non-finite numbers; None if it is not a row of metrics."""
     if SUMMARY in row:
         return None
     values: Values = {}
@@ -210,7 +210,7 @@ def metrics(row: Row) -> Values | None:
                 ranks[name] = rank
     evaluated = {name: value for name, value in values.items() if name.startswith("eval_")}
     trained = TRAINING & values.keys()
-    # Some writers give a row of evaluation every column of training, as NaN.
+    # Some writers fill the columns of training with NaN in rows of evaluation.
     if trained and any(values[name] is not None for name in trained):
         return {**empty, **values}
     if any(value is not None for value in evaluated.values()):
@@ -219,7 +219,7 @@ def metrics(row: Row) -> Values | None:
 
 
 def columns(row: Row) -> dict[str, str]:
-    """Return the names of the row's metrics, by the names of their columns."""
+    """Return the names of the row's metrics by column."""
     named = {key: metric(key)[0] for key in _logged(row)}
     return {key: name for key, name in named.items() if not _is_no_metric(key, name)}
 
@@ -229,11 +229,11 @@ def _logged(row: Row) -> Row:
 
 
 def _is_no_metric(key: str, name: str) -> bool:
-    return spelt(key) in STEPS or name in (EPOCH, TIMELINE, *RUNS)
+    return normalize(key) in STEPS or name in (EPOCH, TIMELINE, *RUNS)
 
 
 def number(value: Any) -> float | None:
-    """Return a float, of a list its mean; None if it is not finite. Raises ValueError or TypeError."""
+    """Return a float, for a list its mean; None if it is not finite. Raises ValueError or TypeError."""
     if isinstance(value, list | tuple) and value:
         numbers = [found for part in value if (found := number(part)) is not None]
         return sum(numbers) / len(numbers) if numbers else None
@@ -250,8 +250,8 @@ def number(value: Any) -> float | None:
 
 
 def step(row: Row) -> int | None:
-    """The step that the row names."""
-    named = {spelt(key): value for key, value in row.items() if spelt(key) in STEPS}
+    """Return the row's step, or None."""
+    named = {normalize(key): value for key, value in row.items() if normalize(key) in STEPS}
     for name in STEPS:
         value = named.get(name)
         with suppress(ValueError, TypeError):
@@ -262,5 +262,5 @@ def step(row: Row) -> int | None:
 
 
 def run(row: Row) -> str:
-    """The run that the row names, "" for none."""
+    """Return the name of the row's run, or ""."""
     return next((str(row[name]) for name in RUNS if row.get(name) not in (None, "")), "")

@@ -1,8 +1,7 @@
-"""The traces of the runs whose metrics a file or a folder holds, whatever wrote it.
+"""Read the traces of runs from a trainer's log, file or folder, in any supported format.
 
-The content decides what a file is, for logs have no common names. Only TensorBoard's event files, which begin with
-nothing of their own, are known by name. In this order: what is handed out, files and their content, folders, and
-how rows become the points of runs.
+The format is recognized by content, because logs have no common names; only TensorBoard's event files, which have
+no signature, by name. In this order: the public types, files, folders, and how rows become points of runs.
 """
 
 from __future__ import annotations
@@ -41,25 +40,28 @@ STDIN = Path("-")
 COLUMNS_SHOWN = 12
 WANDB_MAGIC = b":W&B"
 WANDB_NEEDED = (
-    "a run file of Weights & Biases, which only its own package reads: "
+    "a run file of Weights & Biases, which only its own package can read; export it with "
     "python -c \"import wandb; wandb.Api().run('ENTITY/PROJECT/RUN').history(samples=100000).to_csv('run.csv')\", "
-    "or, for a run that was never online, `wandb sync` it first"
+    "after `wandb sync` if the run was offline"
 )
 _GZIP = b"\x1f\x8b"
-_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)  # what PowerShell writes where a command's output goes to a file
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)  # PowerShell redirects output as UTF-16
 _LINE = re.compile(r"\S[^\n\r]*")
 
 
 class NotATrace(Exception):
-    """A file from which no metrics can be read; the message is one line and names it."""
+    """No metrics can be read from the file. The message is one line and names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a file holds of a run.
+    """The metrics of a run in a file.
 
-    `save_steps` is how often the run saved, None where the file does not say. If `counts_records`, no step was
-    logged, and points are numbered by their records. `columns` names each metric by the file's column for it.
+    Attributes:
+        points: the metrics by step.
+        save_steps: steps between checkpoints; None if the file does not record it.
+        counts_records: no step was logged, and points are numbered by their records.
+        columns: the metrics' names by the file's columns.
     """
 
     points: tuple[Point, ...]
@@ -68,20 +70,20 @@ class Trace:
     columns: Mapping[str, str] = field(default_factory=dict)
 
     def logged(self, name: str) -> bool:
-        """Whether the metric was ever logged."""
+        """Return whether the metric was ever logged."""
         return any(name in point.values for point in self.points)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTrace:
-    """A trace and what to call it: the file, with `#` and the run where the file holds several."""
+    """A trace and its name: the file, followed by `#` and the run if the file holds several runs."""
 
     name: str
     trace: Trace
 
 
 def read_traces(path: Path) -> list[NamedTrace]:
-    """Read the metrics of each run that the file, the folder, or `-` for standard input holds; at least one.
+    """Read the metrics of each run in the file, the folder, or `-` for standard input; at least one run.
 
     Raises NotATrace.
     """
@@ -94,9 +96,9 @@ def read_traces(path: Path) -> list[NamedTrace]:
         raise NotATrace(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except Unreadable as error:
         raise NotATrace(f"{path}: {error}") from None
-    is_counted, columns = _counts_records(log), _columns(log)
+    counts_records, columns = _counts_records(log), _columns(log)
     return [
-        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, is_counted, columns))
+        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, counts_records, columns))
         for name, points in found
     ]
 
@@ -123,7 +125,7 @@ def _log(path: Path) -> Log:
     if data.startswith(WANDB_MAGIC):
         raise Unreadable(WANDB_NEEDED)
     text = _text(data)
-    del data  # a console's log may have hundreds of megabytes
+    del data  # a console log may be hundreds of megabytes
     return _log_of_text(text, path.suffix == ".json")
 
 
@@ -135,9 +137,9 @@ def _text(data: bytes) -> str:
             raise Unreadable(f"as gzip: {error}") from None
     text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig", errors="replace")
     if not text or text.isspace():
-        raise Unreadable(f"it is empty; {EXPECTED}")
+        raise Unreadable(f"the file is empty; {EXPECTED}")
     if "\0" in text:
-        raise Unreadable(f"it is no text; {EXPECTED}")
+        raise Unreadable(f"the file is not text; {EXPECTED}")
     return text
 
 
@@ -154,19 +156,19 @@ def _log_of_text(text: str, named_json: bool) -> Log:
     return log
 
 
-# Folders: which of their files hold the metrics of a run.
+# Folders: find the files that hold the metrics of a run.
 STATE = "trainer_state.json"
-# LLaMA-Factory's, ms-swift's, and those of Weights & Biases.
+# Of LLaMA-Factory, ms-swift, and Weights & Biases.
 LOGS = ("trainer_log.jsonl", "logging.jsonl", "wandb-history.jsonl", "output.log")
 EXPECTED_IN_FOLDER = (
     f"expected {STATE}, checkpoint-*/{STATE}, TensorBoard event files or one of {', '.join(LOGS)} in it"
 )
-LOOKED_AT_MAX = 100_000  # far more than runs have; a whole disk has millions
+ENTRIES_MAX = 100_000  # far more than runs have; a whole disk has millions
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 
 class _TooMany(Unreadable):
-    """The folder has too many files to be one of runs; the message names the files that were expected."""
+    """The folder has too many files to be a folder of runs. The message names the expected files."""
 
 
 def _log_of_folder(path: Path) -> Log:
@@ -191,7 +193,7 @@ def _log_of_folder(path: Path) -> Log:
 
 
 def _states(folder: Path) -> list[Path]:
-    """Return the newest checkpoint's state and that of the end of training; either may be the newer."""
+    """Return the state files of the newest checkpoint and of the end of training; either may be newer."""
     numbered = [
         (int(found[1]), state)
         for state in folder.glob(f"checkpoint-*/{STATE}")
@@ -202,7 +204,7 @@ def _states(folder: Path) -> list[Path]:
 
 
 def _event_files(folder: Path) -> dict[str, Sequence[Path]]:
-    """Return a run's files by its folder: a folder is a run, as for TensorBoard, and its files follow one another.
+    """Return event files by folder. As in TensorBoard, a folder is a run, and its files are read in order.
 
     Raises _TooMany.
     """
@@ -213,13 +215,13 @@ def _event_files(folder: Path) -> dict[str, Sequence[Path]]:
 
 
 def _event_files_below(top: Path) -> Iterator[Path]:
-    looked_at, folders = 0, [top]
+    count, folders = 0, [top]
     for folder in folders:
         with contextlib.suppress(OSError), os.scandir(folder) as listed:  # it may be unreadable, or gone
             for entry in listed:
-                looked_at += 1
-                if looked_at > LOOKED_AT_MAX:
-                    raise _TooMany(f"more than {LOOKED_AT_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
+                count += 1
+                if count > ENTRIES_MAX:
+                    raise _TooMany(f"more than {ENTRIES_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry))
                 elif EVENT_FILE.search(entry.name) and entry.is_file():
@@ -227,37 +229,36 @@ def _event_files_below(top: Path) -> Iterator[Path]:
 
 
 def _known_log(folder: Path) -> Path | None:
-    """Return the first of the known logs that exists; a run's folder of Weights & Biases has them in `files`."""
+    """Return the first known log that exists; Weights & Biases keeps them in the subfolder `files`."""
     paths = (parent / name for name in LOGS for parent in (folder, folder / "files"))
     return next((path for path in paths if path.is_file()), None)
 
 
-# Runs: rows become points, one a step, and are separated where they are of several runs. A file may name its runs.
-# Where it does not, a metric whose steps fall back means a restart. One that falls to the first step that was
-# logged, or below, is another run. One that falls short of it resumed from a checkpoint: the same run, and the
-# steps that it logs again replace all from there on, as a rollback's do. A start that died within its first logged
-# steps is no run of its own.
-STEPS_OF_A_RUN = 3  # logged: with fewer it is a start that failed
+# Runs: rows become points, one per step, and are split by run. If the file does not name its runs, a metric whose
+# step decreases indicates a restart. If the step falls to the first logged step or below, a new run begins.
+# Otherwise the same run has resumed from a checkpoint, and its new rows replace all from that step on, as after a
+# rollback. A start that failed within its first logged steps does not count as a run.
+RUN_STEPS_MIN = 3  # logged steps; with fewer it is a failed start
 
 
 @dataclass(slots=True)
 class _Run:
     steps: dict[int, Values] = field(default_factory=dict)
-    first: int | None = None  # step that was logged
-    last: dict[str, int] = field(default_factory=dict)  # step of each metric
+    first: int | None = None  # the first logged step
+    last: dict[str, int] = field(default_factory=dict)  # the last logged step by metric
     timeline: int = 0
 
     def falls_back(self, step: int, metrics: Iterable[str]) -> bool:
-        """Whether one of the metrics falls back to a step that has it, or to before all of them."""
+        """Return whether a metric's step falls back to a step that already has it, or to the first or below."""
         back = [name for name in metrics if self.last.get(name, step) > step]
-        return any(name in self.steps.get(step, {}) for name in back) or bool(back and self.begins_anew(step))
+        return any(name in self.steps.get(step, {}) for name in back) or bool(back and self.starts_over(step))
 
-    def begins_anew(self, step: int) -> bool:
+    def starts_over(self, step: int) -> bool:
         return self.first is not None and step <= self.first
 
-    def forget(self, step: int) -> None:
-        """Drop the values from the step on."""
-        self.steps = {at: kept for at, kept in self.steps.items() if at < step}
+    def truncate(self, step: int) -> None:
+        """Drop the values from this step on."""
+        self.steps = {at: values for at, values in self.steps.items() if at < step}
         self.last = {name: min(last, step - 1) for name, last in self.last.items()}
 
     def add(self, step: int, values: Values) -> None:
@@ -273,52 +274,52 @@ class _Run:
 
 
 def _counts_records(log: Log) -> bool:
-    """Return whether no step is known, so that points are numbered by their records."""
+    """Return whether no row has a step, so that points are numbered by their records."""
     if log.logging_steps is not None:
         return False
     return all(names.step(row) is None for row in log.rows if names.metrics(row) is not None)
 
 
 def runs(log: Log) -> list[tuple[str, tuple[Point, ...]]]:
-    """Return the names and points of the log's runs that have a metric of training.
+    """Return names and points of the log's runs that have a training metric.
 
-    The only run has no name; several have the file's names, or numbers from 1.
+    A single run has the name ""; several have the names in the file, or numbers from 1.
     """
     by_name: dict[str, list[Row]] = defaultdict(list)
     for row in log.rows:
         by_name[names.run(row)].append(row)
     found: list[tuple[str, tuple[Point, ...]]] = []
     for name, rows in by_name.items():
-        several = [run.points for run in _runs(rows, log.logging_steps or 1) if run.first is not None]
-        for at, points in enumerate(several, start=1):
-            number = str(at) if len(several) > 1 else ""
+        of_name = [run.points for run in _runs(rows, log.logging_steps or 1) if run.first is not None]
+        for at, points in enumerate(of_name, start=1):
+            number = str(at) if len(of_name) > 1 else ""
             found.append(("#".join(filter(None, (name, number))), points))
     return found if len(found) > 1 else [("", points) for _, points in found]
 
 
 def _runs(rows: Iterable[Row], logging_steps: int) -> list[_Run]:
-    """Join the rows of one step in its point, and count rows where none has a step.
+    """Split rows into runs, merging the rows of a step; number rows if none has a step.
 
-    Evaluation without a step belongs to the row before it.
+    A row of evaluation without a step belongs to the row before it.
     """
     found = [(row, values) for row in rows if (values := names.metrics(row)) is not None]
-    counted = all(names.step(row) is None for row, _ in found)
-    several = [_Run()]
+    counts_records = all(names.step(row) is None for row, _ in found)
+    result = [_Run()]
     at = 0
     for row, values in found:
-        run, step, timeline = several[-1], names.step(row), row.get(TIMELINE)
-        if counted and TRAINING & values.keys():
+        run, step, timeline = result[-1], names.step(row), row.get(TIMELINE)
+        if counts_records and TRAINING & values.keys():
             at += logging_steps
         elif step is not None:
             at = step
         if isinstance(timeline, int):
             if timeline > run.timeline:
                 run.timeline = timeline
-                run.forget(at)
+                run.truncate(at)
         elif run.falls_back(at, TRAINING & values.keys()):
-            if run.begins_anew(at) and len(run.steps) >= STEPS_OF_A_RUN:
-                several.append(run := _Run())
+            if run.starts_over(at) and len(run.steps) >= RUN_STEPS_MIN:
+                result.append(run := _Run())
             else:
-                run.forget(at)
+                run.truncate(at)
         run.add(at, values)
-    return several
+    return result

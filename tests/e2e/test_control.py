@@ -40,7 +40,7 @@ def test_a_second_up_or_resume_says_who_holds_the_run(run: SmallRun) -> None:
     pid = run.daemon_pid
     for command in (["up", str(run.yaml), "-y", "-d"], ["resume", run.url, "-d"], ["resume", str(run.yaml), "-d"]):
         done = run.cli(*command, code=exit_codes.HELD)
-        assert f"steered by pid {pid}" in done.stderr
+        assert f"already has a daemon: pid {pid}" in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -65,7 +65,7 @@ def test_down_leaves_no_process_and_resume_goes_on(run: SmallRun, *, steered: bo
     if not steered:
         os.kill(run.daemon_pid, signal.SIGKILL)
     done = run.cli("down", run.url)
-    assert "no machine of it is left" in done.stdout
+    assert "all its machines are returned" in done.stdout
     assert run.state.phase is RunPhase.STOPPED
     for node in ("trainer-0-i1", "rollout-0-i1", "rollout-1-i1"):
         assert run.pids(node) == []
@@ -108,7 +108,7 @@ MISTAKES = {
     ("status", "s3-bucket/typo"): "expected a store URL",
     ("status", "nowhere://x/y"): "expected a URL that fsspec knows",
     ("resume", "file:///tmp/there-is-no-run-here"): "no run in file:///tmp/there-is-no-run-here",
-    ("logs", "rollout-9"): "no log of 'rollout-9'; there are logs of: ",
+    ("logs", "rollout-9"): "no log of 'rollout-9'; available logs: ",
     ("up", "missing.yaml"): "missing.yaml",
 }
 

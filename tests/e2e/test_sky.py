@@ -86,7 +86,7 @@ def test_down_leaves_no_machine_disk_key_address_or_security_group_in_the_accoun
     held = sky_rig.account()["security_groups"]
     assert {name.rpartition("-")[0] for name in held} == {"us-east-1/grpo-tiny"}  # the run's own
     said = run.cli("down").stdout
-    assert "no machine of it is left" in said
+    assert "all its machines are returned" in said
     assert run.running() == []
     assert sky_rig.account() == {}
 

@@ -35,7 +35,7 @@ def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_of
     run: SkyRun, sky_rig: SkyRig
 ) -> None:
     said = run.cli("up", "--remote", "-y", "-d").stdout
-    assert "tiny is steered by grpo-controller-tiny-" in said
+    assert "The daemon for tiny is running on grpo-controller-tiny-" in said
     sky_rig.turn_off()
     controller = run.instance("controller")
     assert controller.market == "on-demand"
@@ -57,7 +57,7 @@ def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig) -> No
 
 def test_down_leaves_no_machine_nor_that_of_the_daemon(run: SkyRun, sky_rig: SkyRig) -> None:
     said = run.cli("down").stdout
-    assert "no machine of it is left" in said
+    assert "all its machines are returned" in said
     assert run.running() == []
     assert sky_rig.account() == {}
     assert json.loads(run.cli("status", "-o", "json").stdout)["phase"] == "stopped"

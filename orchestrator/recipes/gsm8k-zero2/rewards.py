@@ -1,4 +1,4 @@
-"""Form and length of an answer, each from 0 to 1; how much each counts is `grpo.reward_weights`."""
+"""Rewards for form and length of an answer, from 0 to 1; `grpo.reward_weights` sets their weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Chat = list[dict[str, str]]
 
 @form
 def in_form(completions: Sequence[Chat], **_: Any) -> list[float]:
-    """1 where the last line is `####` and a number, right or wrong."""
+    """Return 1 if the last line is `####` and a number, correct or not."""
     return [float(LAST_LINE.search(chat[-1]["content"]) is not None) for chat in completions]
 
 
 def short(completions: Sequence[Chat], **_: Any) -> list[float]:
-    """1 up to 400 characters, falling to 0 at 1,200."""
-    room = LONG_CHARACTERS - SHORT_CHARACTERS
-    return [min(1.0, max(0.0, (LONG_CHARACTERS - len(chat[-1]["content"])) / room)) for chat in completions]
+    """Return 1 for up to 400 characters, falling to 0 at 1,200."""
+    span = LONG_CHARACTERS - SHORT_CHARACTERS
+    return [min(1.0, max(0.0, (LONG_CHARACTERS - len(chat[-1]["content"])) / span)) for chat in completions]

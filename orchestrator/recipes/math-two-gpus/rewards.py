@@ -1,4 +1,4 @@
-"""The reward for an answer that is right and in its place."""
+"""Reward correct answers in the expected form."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tasks.rewards import readable_by
 
 
 def in_form(completions: Sequence[str], **_: Any) -> list[bool]:
-    """Whether the thoughts end and an answer with something boxed in it follows: what `grpo-orch eval` asks."""
+    """Return whether </think> and an answer with a \\boxed{} follow; `grpo-orch eval` uses this."""
     return [_answer(text) is not None for text in completions]
 
 
 @readable_by(in_form)
 def right_in_form(completions: Sequence[str], solution: Sequence[str], **_: Any) -> list[float]:
-    """1 where the thoughts end, an answer follows, and what is boxed in it is what is boxed in the solution."""
+    """Return 1 for the expected form with the same \\boxed{} content as the solution, else 0."""
     return [_score(text, boxed(right)) for text, right in zip(completions, solution, strict=True)]
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{}, without spaces; None where there is none."""
+    """Return the content of the last \\boxed{} without spaces, or None."""
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, character in enumerate(rest):
@@ -35,7 +35,7 @@ def _score(text: str, right: str | None) -> float:
 
 
 def _answer(text: str) -> str | None:
-    """What is boxed in the answer, where the form is right; else None."""
+    """Return the \\boxed{} content of an answer in the expected form, else None."""
     thoughts, ended, answer = text.partition("</think>")
     answer = answer.strip()
     in_place = answer.startswith("<answer>") and answer.endswith("</answer>")

@@ -1,6 +1,6 @@
 """Make a tiny Llama with random weights, its tokenizer and its prompts: `python make_model.py --out build`.
 
-Nothing here is special to grpo-orch: what it writes is loaded like any model folder and any dataset file.
+Nothing here is specific to grpo-orch: the output is an ordinary model folder and ordinary dataset files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAIN_PROMPTS, EVAL_PROMPTS = 64, 4
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, 84 in all."""
+    """Return a tokenizer with one token per character, 84 in total."""
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -37,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(vocabulary_size: int, seed: int) -> LlamaForCausalLM:
-    """Two layers of width 64: 93,000 parameters."""
+    """Return a model with two layers of width 64: 93,000 parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary_size,

@@ -26,7 +26,7 @@ from orchestrator.clouds.sky.work import work_for
 from orchestrator.config.load import ConfigError, load
 from orchestrator.config.rules import looks_like_secret
 from orchestrator.control import daemon
-from orchestrator.home import all_secrets, handed_on, missing, run_id_of, secrets_for, usual
+from orchestrator.home import all_secrets, default_secrets, handed_on, missing, run_id_of, secrets_for
 from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import Market, Role
@@ -57,24 +57,31 @@ def test_the_usual_ones_go_along_where_they_are_needed(
     tmp_path: Path, grpo: dict[str, Any], trainer: list[str], rollout: list[str]
 ) -> None:
     run = run_spec(tmp_path, **grpo)
-    assert (usual(run, Role.TRAINER), usual(run, Role.ROLLOUT)) == (trainer, rollout)
+    assert (default_secrets(run, Role.TRAINER), default_secrets(run, Role.ROLLOUT)) == (trainer, rollout)
     assert secrets_for(run, Role.TRAINER, HERE) == {name: HERE[name] for name in ("LICENCE", *trainer)}
 
 
 def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path) -> None:
     (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "data.jsonl").touch()
-    assert usual(run_spec(tmp_path), Role.TRAINER) == usual(run_spec(tmp_path), Role.ROLLOUT) == []
+    assert (
+        default_secrets(run_spec(tmp_path), Role.TRAINER)
+        == default_secrets(run_spec(tmp_path), Role.ROLLOUT)
+        == []
+    )
     judged = replace(run_spec(tmp_path).trainer, reward_funcs=("rewards.score", "org/judge"))
-    assert usual(replace(run_spec(tmp_path), trainer=judged), Role.TRAINER) == ["HF_TOKEN"]
+    assert default_secrets(replace(run_spec(tmp_path), trainer=judged), Role.TRAINER) == ["HF_TOKEN"]
     (tmp_path / "data.jsonl").unlink()
-    assert (usual(run_spec(tmp_path), Role.TRAINER), usual(run_spec(tmp_path), Role.ROLLOUT)) == (["HF_TOKEN"], [])
+    assert (
+        default_secrets(run_spec(tmp_path), Role.TRAINER),
+        default_secrets(run_spec(tmp_path), Role.ROLLOUT),
+    ) == (["HF_TOKEN"], [])
 
 
 def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: Path) -> None:
     run = replace(run_spec(tmp_path), secrets=("LICENCE", "HF_TOKEN"))
     assert missing(run, HERE) == ""
-    assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, and `secrets` of run.yaml names it"
+    assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, but listed in `secrets` of run.yaml"
     assert "LICENCE, HF_TOKEN are not set" in missing(run, {"HF_TOKEN": ""})
     assert missing(replace(run, secrets=()), {}) == ""
 
@@ -304,7 +311,8 @@ def test_up_and_resume_say_in_a_line_which_one_is_missing(
     for command in ("up", "resume"):
         told = grpo_orch(command, str(run_yaml))
         assert told.code == 2
-        assert told.line == "LICENCE is not set here, and `secrets` of run.yaml names it; export or remove it"
+        problem = "LICENCE is not set here, but listed in `secrets` of run.yaml"
+        assert told.line == f"{problem}; export it or remove it from that list"
         if command == "up":
             assert not (tmp_path / "run" / "run.json").exists()
             documents.create_run(Store((tmp_path / "run").as_uri()), record)

@@ -51,8 +51,8 @@ TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 
 @pytest.mark.parametrize(
     ("versioned", "rules", "found", "lines"),
     [
-        (False, [], BucketRules(), ["keeps nothing that is deleted, and deletes nothing itself"]),
-        (True, [], BucketRules(versioned=True), ["keeps for ever what a run deletes"]),
+        (False, [], BucketRules(), ["keeps no deleted objects and deletes none automatically"]),
+        (True, [], BucketRules(versioned=True), ["keeps deleted and overwritten objects forever"]),
         (
             True,
             [{"NoncurrentVersionExpiration": {"NoncurrentDays": 7}}],
@@ -64,11 +64,16 @@ TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 
             [AT, {"Transitions": MOVES}],
             BucketRules(expires_on="2027-01-31", archived_days=90),
             [
-                "deletes all objects from 2027-01-31 on, also what a run needs",
-                "archives objects that are 90 days old, also what a run needs",
+                "deletes all objects from 2027-01-31 on, including those that a run needs",
+                "archives objects after 90 days, including those that a run needs",
             ],
         ),
-        (False, [TAGGED, {"Status": "Disabled", "Expiration": {"Days": 1}}], BucketRules(), ["keeps nothing"]),
+        (
+            False,
+            [TAGGED, {"Status": "Disabled", "Expiration": {"Days": 1}}],
+            BucketRules(),
+            ["keeps no deleted objects"],
+        ),
     ],
     ids=["plain", "versioned", "versioned for days", "a date and an archive", "tagged or off"],
 )
@@ -99,7 +104,7 @@ def test_a_bucket_that_deletes_what_a_run_needs(
 ) -> None:
     expire(moto, store, {"Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}})
     assert rules_of(store.url, store.options).expires_days == expected
-    assert any("deletes objects that are 30 days old" in line for line in told(store)) is (expected is not None)
+    assert any("deletes objects after 30 days" in line for line in told(store)) is (expected is not None)
 
 
 class Answers:
@@ -143,7 +148,7 @@ def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None
         rules_of(missing.url, missing.options)
     google = Store("gs://ours/run", options={"skip_signature": "true"})
     (line,) = told(google)
-    assert line.startswith("the rules of a gs:// bucket cannot be read here; a bucket keeps what is deleted for 7")
+    assert line.startswith("the rules of a gs:// bucket cannot be read here; a bucket keeps deleted objects for 7")
     assert "gcloud storage buckets update gs://ours --clear-soft-delete" in line
     assert "15 TB" in line
 

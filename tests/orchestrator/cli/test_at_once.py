@@ -81,7 +81,7 @@ def test_the_slower_of_two_resumes_says_who_steers_and_ends_with_the_code_for_it
     quicker()
     answer = grpo_orch("resume", "-d", store.url)
     assert answer.code == exit_codes.HELD
-    assert f"{store.url} is steered by pid {os.getpid()} on " in answer.line
+    assert f"{store.url} already has a daemon: pid {os.getpid()} on " in answer.line
     assert f"stop it with `grpo-orch down '{store.url}'`" in answer.line
 
 
@@ -123,7 +123,7 @@ def test_of_two_daemons_that_come_up_at_once_the_second_takes_nothing(
     epoch = journal.recover(store).state.epoch
     answer = grpo_orch("resume", "-d", store.url)
     assert answer.code == exit_codes.HELD
-    assert f"{store.url} is steered by pid {os.getpid()} on " in answer.line
+    assert f"{store.url} already has a daemon: pid {os.getpid()} on " in answer.line
     assert journal.recover(store).state.epoch == epoch + (not early)
 
 
@@ -133,7 +133,7 @@ def test_a_down_whose_daemon_is_the_slower_has_the_other_stop_the_run(
     quicker(RunPhase.STOPPING, RunPhase.STOPPED)
     answer = grpo_orch("down", store.url)
     assert answer.code == exit_codes.OK, answer.err
-    assert "sim is stopped; no machine of it is left." in answer.out
+    assert "sim is stopped; all its machines are returned." in answer.out
     assert f"Continue with: grpo-orch resume '{store.url}'" in answer.out
 
 
@@ -143,5 +143,5 @@ def test_a_down_whose_daemon_ends_too_early_does_not_say_that_the_run_has_ended(
     quicker(RunPhase.STOPPING)
     answer = grpo_orch("down", store.url)
     assert answer.code == exit_codes.FAILED
-    told = f"its daemon has ended and the run is stopping; run `grpo-orch down '{store.url}'` again"
+    told = f"the daemon exited while the run is stopping; run `grpo-orch down '{store.url}'` again"
     assert answer.line == told

@@ -154,7 +154,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
         run.uploads(0, step)
     whole = cli("verify")
     assert (whole.code, whole.err) == (0, "")
-    assert whole.out.splitlines() == [f"0-{step} is whole, 16.0 MiB" for step in (50, 100, 150)]
+    assert whole.out.splitlines() == [f"0-{step} is intact, 16.0 MiB" for step in (50, 100, 150)]
 
     _, second = run.chunks("0-100", "optimizer.pt")
     second.write_bytes(b"second")
@@ -163,7 +163,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
     broken = cli("verify")
     assert broken.code == 1
     first, *damaged = broken.out.splitlines()
-    assert first == "0-50 is whole, 16.0 MiB"
+    assert first == "0-50 is intact, 16.0 MiB"
     assert damaged[0].startswith(f"0-100 is damaged: blobs/{second.name}: its digest is not")
     assert damaged[1].startswith("0-150 is damaged: ")
     assert lost.name in damaged[1]
@@ -172,7 +172,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
     told = cli("verify", "latest", "50", "0-50", "-o", "json")
     assert told.code == 1
     assert [(one["version"], len(one["damage"])) for one in plain(told)] == [("0-150", 1), ("0-50", 0)]
-    assert cli("verify", "50", "0-50").out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("verify", "50", "0-50").out == "0-50 is intact, 16.0 MiB\n"
 
 
 @pytest.mark.parametrize("fault", ["changed", "lost"])
@@ -245,26 +245,28 @@ def retired_meanwhile(run: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_retired_while_it_is_read_is_not_damaged(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
     answer = cli("verify")
-    assert (answer.code, answer.out) == (0, "0-50 was retired meanwhile\n")
+    assert (answer.code, answer.out) == (0, "0-50 was retired in the meantime\n")
     run.uploads(0, 100)
     answer = cli("export", "100", "out")
     assert answer.code == 1
-    assert answer.line.startswith("0-100 was retired meanwhile; keep one before it is exported with `grpo-orch")
+    assert answer.line.startswith(
+        "0-100 was retired in the meantime; pin a checkpoint before you export it: `grpo-orch"
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("pin", "0-70"), "no checkpoint 0-70; there are: 0-50"),
-        (("unpin", "70"), "no checkpoint 70; there are: 0-50"),
+        (("pin", "0-70"), "no checkpoint 0-70; available: 0-50"),
+        (("unpin", "70"), "no checkpoint 70; available: 0-50"),
         (
             ("pin", "newest"),
-            "'newest' names no checkpoint: expected TIMELINE-STEP as in 0-120, a step,",
+            "'newest' is not a checkpoint: expected TIMELINE-STEP as in 0-120, a step,",
         ),
-        (("verify", "0-50", "70"), "no checkpoint 70; there are: 0-50"),
+        (("verify", "0-50", "70"), "no checkpoint 70; available: 0-50"),
         (("verify", "newest"), "'newest' and 'file://"),
-        (("export", "70", "out"), "no checkpoint 70; there are: 0-50"),
+        (("export", "70", "out"), "no checkpoint 70; available: 0-50"),
         (("export", "50", "used"), "/used is not empty; name a new folder"),
         (("export", "50", "a-file"), "/a-file is a file; name a new folder"),
         (("export", "50", "a-file/below"), "/a-file/below: Not a directory"),
@@ -295,9 +297,9 @@ def test_a_run_without_a_checkpoint(cli: Cli) -> None:
 
 def test_the_run_is_meant_as_in_the_other_commands(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
-    assert cli("ls", at=None).line.startswith("which run?")
-    assert cli("verify", "50", at="store").out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("ls", at=None).line.startswith("no run given")
+    assert cli("verify", "50", at="store").out == "0-50 is intact, 16.0 MiB\n"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "latest").write_text(run.store.url)
-    assert cli("verify", "50", at=None).out == "0-50 is whole, 16.0 MiB\n"
+    assert cli("verify", "50", at=None).out == "0-50 is intact, 16.0 MiB\n"
     assert cli("pin", "50", at="nowhere").line.startswith("nowhere: expected a store URL")

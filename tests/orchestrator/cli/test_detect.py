@@ -249,16 +249,16 @@ def test_the_limit_is_for_kl_above_the_start(cli: Detect) -> None:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty": (b" \n\n", "it is empty"),
-    "binary": (b"\x89PNG\r\n\x1a\n\0\0\0", "it is no text"),
+    "empty": (b" \n\n", "the file is empty"),
+    "binary": (b"\x89PNG\r\n\x1a\n\0\0\0", "the file is not text"),
     "prose.txt": (
         "nothing but prose: {kl} is 0,1 – and 'loss' is high\n".encode(),
         "no metrics of training found",
     ),
     "configuration.json": (b'{"beta": 0.04, "learning_rate": 1e-6}', "no metrics of training found"),
     "cut.json": (b'{"log_history": [{"kl": 0.1, \n"step"', "as JSON: line 2, column 7: "),
-    "deep.json": (b"[" * 100_000, "as JSON: too deep"),
-    "digits.json": (b'{"steps": [' + b"9" * 5000 + b"]}", "as JSON: a number too long"),
+    "deep.json": (b"[" * 100_000, "as JSON: nested too deeply"),
+    "digits.json": (b'{"steps": [' + b"9" * 5000 + b"]}", "as JSON: a number is too long"),
     "no-rows.json": (b'{"log_history": [1, null, "kl"]}', "no metrics of training found"),
     "no-history.json": (b'{"log_history": {"kl": 1}}', "no metrics of training found"),
     "header.csv": (b"step,kl,loss\n", "no metrics of training found"),

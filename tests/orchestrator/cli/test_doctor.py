@@ -14,7 +14,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from checkpoint.stream.catalog import Catalog
-from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, passing_credentials
+from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, temporary_credentials
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from policies.model.spec import RunSpec
@@ -73,12 +73,12 @@ def no_node_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_credentials_that_end_by_themselves_are_told() -> None:
     store = Store("memory://session")
-    assert list(passing_credentials(store)) == []
+    assert list(temporary_credentials(store)) == []
     store.options = {"aws_access_key_id": "k", "AWS_SESSION_TOKEN": "secret"}
-    (told,) = passing_credentials(store)
+    (told,) = temporary_credentials(store)
     assert told.warning
     assert told.told.startswith(
-        "storage.options.AWS_SESSION_TOKEN: credentials with a session token end by themselves, "
+        "storage.options.AWS_SESSION_TOKEN: credentials with a session token expire on all machines together"
     )
     assert "secret" not in told.told
 
@@ -97,7 +97,7 @@ def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
     }
     assert found["trainer on demand"].told == "aws/us-east-1 p5.48xlarge H100:8 at 55.04 $/h"
     assert found["rollout spot"].told == (
-        "aws/us-east-1/us-east-1b p5.48xlarge H100:8 at 21.50 $/h; 2 places, up to 23.22 $/h"
+        "aws/us-east-1/us-east-1b p5.48xlarge H100:8 at 21.50 $/h; 2 offers, up to 23.22 $/h"
     )
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_is_to_be_made_is_told_of_and_not_made(run_yaml: Path, grp
     found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
     url = (run_yaml.parent / "run").as_uri()
     assert (told.code, found["ok"]) == (0, True)
-    assert found["told"] == f"{url} is not there: `up` makes it, in {run_yaml.parent}, and tries it"
+    assert found["told"] == f"{url} does not exist yet; `up` creates it in {run_yaml.parent} and tests it"
     assert sorted(path.name for path in run_yaml.parent.iterdir()) == there
 
 
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli)
     told = grpo_orch("doctor", str(run_yaml), "-o", "json")
     found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
     assert (told.code, found["ok"]) == (1, False)
-    assert f"nothing can be made in {run_yaml}: name a folder that can be written" in found["told"]
+    assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["told"]
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_yaml: Path, grpo_orch: Cli) -> None:
@@ -228,6 +228,6 @@ def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_ya
     store.delete([older])
     damaged = found()
     assert (damaged["ok"], damaged["needed"]) == (False, False)
-    assert damaged["told"].startswith(f"damaged: 0-10; of 0-10: {older} of model.safetensors is missing; see")
+    assert damaged["told"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
     store.delete([one.key for one in blobs])
     assert found()["needed"], "no restart would find a whole one"

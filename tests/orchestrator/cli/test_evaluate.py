@@ -80,12 +80,12 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "names no trainer.eval_dataset; name held-out problems with --dataset"),
-        (("--dataset", "missing.jsonl"), "--dataset missing.jsonl: there is no such file or folder"),
-        (("--dataset", "missing.jsonl.gz"), "--dataset missing.jsonl.gz: there is no such file or folder"),
-        (("--dataset", "problems.txt"), "--dataset problems.txt: is not read; expected a file in .json"),
-        (("--dataset", "problems.jsonl", "--step", "7"), "no checkpoint 7; there are: 0-10, 0-20"),
-        (("--dataset", "problems.jsonl", "--step", "seven"), "'seven' names no checkpoint"),
+        ((), "has no trainer.eval_dataset; name held-out problems with --dataset"),
+        (("--dataset", "missing.jsonl"), "--dataset missing.jsonl: no such file or folder"),
+        (("--dataset", "missing.jsonl.gz"), "--dataset missing.jsonl.gz: no such file or folder"),
+        (("--dataset", "problems.txt"), "--dataset problems.txt: unknown file type; expected one of .json"),
+        (("--dataset", "problems.jsonl", "--step", "7"), "no checkpoint 7; available: 0-10, 0-20"),
+        (("--dataset", "problems.jsonl", "--step", "seven"), "'seven' is not a checkpoint"),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: 
         return replace(present, checkpoints=present.checkpoints[:1])
 
     Catalog(parent, "test").change(time.time(), without_the_last)
-    with pytest.raises(Stop, match="0-20: retired meanwhile; `grpo-orch checkpoints ls"):
+    with pytest.raises(Stop, match="0-20: retired in the meantime; `grpo-orch checkpoints ls"):
         pin(parent, subjects)
     assert pinned(parent) == []
 

@@ -35,7 +35,7 @@ def measured(**world: object) -> World:
 def test_before_the_daemon_has_looked_there_is_no_plan(stored: Views, grpo_orch: Cli) -> None:
     answer = grpo_orch("explain", stored.store.url)
     assert answer.code == exit_codes.FAILED
-    assert "no plan is in the store yet" in answer.err
+    assert "the store has no plan yet" in answer.err
 
 
 def test_market_candidates_and_choice_are_printed(stored: Views, grpo_orch: Cli) -> None:

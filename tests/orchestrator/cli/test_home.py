@@ -44,7 +44,7 @@ def full_disk() -> Iterator[None]:
 
 def test_a_secret_is_made_whole_or_not_at_all(home: Path) -> None:
     """With an empty one anybody could speak to the run's machines."""
-    with full_disk(), pytest.raises(HomeUnusable, match="File too large; mend that, or name another folder as"):
+    with full_disk(), pytest.raises(HomeUnusable, match="File too large; fix that, or set GRPO_ORCH_HOME to"):
         run_token("a-run")
     assert known_token("a-run") is None
     assert list((home / "a-run").iterdir()) == []
@@ -53,7 +53,7 @@ def test_a_secret_is_made_whole_or_not_at_all(home: Path) -> None:
 
 def test_an_empty_secret_is_none(home: Path) -> None:
     token_file("a-run").touch()
-    with pytest.raises(HomeUnusable, match=f"^{home}/a-run/token is empty; bring the run's from"):
+    with pytest.raises(HomeUnusable, match=f"^{home}/a-run/token is empty; copy it from"):
         run_token("a-run")
 
 
@@ -88,7 +88,7 @@ def test_who_has_no_home_looks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "expanduser", _no_home)
     assert (latest_run(), kept_store_options("s3://bucket/run"), known_token("a-run")) == (None, {}, None)
-    with pytest.raises(HomeUnusable, match="this user has no home; name a folder for what is kept as GRPO_ORCH_"):
+    with pytest.raises(HomeUnusable, match="this user has no home folder; set GRPO_ORCH_HOME"):
         run_token("a-run")
 
 
@@ -105,4 +105,4 @@ def test_a_home_that_cannot_be_written_is_one_line(
     told = grpo_orch(*command.split(), World().store.url)
     assert told.code == exit_codes.FAILED
     assert told.line.startswith("/")
-    assert told.line.endswith("; mend that, or name another folder as GRPO_ORCH_HOME")
+    assert told.line.endswith("; fix that, or set GRPO_ORCH_HOME to another folder")

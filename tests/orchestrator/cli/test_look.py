@@ -76,9 +76,9 @@ def test_a_failed_run_says_how_to_go_on() -> None:
 def test_a_run_yaml_that_cannot_be_carried_out_is_not_mended_by_a_resume() -> None:
     world = ended(RunPhase.FAILED, "the trainer cannot work with this run.yaml")
     world.happens(22, JobExited("trainer-0-i1", 2, exit_codes.BAD_SPEC, 0))
-    assert "; a change of run.yaml needs a new run: name another `storage:` in it" in str(watched(world))
+    assert "; to change run.yaml start a new run: set another `storage:` in it" in str(watched(world))
     world.happens(23, RunMoved(RunPhase.STARTING, "resume"), RunMoved(RunPhase.FAILED, "out of memory"))
-    assert "needs a new run" not in str(watched(world))
+    assert "start a new run" not in str(watched(world))
 
 
 def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,5 +117,5 @@ def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
     url = World().store.url
     stopped = grpo_orch("resume", "-d", url)
     assert stopped.code == exit_codes.FAILED
-    shows, ends = f"`grpo-orch status -w {url}` shows it", f"`grpo-orch down {url}` ends it"
-    assert stopped.line == f"digits is begun, and goes on by itself; {shows}, {ends}"
+    hint = f"watch it with `grpo-orch status -w {url}`, stop it with `grpo-orch down {url}`"
+    assert stopped.line == f"digits has started and keeps running in the background; {hint}"

@@ -70,7 +70,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Steered, cli: Cli) -> None
     run.saves("0-2", "0-4", "0-6")
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
-    assert "goes back to 0-4, as timeline 1; changed from run.yaml: beta 0.08, learning_rate 1e-05." in out
+    assert "rolls back to 0-4, as timeline 1; changed from run.yaml: beta 0.08, learning_rate 1e-05." in out
     assert "beta: a KL term where there was none: a reference model is loaded beside the trained one\n" in out
     assert "learning_rate: updates of 10 times the size\n" in out
     assert begun(run) == ("0-4", {"beta": 0.08, "learning_rate": 1e-5})
@@ -117,8 +117,8 @@ def test_the_newest_checkpoint_has_a_name(run: Steered, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "5"], "no checkpoint 5; there are: 0-2, 0-4"),
-        (["--to", "../x"], "'../x' names no checkpoint: expected TIMELINE-STEP"),
+        (["--to", "5"], "no checkpoint 5; available: 0-2, 0-4"),
+        (["--to", "../x"], "'../x' is not a checkpoint: expected TIMELINE-STEP"),
         (["--set", "beta"], "--set beta: expected a number of 0 or more, as in beta=0.1"),
         (["--set", "beta=much"], "--set beta=much: expected a number of 0 or more"),
         (["--set", "beta=nan"], "--set beta=nan: expected a number of 0 or more"),
@@ -126,7 +126,7 @@ def test_the_newest_checkpoint_has_a_name(run: Steered, cli: Cli) -> None:
         (["--set", "max_completion_length=2.5"], "--set max_completion_length=2.5: expected a whole number"),
         (
             ["--set", "weight_decay=3"],
-            "--set weight_decay=3: expected KEY=NUMBER, KEY one of beta, epsilon, epsilon_high",
+            "--set weight_decay=3: expected KEY=NUMBER, where KEY is one of beta, epsilon, epsilon_high",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_finished_run_names_the_command_for_more_steps(run: Steered, cli: Cli) -
     assert "--set max_steps=" in err
     code, _, err = cli("rollback", "--to", "latest", "--set", "max_steps=4")
     assert code == exit_codes.USAGE
-    assert "has reached step 4; expected more" in err
+    assert "the checkpoint is already at step 4; expected more" in err
     assert not documents.read_commands(run.store)
 
 

@@ -42,7 +42,7 @@ def test_the_newest_step_is_shown(store: Store, cli: Cli) -> None:
     for line in (
         "0-15/0/0  reward 0.5  advantage 0.5",
         "correct 0.5, brief –",
-        "7 tokens, on rollout-0-i1, policy 0-4, mismatch 0.01 mean, 0.25 most",
+        "7 tokens, on rollout-0-i1, policy 0-4, mismatch 0.01 mean, 0.25 max",
         "left rollout-1-i1 after 3 tokens",
         "  user: what is 2 + 2?",
         "  assistant: it is 5",
@@ -61,7 +61,7 @@ def test_session_is_shown_turn_by_turn(store: Store, cli: Cli) -> None:
     assert "the agent failed: ValueError: no luck" in lines
     first = lines.index("completion") + 1
     assert lines[first:] == [
-        "  1 messages before",
+        "  1 earlier messages",
         "  tool: 4 ‹U+001B›[2J",
         "  assistant (2 tokens): it is 4",
         "  assistant (3 tokens): let me see",
@@ -80,8 +80,8 @@ def test_worst_best_search_and_number(store: Store, cli: Cli) -> None:
     assert told("--best", "-n", "1") == ["0-5/8/0"]
     assert told("--search", "ANSWER 3") == ["0-5/3/0"]
     assert told("--step", "5", "-n", "9") == [f"0-5/{n}/0" for n in range(9)]
-    assert "5 more; -n COUNT" in cli()[1]
-    assert "nothing in them has that text" in cli("--search", "zzz")[1]
+    assert "5 more; show them with -n COUNT" in cli()[1]
+    assert "no completion or prompt contains that text" in cli("--search", "zzz")[1]
 
 
 def test_mistakes_are_one_line(store: Store, cli: Cli) -> None:
@@ -94,7 +94,7 @@ def test_mistakes_are_one_line(store: Store, cli: Cli) -> None:
     for policy in ("0-4", "0-14", "0-24", "0-34"):
         store_step(store, policy, group("p", sample("c")))
     assert cli("--step", "16")[2] == "no samples of step 16; the nearest are 0-5, 0-15, 0-25\n"
-    assert cli("--worst", "--best")[2] == "--worst and --best: one of them\n"
+    assert cli("--worst", "--best")[2] == "--worst and --best are mutually exclusive\n"
     code, _, err = cli("--step", "\x1b[2J\n7")
     assert (code, err.count("\n")) == (2, 1)
     assert "\x1b" not in err

@@ -59,7 +59,7 @@ def test_a_deadline_is_left_out_and_that_is_said(
     found = grpo_orch("simulate", str(run_yaml), "--seeds", "1")
     assert found.code == 0, found
     assert steered == [None]
-    assert "policies.fleet.deadline is left out" in " ".join(found.err.split())
+    assert "policies.fleet.deadline is ignored" in " ".join(found.err.split())
 
 
 def test_a_broken_promise_names_the_command_that_replays_it(
@@ -78,7 +78,7 @@ def test_a_broken_promise_names_the_command_that_replays_it(
     ("arguments", "told"),
     [
         (["--climate", "balmy"], "expected one of calm, daily"),
-        (["--climate", "calm", "--trace", "t"], "one of them"),
+        (["--climate", "calm", "--trace", "t"], "mutually exclusive"),
         (["--seeds", "0"], "above 0"),
         (["--trace", "missing.json"], "missing.json"),
     ],

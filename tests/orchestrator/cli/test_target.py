@@ -48,7 +48,7 @@ def test_what_may_not_be_looked_into_is_one_line(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["file:///tmp/\udcff", "s3://bucket/\udce4"])
 def test_a_name_that_nobody_can_be_told_is_one_line(name: str) -> None:
     """What Python makes of bytes that the terminal's locale does not know, above all."""
-    with pytest.raises(NoSuchRun, match="expected text in UTF-8") as refused:
+    with pytest.raises(NoSuchRun, match="expected UTF-8") as refused:
         storage_of(name)
     assert str(refused.value).isprintable()
 

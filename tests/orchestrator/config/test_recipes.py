@@ -86,7 +86,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch
     code, listed = said("--recipe", "nope")
     assert (code, len(listed.splitlines())) == (2, 1 + len(recipe_lines()))
     assert said("--recipe", "tiny")[0] == 0
-    assert said("--recipe", "tiny") == (2, "tiny exists already; remove it or name another\n")
+    assert said("--recipe", "tiny") == (2, "tiny already exists; remove it or name another folder\n")
     assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
     assert said() == (0, "Wrote run.yaml. Check it with: grpo-orch validate run.yaml\n")
     assert said("--recipe", "tiny", "my run")[1].endswith("  cd 'my run' && grpo-orch up run.yaml\n")

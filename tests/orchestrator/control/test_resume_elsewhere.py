@@ -65,7 +65,10 @@ def test_machines_are_taken_over_with_their_secret_and_not_without(
     world.sit_at("second")
     code, said = cli("resume", "-d")
     assert code == exit_codes.FAILED
-    assert f"trainer-0-i1 hold a secret that this machine has not: bring {token_file(RUN_ID)}" in said
+    assert (
+        f"trainer-0-i1 were started with a secret that this machine does not have; copy {token_file(RUN_ID)}"
+        in said
+    )
     shutil.copy(held, token_file(RUN_ID))
     assert cli("resume", "-d") == (0, "")
     world.daemon_dies()

@@ -10,7 +10,7 @@ from orchestrator.clouds.sky.records import ListPrice, PriceList
 from orchestrator.config.load import load
 from orchestrator.config.model_size import NotKnown
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import KnownModel, know_model
+from orchestrator.plan.machines import KnownModel, find_model
 from orchestrator.plan.model import Plan
 from orchestrator.plan.prices import by_catalog, by_rehearsal
 from orchestrator.plan.steps import Measured
@@ -62,7 +62,7 @@ def size_of(spec: RunSpec, config: Mapping[str, Any] | None = None) -> ModelSize
 
 def known(spec: RunSpec, **changes: Any) -> KnownModel:
     """The model, with changes to its config.json."""
-    return know_model(spec, lambda one: size_of(one, {**CONFIGS[one.trainer.model], **changes}))
+    return find_model(spec, lambda one: size_of(one, {**CONFIGS[one.trainer.model], **changes}))
 
 
 def plan_of(spec: RunSpec, measured: Measured | None = None, prices: PriceList = PRICES) -> Plan:

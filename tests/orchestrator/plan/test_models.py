@@ -12,7 +12,7 @@ from orchestrator.config.model_size import NotKnown, find_config, find_size
 from orchestrator.config.notices import find_notices
 from orchestrator.config.problems import Findings
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import active_params, asked_once, know_model
+from orchestrator.plan.machines import active_params, cached_lookup, find_model
 from orchestrator.plan.prices import PriceBook
 from policies.model.spec import RunSpec
 from policies.sizing.shapes import shape_of
@@ -36,9 +36,9 @@ def snapshot(tmp_path: Path) -> Path:
 
 def test_config_json_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
     spec = spec_of("qwen-32b")
-    assert "HF_HUB_OFFLINE" in know_model(spec, find_size).unknown
+    assert "HF_HUB_OFFLINE" in find_model(spec, find_size).unknown
     put_in_cache(tmp_path / "hub")
-    found = know_model(spec, find_size)
+    found = find_model(spec, find_size)
     assert (found.params, found.stored_bytes, found.unknown) == (32_763_876_352, 65_527_752_704, "")
     assert find_config(spec) == CONFIGS[NAME]
 
@@ -60,9 +60,9 @@ def test_a_folder_with_config_json_alone(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS[NAME]))
     here = replace(spec, workdir=str(tmp_path), trainer=replace(spec.trainer, model="model"))
-    assert know_model(here, find_size).params == 32_763_876_352
+    assert find_model(here, find_size).params == 32_763_876_352
     (tmp_path / "model" / "config.json").write_text('{"model_type": "mamba"}')
-    assert "mamba" in know_model(here, find_size).unknown
+    assert "mamba" in find_model(here, find_size).unknown
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_config_json_that_is_anything_ends_no_plan(odd: dict[str, object], tmp
 
 def test_a_config_json_that_is_not_shown_is_said_so() -> None:
     """The hub tells the size of a gated model to everybody, and its config.json to those who have its licence."""
-    unknown = know_model(spec_of("qwen-32b"), lambda _: ModelSize(7, 14)).unknown
-    assert "config.json cannot be had" in unknown
+    unknown = find_model(spec_of("qwen-32b"), lambda _: ModelSize(7, 14)).unknown
+    assert "config.json is not available" in unknown
     assert "HF_TOKEN" in unknown
 
 
@@ -128,12 +128,12 @@ def test_the_hub_is_asked_once() -> None:
         asked.append(spec)
         raise NotKnown("away")
 
-    once, spec = asked_once(find), spec_of("qwen-32b")
+    once, spec = cached_lookup(find), spec_of("qwen-32b")
     for _ in range(2):
         with pytest.raises(NotKnown, match="away"):
             once(spec)
     assert len(asked) == 1
-    kept = asked_once(size_of)
+    kept = cached_lookup(size_of)
     assert kept(spec) is kept(spec)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.plan import pitfalls
 from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import know_model
+from orchestrator.plan.machines import find_model
 from orchestrator.plan.model import Warned
 from orchestrator.plan.prices import by_catalog
 from policies.model.spec import Replicas, RunSpec
@@ -20,15 +20,17 @@ from tests.orchestrator.plan.recipes import PRICES, size_of, spec_of
 Change = Callable[[RunSpec], RunSpec]
 
 
-def seen(spec: RunSpec, **config: Any) -> pitfalls.Seen:
+def seen(spec: RunSpec, **config: Any) -> pitfalls.PlannedRun:
     """What the rules look at; `config` changes the model's config.json."""
 
     def sizes(one: RunSpec) -> Any:
         return size_of(one, {**CONFIGS[one.trainer.model], **config})
 
     plan = make_plan(spec, sizes, by_catalog(spec, lambda _: PRICES))
-    model = know_model(spec, sizes)
-    return pitfalls.Seen(spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost, plan.money)
+    model = find_model(spec, sizes)
+    return pitfalls.PlannedRun(
+        spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost, plan.money
+    )
 
 
 def grpo(**changes: Any) -> Change:
@@ -63,68 +65,74 @@ BF16 = {"dtype": "bfloat16"}
 LONG = {"max-model-len": 32768, "gpu-memory-utilization": 0.85}
 # By rule: a recipe and a change of it, the key that is named and what is said.
 BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
-    pitfalls.type_is_missing: [
+    pitfalls.bfloat16_missing: [
         ("gsm8k-zero2", trainer(resources=on("T4")), "trainer.res", "grpo.fp16: true"),
         ("gsm8k-zero2", rollout(resources=on("V100")), "rollout.res", "dtype: half"),
     ],
-    pitfalls.trainer_is_too_small: of_32b(
+    pitfalls.trainer_out_of_memory: of_32b(
         (trainer(resources=on("H100")), GPUS, "H100 has 80"),
         (grpo(gradient_checkpointing=False), GPUS, "fit with gradient_checkpointing: true"),
         (grpo(model_init_kwargs={}, max_completion_length=1024), GPUS, "fit with model_init_kwargs: {dtype: bfl"),
-        (trainer(resources=on("H200", 2), peft=None, accelerate=ZERO3), GPUS, "would fit with 8 GPUs, over which"),
-        (trainer(resources=on("L4", 8), peft=None, accelerate=ZERO3), GPUS, "; take a larger GPU or adapters"),
-        (trainer(resources=on("T4")), GPUS, "; take a larger GPU or more GPUs that divide the weights"),
+        (
+            trainer(resources=on("H200", 2), peft=None, accelerate=ZERO3),
+            GPUS,
+            "would fit with 8 GPUs that shard the weights",
+        ),
+        (trainer(resources=on("L4", 8), peft=None, accelerate=ZERO3), GPUS, "; use a larger GPU or adapters"),
+        (trainer(resources=on("T4")), GPUS, "; use a larger GPU or more GPUs that shard the weights"),
     ),
-    pitfalls.one_process_sees_several: of_32b(
+    pitfalls.too_few_processes: of_32b(
         (
             trainer(resources={"instance_type": "p5en.48xlarge"}),
             "trainer.accelerate.num_processes",
-            "would see 8 GPUs: TRL trains on one in each; set it to 8",
+            "would see 8 GPUs, but TRL uses one GPU per process; set num_processes to 8",
         )
     ),
-    pitfalls.only_with_checkpointing: of_32b((grpo(), "grpo.gradient_checkpointing", "leave it on")),
-    pitfalls.frozen_in_float32: of_32b((grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB")),
-    pitfalls.updates_are_lost: [
+    pitfalls.needs_gradient_checkpointing: of_32b((grpo(), "grpo.gradient_checkpointing", "keep it on")),
+    pitfalls.frozen_weights_in_float32: of_32b((grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB")),
+    pitfalls.bfloat16_loses_updates: [
         ("math-two-gpus", grpo(model_init_kwargs=BF16, learning_rate=1e-6), "grpo.model_init_kwargs", "1e-06"),
     ],
-    pitfalls.engine_is_too_small: of_32b(
+    pitfalls.engine_out_of_memory: of_32b(
         (rollout(resources=on("L40S")), "rollout.res", "tensor-parallel"),
         (rollout(resources=on("H100"), vllm=LONG), CONTEXT, "one sequence of 32,768"),
         (
             rollout(vllm={"kv-cache-memory-bytes": 100 * 2**30}),
             "rollout.vllm.kv",
-            "takes 167 GiB, and H200 has 140",
+            "takes 167 GiB, but H200 has 140",
         ),
     ),
-    pitfalls.heads_do_not_divide: of_32b(
+    pitfalls.heads_not_divisible: of_32b(
         (
             rollout(vllm={"tensor_parallel_size": 16}),
             "rollout.vllm.tensor-parallel-size",
-            "40 attention heads are no multiple of 16, and vLLM does not start; expected one of 1, 2, 4, 5, 8, 10",
+            "40 attention heads are not divisible by 16; expected one of 1, 2, 4, 5, 8, 10",
         )
     ),
-    pitfalls.cache_makes_rounds: of_32b(
-        (grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32), "rollout.vllm", "a step is ")
+    pitfalls.kv_cache_too_small: of_32b(
+        (grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32), "rollout.vllm", "but a step is ")
     ),
-    pitfalls.context_is_too_long: [
+    pitfalls.context_too_long: [
         ("math-two-gpus", rollout(vllm={"max-model-len": 8192}), CONTEXT, "4096"),
         ("math-two-gpus", grpo(max_completion_length=4096), CONTEXT, "4096 leaves no room for a prompt"),
     ],
-    pitfalls.store_is_elsewhere: of_32b((rollout(resources=on("H200", infra="gcp")), "storage", "1.1 GB a step")),
-    pitfalls.checkpoints_are_rare: of_32b(
-        (trainer(resources={**on("H200"), "use_spot": True}), "grpo.save_steps", "minutes of training")
+    pitfalls.store_in_other_cloud: of_32b(
+        (rollout(resources=on("H200", infra="gcp")), "storage", "1.1 GB a step for each node; use one cloud")
     ),
-    pitfalls.budget_ends_it: of_32b(
-        (budget(usd=50.0), "budget.usd", "stops at step"),
+    pitfalls.rare_checkpoints: of_32b(
+        (trainer(resources={**on("H200"), "use_spot": True}), "grpo.save_steps", "of training; lower save_steps")
+    ),
+    pitfalls.budget_too_small: of_32b(
+        (budget(usd=50.0), "budget.usd", "stops at about step"),
         (budget(usd_per_h=5.0), "budget.usd_per_h", "6.06"),
     ),
-    pitfalls.step_outlasts_its_deadline: of_32b((rollout(deadline_s=5.0), "rollout.deadline_s", "may wait 5 s")),
+    pitfalls.generation_exceeds_deadline: of_32b((rollout(deadline_s=5.0), "rollout.deadline_s", "may wait 5 s")),
 }
 
 
 @pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in BROKEN.items() for case in cases])
 def test_a_rule_names_the_key_and_what_helps(
-    rule: Callable[[pitfalls.Seen], Any], case: tuple[str, Change, str, str]
+    rule: Callable[[pitfalls.PlannedRun], Any], case: tuple[str, Change, str, str]
 ) -> None:
     recipe, change, key, words = case
     told: list[Warned] = list(rule(seen(change(spec_of(recipe)))))
@@ -137,40 +145,40 @@ def test_a_rule_names_the_key_and_what_helps(
 def test_an_adapter_that_the_models_own_file_keeps_from_travelling() -> None:
     spec = trainer(peft={"r": 8})(spec_of("qwen-32b"))
     wide = {"vocab_size": 300_000}
-    assert [one.key for one in pitfalls.adapter_is_merged(seen(spec, **wide))] == ["trainer.peft"]
-    assert not list(pitfalls.adapter_is_merged(seen(spec)))
+    assert [one.key for one in pitfalls.adapter_merged(seen(spec, **wide))] == ["trainer.peft"]
+    assert not list(pitfalls.adapter_merged(seen(spec)))
 
 
 def test_bfloat16_keeps_updates_of_half_its_distance() -> None:
     """Weights of 0.02 lie 2^-13 apart in it: half of that, 6.1e-5, is the least that counts."""
     for rate, said in ((6.0e-5, 1), (6.2e-5, 0)):
         change = grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=rate)
-        assert len(list(pitfalls.updates_are_lost(seen(change(spec_of("math-two-gpus")))))) == said
+        assert len(list(pitfalls.bfloat16_loses_updates(seen(change(spec_of("math-two-gpus")))))) == said
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
 def test_what_keeps_its_own_float32_loses_no_update_of_weights_in_bfloat16(kind: str) -> None:
     change = grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
     divided = trainer(accelerate={"distributed_type": kind})(change(spec_of("math-two-gpus")))
-    assert not list(pitfalls.updates_are_lost(seen(divided)))
+    assert not list(pitfalls.bfloat16_loses_updates(seen(divided)))
 
 
 def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     told = seen(budget(usd=50.0)(spec_of("qwen-32b")))
-    (warned,) = pitfalls.budget_ends_it(told)
+    (warned,) = pitfalls.budget_too_small(told)
     assert told.step is not None
-    assert f"stops at step {int(50 / (6.06 * told.step.step_s / 3600))} " in warned.message
+    assert f"stops at about step {int(50 / (6.06 * told.step.step_s / 3600))};" in warned.message
 
 
 def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
     awq, spec = {"quantization_config": {"quant_method": "awq", "bits": 4}}, spec_of("qwen-32b")
     told = seen(spec, **awq)
-    assert [one.key for one in pitfalls.quantised(told)] == ["trainer.model"]
-    assert not list(pitfalls.quantised(seen(spec)))
+    assert [one.key for one in pitfalls.quantised_model(told)] == ["trainer.model"]
+    assert not list(pitfalls.quantised_model(seen(spec)))
     assert (told.model.shape, told.trainer.memory) == (None, {})
     assert "quantised" in told.model.unknown
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
-    assert not list(pitfalls.quantised(seen(alone, **awq)))  # where the trainer generates it may be
+    assert not list(pitfalls.quantised_model(seen(alone, **awq)))  # where the trainer generates it may be
     for asked in ({"load_in_4bit": True}, '{"quantization_config": {"load_in_4bit": true}}'):
         few = seen(grpo(model_init_kwargs=asked)(alone))
         assert few.model.shape is None
@@ -178,7 +186,7 @@ def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
 
 
 def test_every_rule_is_in_force_and_was_tried() -> None:
-    tried = BROKEN.keys() | {pitfalls.adapter_is_merged, pitfalls.quantised}
+    tried = BROKEN.keys() | {pitfalls.adapter_merged, pitfalls.quantised_model}
     assert set(pitfalls.RULES) == tried
 
 

@@ -107,7 +107,7 @@ def test_what_a_cloud_offers_is_on_the_market_that_it_is_offered_on() -> None:
         0.1,
     )
     assert (book.of(Role.TRAINER), book.of(Role.ROLLOUT)) == (Prices(3.96, 2.38), Prices(4.40, 2.10))
-    assert book.beside_usd_per_h == 0.1
+    assert book.controller_usd_per_h == 0.1
 
 
 def test_a_rehearsals_prices() -> None:

@@ -94,9 +94,12 @@ def test_its_dollars_on_each_market() -> None:
 @pytest.mark.parametrize(
     ("resources", "words"),
     [
-        ({"accelerators": "MI300X:1"}, ["of MI300X neither bandwidth", "has none for 1 x MI300X, spot"]),
+        (
+            {"accelerators": "MI300X:1"},
+            ["bandwidth and throughput of MI300X are unknown", "has none for 1 x MI300X, spot"],
+        ),
         ({"accelerators": "H200:2"}, ["has none for 2 x H200, spot"]),
-        ({"instance_type": "p5.48xlarge"}, ["searched by `accelerators`"]),
+        ({"instance_type": "p5.48xlarge"}, ["name `accelerators`, or an `instance_type` with GPUs"]),
         ({"accelerators": "H200:1"}, []),
     ],
 )
@@ -241,7 +244,7 @@ def test_what_cannot_be_had_is_said_in_a_line_and_the_rest_is_planned() -> None:
     assert plan.model.params is None
     assert (plan.step, plan.hours, plan.kinds, plan.trainer.memory) == (None, None, (), {})
     assert [line for line in plan.unknown if "nobody/nothing" in line] == [
-        "nobody/nothing: its size is not known (it is nobody's)"
+        "nobody/nothing: its size is unknown (it is nobody's)"
     ]
     assert {one.name for one in plan.money if one.cost is not None} >= {"rollout on spot"}
     strange = make_plan(spec, lambda one: replace(size_of(one), config={"model_type": "mamba"}), PriceBook())
@@ -264,7 +267,8 @@ def test_programs_get_every_key(recipe: str) -> None:
 
 def test_all_that_may_be_bought_and_what_is_paid_for_beside_it() -> None:
     """Trainer and node at 3.96 and 2.10, two nodes at most, one of which pays, and a controller at 0.50."""
-    book = PriceBook({Role.TRAINER: Prices(3.96, 2.38), Role.ROLLOUT: Prices(4.40, 2.10)}, beside_usd_per_h=0.50)
+    prices = {Role.TRAINER: Prices(3.96, 2.38), Role.ROLLOUT: Prices(4.40, 2.10)}
+    book = PriceBook(prices, controller_usd_per_h=0.50)
     plan = make_plan(spec_of("qwen-32b"), size_of, book)
     used = next(one.cost for one in plan.money if one.used)
     assert used is not None

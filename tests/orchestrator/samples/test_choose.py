@@ -50,9 +50,9 @@ def test_a_step_is_the_newest_timelines_that_has_it(text: str, step: str) -> Non
         ("13", "no samples of step 13; the nearest are 0-11, 1-11, 1-12"),
         ("0-12", "no samples of step 0-12; the nearest are 0-1, 0-11, 0-21"),
         ("9-1", "nearest"),
-        ("x" * 1000, "names no step: expected a step, or TIMELINE-STEP as in 0-121"),
-        ("-1", "names no step"),
-        ("9" * 5000, "names no step"),
+        ("x" * 1000, "is not a step: expected a step, or TIMELINE-STEP as in 0-121"),
+        ("-1", "is not a step"),
+        ("9" * 5000, "is not a step"),
     ],
 )
 def test_a_step_that_is_not_there_is_said_with_the_nearest(text: str, says: str) -> None:

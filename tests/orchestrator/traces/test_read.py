@@ -238,7 +238,7 @@ def test_of_a_folder_without_a_state_its_log_is_read(name: str, tmp_path: Path) 
 def test_a_folder_of_far_too_much_is_not_walked_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read, "LOOKED_AT_MAX", 20)
+    monkeypatch.setattr(read, "ENTRIES_MAX", 20)
     for number in range(20):
         (tmp_path / f"folder-{number}" / "below").mkdir(parents=True)
     listed: list[Path] = []

@@ -68,5 +68,5 @@ def test_a_run_of_which_little_is_known() -> None:
     strange = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
     told = lines(drawn(render(plan_of(strange))))
     assert told[0] == "math-two-gpus: nobody/nothing, all weights"
-    assert "not known: nobody/nothing: its size is not known (it is nobody's)" in told
+    assert "not known: nobody/nothing: its size is unknown (it is nobody's)" in told
     assert "cost" not in drawn(render_short(plan_of(strange)))

@@ -210,10 +210,10 @@ def test_the_command_line_lists_drains_and_removes(rig: Rig, cli: Cli, host: str
     assert (code, len(out.splitlines())) == (0, 3)
     assert "rollout-1" in out
     assert {one["node"] for one in json.loads(cli("ls", "-o", "json")[1])} == {"rollout-0", "rollout-1"}
-    assert cli("remove", "rollout-0")[:2] == (0, "rollout-0 is out, 0 requests go on elsewhere\n")
+    assert cli("remove", "rollout-0")[:2] == (0, "rollout-0 is out, 0 requests continue elsewhere\n")
     rig.until_members("rollout-1")
     for command in ("drain", "remove"):
-        assert cli(command, "rolout-0") == (2, "", "no member 'rolout-0'; there are: rollout-1\n")
+        assert cli(command, "rolout-0") == (2, "", "no member 'rolout-0'; members: rollout-1\n")
     assert json.loads(cli("drain", "rollout-1", "-o", "json")[1]) == {"node": "rollout-1", "state": "draining"}
     rig.until_members()
     assert cli("ls")[1] == "no member\n"
@@ -228,9 +228,9 @@ def test_the_command_line_lists_drains_and_removes(rig: Rig, cli: Cli, host: str
 def test_a_gateway_out_of_reach_is_one_line(rig: Rig, cli: Cli) -> None:
     code, _, complaint = cli("drain", "rollout-0")
     assert (code, complaint) == (1, "no gateway yet: the run's trainer starts it\n")
-    assert cli("ls")[1] == "no gateway has written its members yet\n"
+    assert cli("ls")[1] == "the gateway has not written its members yet\n"
     rig.gateway()
     rig.stop()
     code, _, complaint = cli("drain", "rollout-0")
     assert (code, complaint.count("\n")) == (1, 1)
-    assert complaint.startswith("the gateway cannot be reached from here (http://127.0.0.1:")
+    assert complaint.startswith("the gateway is unreachable from here (http://127.0.0.1:")

@@ -57,7 +57,7 @@ def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
     assert done.code == 0, done
     assert not world.sky.group
     assert not world.sky.beyond.group
-    assert "sim is stopped; no machine of it is left." in done.out
+    assert "sim is stopped; all its machines are returned." in done.out
     assert world.sky.table == world.sky.beyond.table == {}
     assert documents.CONTROLLER.read(world.store) is None
     assert documents.read_commands(world.store) == ()
@@ -76,12 +76,12 @@ def test_a_dead_daemon_is_started_again_to_stop_the_run(world: World, cli: Cli) 
 def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: World, cli: Cli) -> None:
     begun(world, cli)
     held = cli("resume", "-d", world.store.url)
-    assert (held.code, "is steered by pid" in held.err) == (exit_codes.HELD, True)
+    assert (held.code, "already has a daemon: pid" in held.err) == (exit_codes.HELD, True)
     world.daemon_dies()
     asked = list(world.sky.beyond.asked)
     done = cli("resume", "-d", world.store.url)
     assert done.code == 0, done
-    assert f"steered by {CLUSTER}" in done.out
+    assert f"is running on {CLUSTER}; " in done.out
     assert list(world.sky.table) == [CLUSTER]
     assert [call for call in world.sky.beyond.asked if call not in asked and "launch trainer" in call] == []
 
@@ -89,7 +89,7 @@ def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: Wo
 def test_a_run_that_has_ended_costs_its_machine_until_down(world: World, cli: Cli) -> None:
     begun(world, cli)
     documents.send_command(world.store, "down", time.time())
-    until("so", lambda: world.state.phase is RunPhase.STOPPED and not remote.is_steered(world.store))
+    until("so", lambda: world.state.phase is RunPhase.STOPPED and not remote.has_daemon(world.store))
     assert cli("down", world.store.url).code == 0
     assert world.sky.table == {}
     assert world.sky.reasons == ["resume"], "nothing was left to steer, and a daemon was started"
@@ -128,7 +128,7 @@ def test_the_controller_of_another_user_stops_the_run_and_stays(world: World, cl
     world.sky.table.clear()
     done = cli("down", world.store.url)
     assert done.code == exit_codes.FAILED
-    assert f"{CLUSTER} is not on record here" in done.err
+    assert f"this machine has no record of {CLUSTER}" in done.err
     assert world.sky.beyond.table == {}
     assert documents.CONTROLLER.read(world.store) is not None
     world.sky.table.update(launched_there)
@@ -141,7 +141,7 @@ def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: C
     world.sky.fails = CloudRefused(Refusal.QUOTA, "no quota for it")
     refused = cli("resume", "--remote", "-d", world.store.url)
     assert refused.code == exit_codes.FAILED
-    assert "no quota for it; the run is kept: try again with `grpo-orch resume" in refused.err
+    assert "no quota for it; the store keeps the run: retry with `grpo-orch resume" in refused.err
     assert documents.CONTROLLER.read(world.store) is not None
     world.sky.fails = None
     assert cli("resume", "-d", world.store.url).code == 0
@@ -156,7 +156,7 @@ def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
     failed = cli("resume", "--remote", "-d", world.store.url)
     assert failed.code == exit_codes.FAILED
     assert (
-        f"has ended, and the run has not; its last words: the daemon says; see `sky logs {CLUSTER}`" in failed.err
+        f"exited before the run ended; its last log lines: the daemon says; see `sky logs {CLUSTER}`" in failed.err
     )
 
 
@@ -188,19 +188,19 @@ def test_the_daemons_log_is_read_from_its_machine_and_no_other(world: World, cli
     other = cli("logs", "rollout-0", world.store.url)
     assert other.code == exit_codes.USAGE
     assert other.err == (
-        f"{CLUSTER} alone knows the machines of this run; there is `grpo-orch logs daemon {world.store.url}`\n"
+        f"only {CLUSTER} has the logs of this run's machines; see `grpo-orch logs daemon {world.store.url}`\n"
     )
     world.sky.table.clear()
     unknown = cli("logs", "daemon", world.store.url)
     assert unknown.code == exit_codes.USAGE
-    assert unknown.err == f"{CLUSTER} is not on record here; ask where it was launched\n"
+    assert unknown.err == f"this machine has no record of {CLUSTER}; run the command where it was launched\n"
 
 
 def test_remote_is_for_sky_alone(world: World, cli: Cli) -> None:
     documents.create_run(world.store, replace(world.record, spec=replace(world.record.spec, cloud="local")))
     refused = cli("resume", "--remote", "-d", world.store.url)
     assert refused.code == exit_codes.USAGE
-    assert refused.err == "--remote needs `cloud: sky`; sim is on `cloud: local`, which is this machine\n"
+    assert refused.err == "--remote needs `cloud: sky`; sim has `cloud: local`, which is this machine\n"
     assert documents.CONTROLLER.read(world.store) is None
 
 
@@ -230,7 +230,7 @@ def test_up_shows_the_price_and_creates_the_run_before_it_launches(
     done = cli("up", str(tmp_path / "mine" / "run.yaml"), "--remote", "-y", "-d")
     assert done.code == 0, done
     assert any("controller" in line and "on_demand" in line and "55.04" in line for line in done.out.splitlines())
-    assert "steered by grpo-controller-sim-" in done.out
+    assert "is running on grpo-controller-sim-" in done.out
     work = world.sky.works[0]
     assert json.loads(work.secrets[OPTIONS_ENV]) == moto.options()
     assert moto.secret_key not in repr(work)
