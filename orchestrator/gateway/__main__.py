@@ -103,11 +103,11 @@ async def serve(
     """
     stop = asyncio.Event()
     if left is not None:
-        gateway.kept.load(left, timeline)
+        gateway.orphans.load(left, timeline)
     gateway.sessions.load(timeline)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with listening(gateway.app(), gateway.knows, sock, tls):
+    async with listening(gateway.app(), gateway.is_authorized, sock, tls):
         work = (Watch(gateway.members).run(), writer.run(), session_log.run(), gateway.sessions.run())
         endless: set[asyncio.Future[Any]] = {asyncio.ensure_future(one) for one in work}
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +116,7 @@ async def serve(
                 task.result()  # only an error ends it
             task.cancel()
     if left is not None:
-        gateway.kept.save(left)
+        gateway.orphans.save(left)
     gateway.sessions.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_FLUSH_S):
@@ -149,11 +149,11 @@ def main() -> int:
     # Nothing on the hot path makes cycles, and walking the lists of a large batch costs more than all else there.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    log.info("gateway_up", url=url, boot_id=boot_id)
+    log.info("gateway_started", url=url, boot_id=boot_id)
     left = None if folder is None else folder / LEFT
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(sock, tls, gateway, writer, session_log, left, by[0]))
-    log.info("gateway_down")
+    log.info("gateway_stopped")
     return exit_codes.OK
 
 

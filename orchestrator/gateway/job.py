@@ -15,7 +15,7 @@ from policies.serving import recovery
 from policies.serving.wire import HandOver
 
 VLLM_DEFAULT_TOKENS = 16
-_HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +47,10 @@ class Job:
     prompt_tokens: int
     recovery: Recovery = "continue"
     is_turn: bool = False
-    admitted: bool = False
+    is_admitted: bool = False
     prompt_size: int | None = None
     keep_text: bool = False
-    arrived: Callable[[], None] | None = None
+    on_progress: Callable[[], None] | None = None
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of each token
@@ -58,18 +58,18 @@ class Job:
     tokens: list[str] = field(default_factory=list)  # each token's text, as vLLM's logprobs have it
     top_logprobs: list[dict[str, float]] = field(default_factory=list)  # for each token, where they were asked for
     prompt_token_ids: Sequence[int] | None = None  # known from the first event on, of a token prompt at once
-    waiting: bool = False  # for a member
+    is_waiting: bool = False  # for a member
     handovers: int = 0
     handed_over: list[HandOver] = field(default_factory=list)  # by nodes that had made some of it
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
-    first_token_s: float | None = None  # on the event loop's clock
+    first_token_at_s: float | None = None  # on the event loop's clock
     refused_by: frozenset[str] = frozenset()  # nodes that will not take it
-    told: int = 0  # tokens that the asker knows of
-    _kept: Arrived | None = None  # what the asker was told of, until it has arrived again
-    shared: int = 0  # how often it was moved for an even division
-    _continues: bool | None = None
+    streamed_tokens: int = 0  # tokens that the asker knows of
+    _before_restart: PartialOutput | None = None  # what the asker was told of, until it has arrived again
+    rebalances: int = 0  # how often it was moved for an even division
+    _is_continuable: bool | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -77,87 +77,93 @@ class Job:
         limit = recovery.limit_of(self.body)
         return VLLM_DEFAULT_TOKENS if limit is None else limit
 
-    def may_continue(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether it can go on from what has arrived, and would become the undisturbed completion."""
         return (
             self.recovery == "continue"
             and bool(self.token_ids)
             and self.prompt_token_ids is not None
             and len(self.token_ids) < self.max_tokens
-            and self._safe()
-            and (not self.keep_text or self._whole_characters())
+            and self._has_continuable_parameters()
+            and (not self.keep_text or self._ends_on_whole_character())
         )
 
     @property
-    def regrowing(self) -> bool:
+    def is_catching_up(self) -> bool:
         """Whether it started over and has not yet come to what its asker was told."""
-        return self._kept is not None
+        return self._before_restart is not None
 
-    def whole(self) -> int:
+    def whole_character_tokens(self) -> int:
         """With `keep_text`, how many tokens there are up to the last one that ends with a whole character."""
         count = len(self.tokens)
-        while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_HALF_A_CHARACTER)):
+        while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_INCOMPLETE_CHARACTER)):
             count -= 1
         return count
 
-    def agrees(self) -> bool:
+    def matches_streamed(self) -> bool:
         """Whether what arrives again is what the asker was told, as far as it has arrived."""
-        if self._kept is None:
+        if self._before_restart is None:
             return True
-        again = min(len(self.token_ids), self.told)
-        if self.token_ids[:again] != self._kept.token_ids[:again]:
+        again = min(len(self.token_ids), self.streamed_tokens)
+        if self.token_ids[:again] != self._before_restart.token_ids[:again]:
             return False
-        if again == self.told:
-            self._kept = None
+        if again == self.streamed_tokens:
+            self._before_restart = None
         return True
 
-    def go_back(self) -> int:
+    def restore_streamed(self) -> int:
         """Take up again what the asker was told, because something else arrived. Returns how many tokens are lost.
 
-        From here on it goes on from what has arrived, whatever another node would have made. Raises CannotGoOn.
+        From here on it goes on from what has arrived, whatever another node would have made. Raises CannotContinue.
         """
-        kept, lost = self._kept, len(self.token_ids)
+        kept, lost = self._before_restart, len(self.token_ids)
         assert kept is not None
         nearly = self.recovery == "continue" and recovery.nearly_continues(self.body)
-        if not nearly or self.prompt_token_ids is None or kept.whole < self.told:
-            raise CannotGoOn
-        self.token_ids, self.logprobs = kept.token_ids[: kept.whole], kept.logprobs[: kept.whole]
-        self.tokens, self.top_logprobs = kept.tokens[: kept.whole], kept.top_logprobs[: kept.whole]
+        if not nearly or self.prompt_token_ids is None or kept.whole_character_tokens < self.streamed_tokens:
+            raise CannotContinue
+        self.token_ids, self.logprobs = (
+            kept.token_ids[: kept.whole_character_tokens],
+            kept.logprobs[: kept.whole_character_tokens],
+        )
+        self.tokens, self.top_logprobs = (
+            kept.tokens[: kept.whole_character_tokens],
+            kept.top_logprobs[: kept.whole_character_tokens],
+        )
         # vLLM holds text back that a stop string may begin with.
         shown = "".join(self.tokens)
         self.text = shown if shown.startswith(kept.text) else kept.text
-        self._kept, self._continues = None, True
+        self._before_restart, self._is_continuable = None, True
         return lost - len(self.token_ids)
 
     def start_over(self) -> int:
         """Forget what has arrived. Returns how many tokens it was."""
         lost = len(self.token_ids)
-        if self.told and self._kept is None:
+        if self.streamed_tokens and self._before_restart is None:
             arrived = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
-            self._kept = Arrived(*arrived, self.text, self.whole())
+            self._before_restart = PartialOutput(*arrived, self.text, self.whole_character_tokens())
         self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
         self.text = ""
         self.handed_over = [replace(one, tokens=0) for one in self.handed_over]
         return lost
 
-    def _safe(self) -> bool:
-        if self._continues is None:
-            self._continues = recovery.continues(self.body)
-        return self._continues
+    def _has_continuable_parameters(self) -> bool:
+        if self._is_continuable is None:
+            self._is_continuable = recovery.continues(self.body)
+        return self._is_continuable
 
-    def _whole_characters(self) -> bool:
+    def _ends_on_whole_character(self) -> bool:
         """Whether the node had sent all text of the tokens that arrived: another node could not know what it still
         held back of a character that the next tokens complete."""
         return (
             bool(self.tokens)
             and bool(self.tokens[-1])
-            and not self.text.endswith(_HALF_A_CHARACTER)
+            and not self.text.endswith(_INCOMPLETE_CHARACTER)
             and "".join(self.tokens) == self.text
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class PartialOutput:
     """What had arrived of a job before it started over; `whole` as its method says."""
 
     token_ids: list[int]
@@ -165,7 +171,7 @@ class Arrived:
     tokens: list[str]
     top_logprobs: list[dict[str, float]]
     text: str
-    whole: int
+    whole_character_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +210,11 @@ class WeightsRefused(RequestRefused):
     """A node computes no numbers with these weights: every node would say so, of any request."""
 
 
-class ToldOtherwise(Exception):
+class OutputDiverged(Exception):
     """A node makes other tokens than the asker was told: it computes other last bits than the one before it."""
 
 
-class CannotGoOn(Exception):
+class CannotContinue(Exception):
     """What the asker was told cannot be made again, and the parameters do not allow going on from it."""
 
 

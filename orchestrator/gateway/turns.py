@@ -11,7 +11,7 @@ import asyncio
 PIECE_S = 0.01
 
 
-class Turns:
+class TimeSlices:
     """Shared by all long work on one event loop."""
 
     def __init__(self) -> None:

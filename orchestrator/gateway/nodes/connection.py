@@ -25,14 +25,14 @@ CONNECTING_MAX = 32
 HANDSHAKE_S = 10.0
 # A time-out that comes so much too late shows that this process stalled: answers may wait in its sockets.
 STALLED_S = 0.5
-END_S = 5.0  # from the last event to the end of the answer
+END_TIMEOUT_S = 5.0  # from the last event to the end of the answer
 # The kernel watches connections on which nothing moves: a peer that forgot one answers with a reset, one that is
 # gone does not answer.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 USER_TIMEOUT_MS = 5_000  # what was sent must be acknowledged within this
 # All connections read into this one, for what was read is parsed at once. Under TLS the event loop would otherwise
 # make a buffer of 256 KiB for every read, at three times the cost of decrypting.
-_read = memoryview(bytearray(64 * 1024))
+_read_buffer = memoryview(bytearray(64 * 1024))
 
 
 class Receiver(Protocol):
@@ -59,16 +59,16 @@ class Connection(asyncio.BufferedProtocol):
         self._head_size = 0
         self.idle_since_s = 0.0
 
-    def ask(self, request: list[bytes], receiver: Receiver) -> None:
+    def send(self, request: list[bytes], receiver: Receiver) -> None:
         """Send a request whose answer the receiver will hear."""
         self._receiver, self._busy = receiver, True
         self._in_head, self._head_size = True, 0
         if self._transport is None:  # lost before it was used
-            self._lose("connection: it was closed")
+            self._fail_receiver("connection: it was closed")
         else:
             self._transport.writelines(request)
 
-    def leave(self, receiver: Receiver) -> None:
+    def cancel(self, receiver: Receiver) -> None:
         """Close, which makes the node stop working; but not if the receiver's answer is over already."""
         if self._receiver is receiver:
             self._receiver = None
@@ -79,14 +79,14 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def forget(self, now_s: float) -> None:
+    def detach(self, now_s: float) -> None:
         """Hear no more of this answer, whose end is near: the connection is kept for the next one."""
         self._receiver = None
         self.idle_since_s = now_s
 
-    def overdue(self, now_s: float) -> bool:
+    def is_overdue(self, now_s: float) -> bool:
         """Whether the rest of a forgotten answer should have come long ago."""
-        return self._busy and self._receiver is None and now_s - self.idle_since_s > END_S
+        return self._busy and self._receiver is None and now_s - self.idle_since_s > END_TIMEOUT_S
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
@@ -98,29 +98,29 @@ class Connection(asyncio.BufferedProtocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
-        return _read
+        return _read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            self._parser.feed_data(_read[:nbytes])
+            self._parser.feed_data(_read_buffer[:nbytes])
         except httptools.HttpParserCallbackError:
             raise  # a fault of this program: the event loop logs it and closes the connection
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"it does not speak HTTP: {error}")
+            self._fail_and_abort(f"it does not speak HTTP: {error}")
             return
         if self._in_head and self._busy:
             self._head_size += nbytes
             if self._head_size > HEAD_SIZE_MAX:
-                self._break("it sent too long a header")
+                self._fail_and_abort("it sent too long a header")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._pool.lost(self)
-        self._lose(f"connection: {str(exc) or type(exc).__name__ if exc else 'it was closed'}")
+        self._pool.remove(self)
+        self._fail_receiver(f"connection: {str(exc) or type(exc).__name__ if exc else 'it was closed'}")
 
     def on_message_begin(self) -> None:
         if not self._busy:  # an answer that nobody asked for must not become the next request's
-            self._pool.lost(self)
+            self._pool.remove(self)
             self.abort()
 
     def on_headers_complete(self) -> None:
@@ -142,11 +142,11 @@ class Connection(asyncio.BufferedProtocol):
         if receiver is not None:
             receiver.end()
 
-    def _break(self, why: str) -> None:
-        self._lose(why)
+    def _fail_and_abort(self, why: str) -> None:
+        self._fail_receiver(why)
         self.abort()
 
-    def _lose(self, why: str) -> None:
+    def _fail_receiver(self, why: str) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.lost(why)
@@ -166,7 +166,7 @@ class Pool:
         self._tls = tls if identity.protects(self._host) else None
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
-        self._turns = asyncio.Semaphore(CONNECTING_MAX)
+        self._connect_slots = asyncio.Semaphore(CONNECTING_MAX)
         self._closed = False
 
     def take(self) -> Connection | None:
@@ -177,12 +177,12 @@ class Pool:
         """Return a new connection. Raises OSError, TimeoutError."""
         loop = asyncio.get_running_loop()
         while not self._closed:
-            asked_s = loop.time()
+            started_s = loop.time()
             try:
                 async with asyncio.timeout(limit_s):
                     connection = await self._connect()
             except TimeoutError:
-                if loop.time() - asked_s < limit_s + STALLED_S:
+                if loop.time() - started_s < limit_s + STALLED_S:
                     raise
                 continue
             if self._closed:
@@ -199,9 +199,9 @@ class Pool:
         )
         return connection
 
-    async def connect_in_turn(self, limit_s: float) -> Connection:
+    async def connect_throttled(self, limit_s: float) -> Connection:
         """The same, CONNECTING_MAX at a time; the wait for its turn does not count."""
-        async with self._turns:
+        async with self._connect_slots:
             return await self.connect(limit_s + HANDSHAKE_S if self._tls else limit_s)
 
     def keep(self, connection: Connection) -> None:
@@ -209,17 +209,17 @@ class Pool:
         connection.idle_since_s = asyncio.get_running_loop().time()
         self._idle.append(connection)
 
-    def lost(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """The connection is closed."""
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def tidy(self, now_s: float) -> None:
+    def close_idle(self, now_s: float) -> None:
         """Close what is of no use any more. The time is the event loop's."""
         while self._idle and now_s - self._idle[0].idle_since_s > GATEWAY_IDLE_S:
             self._idle.pop(0).abort()
-        for connection in [one for one in self._open if one.overdue(now_s)]:
+        for connection in [one for one in self._open if one.is_overdue(now_s)]:
             connection.abort()
 
     def close(self) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.job import Job, RequestRefused, ToldOtherwise, WeightsRefused
+from orchestrator.gateway.job import Job, OutputDiverged, RequestRefused, WeightsRefused
 from orchestrator.gateway.nodes import events
-from orchestrator.gateway.nodes.attempt import Attempt, End, NodeFailed, Why
+from orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.connection import Connection
 from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
@@ -40,45 +40,45 @@ class VllmAttempt(Attempt):
     Args:
         job: filled as tokens come.
         link: the member.
-        begun: called when its first token comes.
+        on_first_token: called when its first token comes.
     """
 
-    __slots__ = ("_begun", "_connection", "_error_body", "_now", "_rest", "_status", "link")
+    __slots__ = ("_connection", "_error_body", "_now", "_on_first_token", "_status", "_unparsed", "link")
 
-    def __init__(self, job: Job, link: Link, begun: Callable[[], None]) -> None:
+    def __init__(self, job: Job, link: Link, on_first_token: Callable[[], None]) -> None:
         super().__init__(job)
-        self.link, self._begun = link, begun
+        self.link, self._on_first_token = link, on_first_token
         self._now = asyncio.get_running_loop().time
         self._connection: Connection | None = None
-        self._rest = bytearray()
+        self._unparsed = bytearray()
         self._error_body = b""
         self._status = 0
 
     async def run(self) -> End:
-        """Return how the completion ended. Raises NodeFailed, RequestRefused, ToldOtherwise.
+        """Return how the completion ended. Raises NodeFailed, RequestRefused, OutputDiverged.
 
         Leaving early, by an error or a cancellation, closes the connection, which makes vLLM abort the request.
         """
         link = self.link
         if not link.running:
-            link.heard_s = self.sent_s
+            link.last_event_s = self.sent_s
         link.running.add(self)
         try:
-            await link.turns.take()
+            await link.time_slices.take()
             if self._done.done():
                 return self._done.result()
-            self.sent_s = self.heard_s = self._now()
+            self.sent_s = self.last_event_s = self._now()
             request = self._request()
             self._connection = self.link.pool.take() or await self._connect()
             if not self._done.done():
-                self._connection.ask(request, self)
+                self._connection.send(request, self)
             return await self._done
         finally:
             self.link.running.discard(self)
             if not self._done.done() or self._done.cancelled() or self._done.exception() is not None:
                 self._done.cancel()
                 if self._connection is not None:
-                    self._connection.leave(self)
+                    self._connection.cancel(self)
 
     def head(self, status: int) -> None:
         self._status = status
@@ -88,10 +88,10 @@ class VllmAttempt(Attempt):
             return
         if self._status != 200:
             self._error_body = (self._error_body + data)[:REFUSAL_SIZE_MAX]
-        elif self._rest or not self._one_event(data):
-            self._pieces(data)
+        elif self._unparsed or not self._read_event(data):
+            self._read_pieces(data)
 
-    def _one_event(self, data: bytes) -> bool:
+    def _read_event(self, data: bytes) -> bool:
         """Read one whole event, as nearly all pieces of a body are. Returns False for anything else."""
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
@@ -100,35 +100,35 @@ class VllmAttempt(Attempt):
         except events.UNREADABLE:
             return False
         if isinstance(event, events.Bare):
-            self._hear_bare(event)
+            self._apply_bare(event)
         else:
-            self._hear_full(event)
+            self._apply_full(event)
         return True
 
-    def _pieces(self, data: bytes) -> None:
+    def _read_pieces(self, data: bytes) -> None:
         """Read parts of events, or several."""
-        searched = max(0, len(self._rest) - 1)
-        self._rest += data
-        if self._rest.find(b"\n\n", searched) < 0:
-            if len(self._rest) > EVENT_SIZE_MAX:
-                self._break("an event of more than 16 MiB")
+        searched = max(0, len(self._unparsed) - 1)
+        self._unparsed += data
+        if self._unparsed.find(b"\n\n", searched) < 0:
+            if len(self._unparsed) > EVENT_SIZE_MAX:
+                self._fail_broken("an event of more than 16 MiB")
             return
-        *whole, rest = bytes(self._rest).split(b"\n\n")
-        self._rest = bytearray(rest)
+        *whole, rest = bytes(self._unparsed).split(b"\n\n")
+        self._unparsed = bytearray(rest)
         for event in whole:
             if self._done.done():
                 return
-            if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._one_event(event + b"\n\n"):
-                self._break(f"it sent {event[6:86]!r}, which is no event")
+            if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._read_event(event + b"\n\n"):
+                self._fail_broken(f"it sent {event[6:86]!r}, which is no event")
 
     def end(self) -> None:
         if self._status != 200:
             self._refuse(self._status, f"answered {self._status}: {self._error_body.decode(errors='replace')}")
         elif not self._done.done():
-            self._break(f"it stopped after {self.tokens} tokens without saying why")
+            self._fail_broken(f"it stopped after {self.tokens} tokens without saying why")
 
     def lost(self, why: str) -> None:
-        self.fail(NodeFailed(Why.LOST, why))
+        self.fail(NodeFailed(HandoverReason.LOST, why))
 
     def _request(self) -> list[bytes]:
         try:
@@ -139,7 +139,7 @@ class VllmAttempt(Attempt):
 
     async def _connect(self) -> Connection:
         """Connect, unless this try ends before that."""
-        connecting = asyncio.ensure_future(self.link.pool.connect_in_turn(self.link.limits.connect_s))
+        connecting = asyncio.ensure_future(self.link.pool.connect_throttled(self.link.silence_limits.connect_s))
         try:
             both: set[asyncio.Future[Any]] = {connecting, self._done}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -147,25 +147,25 @@ class VllmAttempt(Attempt):
                 self._done.result()  # it can only have failed
             return await connecting
         except TimeoutError as error:
-            raise NodeFailed(Why.LOST, "no connection in time") from error
+            raise NodeFailed(HandoverReason.LOST, "no connection in time") from error
         except ConnectionRefusedError as error:
-            raise NodeFailed(Why.CLOSED, "nothing listens there") from error
+            raise NodeFailed(HandoverReason.CLOSED, "nothing listens there") from error
         except OSError as error:
-            raise NodeFailed(Why.LOST, f"connection: {str(error) or type(error).__name__}") from error
+            raise NodeFailed(HandoverReason.LOST, f"connection: {str(error) or type(error).__name__}") from error
         finally:
             if not connecting.cancel() and self._done.done() and connecting.exception() is None:
                 self.link.pool.keep(connecting.result())
 
-    def _hear_bare(self, event: events.Bare) -> None:
+    def _apply_bare(self, event: events.Bare) -> None:
         if event.error is not None:
             self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
         elif event.choices:
             choice = event.choices[0]
             found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-            if self._take(choice.token_ids or [], found) and choice.finish_reason is not None:
+            if self._add_tokens(choice.token_ids or [], found) and choice.finish_reason is not None:
                 self._finish(choice.finish_reason, choice.stop_reason)
 
-    def _hear_full(self, event: events.Full) -> None:
+    def _apply_full(self, event: events.Full) -> None:
         job = self.job
         if event.error is not None:
             self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
@@ -176,20 +176,20 @@ class VllmAttempt(Attempt):
         if job.prompt_token_ids is None:
             job.prompt_token_ids = choice.prompt_token_ids
         found, tokens, top = events.logprobs_of(choice.logprobs)
-        if not self._take(choice.token_ids or [], found):
+        if not self._add_tokens(choice.token_ids or [], found):
             return
         job.tokens += tokens
         job.top_logprobs += top
         job.text += choice.text
         if choice.finish_reason is not None:
             self._finish(choice.finish_reason, choice.stop_reason)
-        if job.arrived is not None:
-            job.arrived()
+        if job.on_progress is not None:
+            job.on_progress()
 
-    def _take(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
+    def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
         """Put tokens into the job, unless something is wrong with them."""
         if len(logprobs) != len(token_ids):
-            self._break(f"it sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+            self._fail_broken(f"it sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
             return False
         if None in logprobs:
             # vLLM's JSON has no NaN. Every node with these weights would say the same.
@@ -199,37 +199,41 @@ class VllmAttempt(Attempt):
         job, link, now_s = self.job, self.link, self._now()
         job.token_ids += token_ids
         job.logprobs += logprobs  # type: ignore[arg-type]  # there is no None among them
-        link.heard_s = now_s
-        link.arrived += len(token_ids)
-        if self.begun_s is not None:
-            link.limits.saw_gap(now_s - self.heard_s)
+        link.last_event_s = now_s
+        link.received_tokens += len(token_ids)
+        if self.first_token_at_s is not None:
+            link.silence_limits.saw_gap(now_s - self.last_event_s)
         elif token_ids:
-            self.begun_s = now_s
-            if job.first_token_s is None:
-                job.first_token_s = now_s
-            link.newest_begun_s = max(link.newest_begun_s, self.sent_s)
-            link.prompts += job.prompt_tokens + self._before
-            link.limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
-            self._begun()
-        self.heard_s = now_s
+            self.first_token_at_s = now_s
+            if job.first_token_at_s is None:
+                job.first_token_at_s = now_s
+            link.newest_started_s = max(link.newest_started_s, self.sent_s)
+            link.prompt_tokens += job.prompt_tokens + self._tokens_before
+            link.silence_limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
+            self._on_first_token()
+        self.last_event_s = now_s
         if len(job.token_ids) > self.max_tokens:
-            self._break(f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for")
+            self._fail_broken(
+                f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for"
+            )
             return False
-        if not job.agrees():
-            self.fail(ToldOtherwise())
+        if not job.matches_streamed():
+            self.fail(OutputDiverged())
             return False
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         """An event with a finish reason is final, whatever becomes of the connection after it."""
         if finish_reason in _UNFINISHED:
-            self.fail(NodeFailed(Why.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}"))
+            self.fail(
+                NodeFailed(HandoverReason.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}")
+            )
             return
-        if self.job.regrowing:  # it ends before what its asker was told
-            self.fail(ToldOtherwise())
+        if self.job.is_catching_up:  # it ends before what its asker was told
+            self.fail(OutputDiverged())
             return
         assert self._connection is not None
-        self._connection.forget(self.heard_s)
+        self._connection.detach(self.last_event_s)
         self._done.set_result(End(finish_reason, stop_reason))
 
     def _refuse(self, status: int, said: str) -> None:
@@ -237,10 +241,10 @@ class VllmAttempt(Attempt):
             limit = _TOO_LONG.search(said)
             self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
         else:
-            self.fail(NodeFailed(Why.REFUSED, f"it {said[:200]}"))
+            self.fail(NodeFailed(HandoverReason.REFUSED, f"it {said[:200]}"))
 
-    def _break(self, what: str) -> None:
-        self.fail(NodeFailed(Why.BROKEN, what))
+    def _fail_broken(self, what: str) -> None:
+        self.fail(NodeFailed(HandoverReason.BROKEN, what))
 
 
 def _body_of(job: Job) -> dict[str, Any]:

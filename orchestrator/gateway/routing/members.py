@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from orchestrator.gateway.nodes.attempt import Why
+from orchestrator.gateway.nodes.attempt import HandoverReason
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
 from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.waiting import Waiting
-from orchestrator.gateway.turns import Turns
+from orchestrator.gateway.turns import TimeSlices
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.demand import Demand
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
@@ -32,8 +32,8 @@ from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, Pol
 
 log = structlog.get_logger()
 
-GONE = "it is no member any more"
-COMERS_MAX = 256  # those heard last; of one that has fallen silent the controller has yet to learn how long
+NOT_A_MEMBER = "it is no member any more"
+JOINING_NODES_MAX = 256  # those heard last; of one that has fallen silent the controller has yet to learn how long
 VERSIONS_KEPT = 8
 CHANGES_MAX = 64  # of the membership that are remembered
 LENGTH_SHARE = 0.02  # of each finished completion in the mean length
@@ -54,13 +54,13 @@ class Members:
         self._token = token
         self._tls = tls
         self._make_limits = limits
-        self._turns = Turns()
+        self._time_slices = TimeSlices()
         self._table = Membership()
-        self._places = Places(self._table, self._connect, self._tell_if_done)
+        self._places = Places(self._table, self._connect, self._answer_if_drained)
         self._announcements = Announcements()
-        self._spreads = Spreads()
-        self.comers = Comers()
-        self._told: dict[str, AnnounceReply] = {}  # by boot
+        self._version_spreads = VersionSpreads()
+        self.joining_nodes = JoiningNodes()
+        self._last_replies: dict[str, AnnounceReply] = {}  # by boot
         self._demand = Demand()
         self._recovery: Recovery = "continue"
         self._expected_tokens = 0.0
@@ -78,9 +78,9 @@ class Members:
         return self._recovery
 
     @property
-    def turns(self) -> Turns:
+    def time_slices(self) -> TimeSlices:
         """Shared by all long work on this event loop."""
-        return self._turns
+        return self._time_slices
 
     @property
     def places(self) -> Places:
@@ -110,7 +110,7 @@ class Members:
         """The members that hold this policy and are not leaving."""
         return self._table.serving(policy)
 
-    def anyone(self) -> bool:
+    def has_usable_member(self) -> bool:
         """Whether a member is there that has work, or may come to serve what is wanted.
 
         To a gateway that has just begun those of the one before it may return.
@@ -119,13 +119,13 @@ class Members:
             return True
         return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
 
-    async def anyone_of(self, failed: Container[str]) -> Link | None:
+    async def any_link_except(self, failed: Container[str]) -> Link | None:
         """The link to a member, whatever it holds, that is not among `failed`; None where all there are are.
 
         Waits while there is none.
         """
         while not (rows := [row for row in self._table.rows if not row.mute]):
-            await self._places.changed()
+            await self._places.wait_for_change()
         rows = [row for row in rows if row.node not in failed]
         return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
 
@@ -133,7 +133,7 @@ class Members:
         """The session has no more turns: its member may have another."""
         self._table.end_session(session)
 
-    def draining(self, node: str) -> bool:
+    def is_draining(self, node: str) -> bool:
         """Whether the node was told to finish what it has and leave."""
         return self._table.draining(node)
 
@@ -154,7 +154,7 @@ class Members:
     @property
     def versions(self) -> list[VersionSpread]:
         """How the last policies came to the members, the oldest first."""
-        return self._spreads.last
+        return self._version_spreads.last
 
     def status(self) -> list[MemberStatus]:
         """Every member, in the order in which they came."""
@@ -167,8 +167,8 @@ class Members:
         """So many more requests of a policy are open from now on. `recovery` is the run's."""
         self._recovery = recovery
         if not self._demand.has(policy.label):
-            log.info("policy_wanted", policy=policy.label, requests=requests)
-            self._spreads.want(policy.label, self._table.rows, time.monotonic())
+            log.info("policy_requested", policy=policy.label, requests=requests)
+            self._version_spreads.want(policy.label, self._table.rows, time.monotonic())
         self._change_demand(lambda: self._demand.add(policy, requests))
 
     def finish(self, policy: str, requests: int) -> None:
@@ -197,18 +197,18 @@ class Members:
             self._announcements.answer(node)
         if changed:
             self._places.note_change()
-            self._places.fill()
+            self._places.assign()
 
     @property
-    def serves_several(self) -> bool:
+    def serves_several_policies(self) -> bool:
         """Whether more than one policy is asked for."""
         return self._demand.has_older
 
-    def work_at_others(self, policy: str) -> bool:
+    def is_busy_with_other_policy(self, policy: str) -> bool:
         """Whether a member works at requests of another policy than this one, which are to end first."""
         return any(row.running and row.policy != policy and not row.unfit for row in self._table.rows)
 
-    def is_to_leave(self, node: str, policy: str) -> bool:
+    def is_changing_policy(self, node: str, policy: str) -> bool:
         """Whether a member is to hold another policy than this one."""
         row = self._table.row(node)
         return row is not None and row.target not in ("", policy)
@@ -223,27 +223,27 @@ class Members:
             self._note_work(node)
         if self._table.is_void(said.boot_id):
             return AnnounceReply(drain=True)
-        self._spreads.hear(node, said, time.monotonic())
+        self._version_spreads.record(node, said, time.monotonic())
         if self._demand.newest is not None and (row := self._table.row(node)) is not None and not row.target:
             self._table.aim({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
         if before is None:
-            self.comers.forget(machine_of(node))
+            self.joining_nodes.forget(machine_of(node))
         if said.stage is None:
-            self.comers.forget(node)
+            self.joining_nodes.forget(node)
         else:
-            self.comers.tell(node, said.stage, time.monotonic())
-        self._places.fill()
-        if self._reply(node) == self._told.get(said.boot_id):
+            self.joining_nodes.update(node, said.stage, time.monotonic())
+        self._places.assign()
+        if self._reply(node) == self._last_replies.get(said.boot_id):
             await self._announcements.hold(
                 node, lambda: self._apply(self._table.connection_lost(node, said.boot_id))
             )
-        reply = self._told[said.boot_id] = self._reply(node)
+        reply = self._last_replies[said.boot_id] = self._reply(node)
         return reply
 
     def leave(self, node: str, boot_id: str) -> None:
         """The node says that this boot is over."""
         self._apply(self._table.leave(node, boot_id))
-        self._told.pop(boot_id, None)
+        self._last_replies.pop(boot_id, None)
 
     def remove(self, node: str) -> bool:
         """Take the node out, or all of a machine's, for good as these boots. Returns whether there was any."""
@@ -259,20 +259,20 @@ class Members:
         for row in self._table.on(node):
             self._announcements.answer(row.node)
 
-    def doubt(self, link: Link, why: str, *, whole: bool = False) -> None:
+    def suspect(self, link: Link, why: str, *, whole: bool = False) -> None:
         """A request failed there, or all: nothing new before the next announcement, which is asked for at once."""
         self._apply(self._table.doubt(link.node, link.term, why, whole=whole))
         self._announcements.answer(link.node)
 
-    def mute(self, link: Link, why: str) -> None:
+    def mark_unresponsive(self, link: Link, why: str) -> None:
         """The member does not answer: what runs there goes elsewhere, and nothing goes there until it does."""
         self._apply(self._table.muted(link.node, link.term, why))
-        link.give_up(Why.SILENT, f"it does not answer: {why}")
+        link.fail_attempts(HandoverReason.SILENT, f"it does not answer: {why}")
 
-    def unmute(self, link: Link) -> None:
+    def mark_responsive(self, link: Link) -> None:
         """The member answers."""
         self._apply(self._table.answered(link.node, link.term))
-        self._places.fill()
+        self._places.assign()
 
     def expire(self) -> None:
         """Take out those from whom nothing was heard for too long."""
@@ -281,26 +281,26 @@ class Members:
     async def close(self) -> None:
         """Close every connection."""
         for term in list(self.links):
-            self._places.end(term, "the gateway ends")
+            self._places.end_term(term, "the gateway ends")
         await asyncio.sleep(0)
 
     def _apply(self, change: Change) -> None:
         """Note what happened to the table, and end what it ended."""
         if change.news:
-            log.info("membership", change=change.reason)
+            log.info("membership_changed", change=change.reason)
             seq = self._changes[-1].seq + 1 if self._changes else 1
             at_s = time.monotonic() - self._started_at_s
             self._changes.append(MembershipChange(seq, at_s, change.reason))
             self._places.note_change()
         for term in change.ended:
-            self._places.end(term, GONE)
+            self._places.end_term(term, NOT_A_MEMBER)
 
     def _note_work(self, node: str) -> None:
         """Its engine has computed tokens since its last word, whether an event has told of them or not."""
         row = self._table.row(node)
         link = None if row is None else self.links.get(row.term)
         if link is not None:
-            link.worked_s = asyncio.get_running_loop().time()
+            link.last_work_s = asyncio.get_running_loop().time()
 
     def _reply(self, node: str) -> AnnounceReply:
         row = self._table.row(node)
@@ -312,7 +312,7 @@ class Members:
         """What the other engines of a machine are to hold, which fetches one policy at a time."""
         return next((row.target for row in self._table.on(machine) if row.target), newest)
 
-    def _tell_if_done(self, node: str) -> None:
+    def _answer_if_drained(self, node: str) -> None:
         """A job has left it; with the last one, a node that drains may go."""
         if self._table.draining(node) and self._reply(node).drain:
             self._announcements.answer(node)
@@ -320,7 +320,7 @@ class Members:
     def _connect(self, row: Row) -> Link:
         pool = Pool(row.address, self._tls)
         return Link(
-            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._turns
+            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._time_slices
         )
 
     def _status_of(self, row: Row, serving: bool, now_s: float) -> MemberStatus:
@@ -375,7 +375,7 @@ class Announcements:
             held.set_result(None)
 
 
-class Comers:
+class JoiningNodes:
     """Nodes that are not members yet: their stages, and since when they make no progress.
 
     `moves` counts the progress of all of them.
@@ -384,26 +384,26 @@ class Comers:
     def __init__(self) -> None:
         self.moves = 0
         # By node: its stage now, the one at which it last got on, and when that was.
-        self._told: dict[str, tuple[Stage, Stage, float]] = {}
+        self._stages: dict[str, tuple[Stage, Stage, float]] = {}
 
-    def tell(self, node: str, stage: Stage, now_s: float) -> None:
+    def update(self, node: str, stage: Stage, now_s: float) -> None:
         """A node says what it is at."""
-        before = self._told.pop(node, None)
+        before = self._stages.pop(node, None)
         if before is None or gets_on(before[1], stage):
-            self._told[node] = stage, stage, now_s
+            self._stages[node] = stage, stage, now_s
             self.moves += 1
         else:
-            self._told[node] = stage, *before[1:]
-        while len(self._told) > COMERS_MAX:
-            del self._told[next(iter(self._told))]
+            self._stages[node] = stage, *before[1:]
+        while len(self._stages) > JOINING_NODES_MAX:
+            del self._stages[next(iter(self._stages))]
 
     def forget(self, node: str) -> None:
         """It is of use: should it have to come again, it begins anew."""
-        self._told.pop(node, None)
+        self._stages.pop(node, None)
 
     def status(self, machines: Container[str], now_s: float) -> list[Coming]:
         """Those that are not on these machines, which have members."""
-        told = [(node, *told) for node, told in self._told.items() if machine_of(node) not in machines]
+        told = [(node, *told) for node, told in self._stages.items() if machine_of(node) not in machines]
         return [Coming(node, stage, now_s - at_s) for node, stage, _, at_s in told]
 
 
@@ -414,7 +414,7 @@ class _Version:
     waited_for: set[str]  # nodes
 
 
-class Spreads:
+class VersionSpreads:
     """How the last policies reached the members: after how long, and in which stages.
 
     `now_s` is any clock that does not go back. A node that joins later is not waited for: it reports `join_s`.
@@ -434,7 +434,7 @@ class Spreads:
             nodes = {row.node for row in rows if row.policy != label}
             self._last.append(_Version(VersionSpread(label, len(nodes)), now_s, nodes))
 
-    def hear(self, node: str, said: Announce, now_s: float) -> None:
+    def record(self, node: str, said: Announce, now_s: float) -> None:
         """A member says what it holds."""
         for one in self._last:
             if one.spread.policy == said.policy and node in one.waited_for:

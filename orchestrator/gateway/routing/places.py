@@ -15,7 +15,7 @@ from policies.serving.membership import Membership
 
 # For so long the first member with a new policy gets no more than its share while others load it. What it got
 # beyond that and they take back would cost a connection each, and what was computed of their prompts.
-SHARES_S = 0.25
+SHARE_LIMIT_S = 0.25
 
 
 class Places:
@@ -27,15 +27,17 @@ class Places:
         left: called with the node's name whenever a job has left a member.
     """
 
-    def __init__(self, table: Membership, connect: Callable[[Row], Link], left: Callable[[str], None]) -> None:
+    def __init__(
+        self, table: Membership, connect: Callable[[Row], Link], on_release: Callable[[str], None]
+    ) -> None:
         self._table = table
         self._connect = connect
-        self._left = left
+        self._on_release = on_release
         self._links: dict[int, Link] = {}
         self._queues: dict[str, Queue] = {}  # by the policy that is asked for
         self._wanted = ""  # the policy
         self._changed = asyncio.Event()  # set once, by the next change
-        self._shares_until_s: float | None = 0.0  # while members load; None: nobody serves yet
+        self._share_limit_until_s: float | None = 0.0  # while members load; None: nobody serves yet
         self.waiting = Waiting()
 
     @property
@@ -46,7 +48,7 @@ class Places:
     def want(self, policy: str) -> None:
         """Members are told to hold this policy from now on."""
         self._wanted = policy
-        self._shares_until_s = None
+        self._share_limit_until_s = None
         self._table.forget_groups()
         self.note_change()
 
@@ -57,7 +59,7 @@ class Places:
             link = self._links[row.term] = self._connect(row)
         return link
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Return after the next change of the table."""
         await self._changed.wait()
 
@@ -66,13 +68,13 @@ class Places:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def end(self, term: int, why: str) -> None:
+    def end_term(self, term: int, why: str) -> None:
         """The term is over: what runs in it goes elsewhere."""
         link = self._links.pop(term, None)
         if link is not None:
             link.close(why)
 
-    async def lend(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
+    async def acquire(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
         """Return a place on a member that may serve the job, waiting for as long as there is none.
 
         Raises QueueFull.
@@ -81,57 +83,57 @@ class Places:
             row = self._choose(job, load, avoid)
             if row is not None:
                 return self._place_on(row, load)
-        with self.waiting.with_one_more(job):
+        with self.waiting.counting(job):
             waiter = Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
             self._queues.setdefault(job.policy, Queue()).add(waiter)
-            self._serve_waiting()  # those before it may have gone away
+            self._assign_places()  # those before it may have gone away
             try:
                 return await waiter.place
             except asyncio.CancelledError:
                 if waiter.place.done() and not waiter.place.cancelled():
-                    self.give_back(waiter.place.result())
+                    self.release(waiter.place.result())
                 raise
 
-    def begun(self, place: Place) -> None:
+    def note_first_token(self, place: Place) -> None:
         """The job at this place got its first token there."""
-        place.begun = True
+        place.has_first_token = True
         self._table.first_token(place.link.node, place.link.term, place.load)
-        self._serve_waiting()
+        self._assign_places()
 
-    def give_back(self, place: Place) -> None:
+    def release(self, place: Place) -> None:
         """A job has left its place, in whatever way."""
-        self._table.finished(place.link.node, place.link.term, place.load, begun=place.begun)
-        self._left(place.link.node)
-        self._serve_waiting()
+        self._table.finished(place.link.node, place.link.term, place.load, begun=place.has_first_token)
+        self._on_release(place.link.node)
+        self._assign_places()
 
-    async def another(self, job: Job) -> bool:
+    async def wait_for_other_member(self, job: Job) -> bool:
         """Return whether a member that has not refused the job may serve it, waiting while one loads what the job
         wants and none serves.
 
         Raises QueueFull.
         """
-        if _not_refused(job, self._table.serving(job.policy)):
+        if _any_accepts(job, self._table.serving(job.policy)):
             return True
-        with self.waiting.with_one_more(job):
-            while _not_refused(job, self._table.loading(job.policy)):
-                await self.changed()
-                if _not_refused(job, self._table.serving(job.policy)):
+        with self.waiting.counting(job):
+            while _any_accepts(job, self._table.loading(job.policy)):
+                await self.wait_for_change()
+                if _any_accepts(job, self._table.serving(job.policy)):
                     return True
         return False
 
-    def awaited(self, policy: str) -> bool:
+    def has_waiting(self, policy: str) -> bool:
         """Whether a job waits for a place on a member with this policy."""
         return policy in self._queues
 
-    def fill(self) -> None:
+    def assign(self) -> None:
         """Members have more room, or there are more of them: lend it to those who wait."""
-        if self._shares_until_s is None and self._wanted and self._table.serving(self._wanted):
+        if self._share_limit_until_s is None and self._wanted and self._table.serving(self._wanted):
             # The first member that serves a new policy gets its share; the others may be there in a moment.
-            self._shares_until_s = time.monotonic() + SHARES_S
-            asyncio.get_running_loop().call_later(SHARES_S, self._serve_waiting)
-        self._serve_waiting()
+            self._share_limit_until_s = time.monotonic() + SHARE_LIMIT_S
+            asyncio.get_running_loop().call_later(SHARE_LIMIT_S, self._assign_places)
+        self._assign_places()
 
-    def _serve_waiting(self) -> None:
+    def _assign_places(self) -> None:
         """Give places to those who wait, in their order, for as long as there are any."""
         for policy, queue in list(self._queues.items()):
             for waiters in (queue.handed_over, queue.new):
@@ -153,11 +155,11 @@ class Places:
 
     def _choose(self, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
         row = self._table.choose(job.policy, load, avoid, job.refused_by)
-        return None if row is not None and not load.replayed and self._has_its_share(job.policy, row) else row
+        return None if row is not None and not load.replayed and self._has_full_share(job.policy, row) else row
 
-    def _has_its_share(self, policy: str, row: Row) -> bool:
+    def _has_full_share(self, policy: str, row: Row) -> bool:
         """Whether the rest is kept for members that load."""
-        if self._shares_until_s is None or time.monotonic() >= self._shares_until_s:
+        if self._share_limit_until_s is None or time.monotonic() >= self._share_limit_until_s:
             return False
         serving, loading = self._table.serving(policy), self._table.loading(policy)
         if not loading:
@@ -171,5 +173,5 @@ class Places:
         return Place(self.link(row), load)
 
 
-def _not_refused(job: Job, rows: tuple[Row, ...]) -> bool:
+def _any_accepts(job: Job, rows: tuple[Row, ...]) -> bool:
     return any(row.node not in job.refused_by for row in rows)

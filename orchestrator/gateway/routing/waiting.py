@@ -22,11 +22,11 @@ TOKEN_SIZE = 8
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A job's place on a member, to be given back with `Places.give_back`."""
+    """A job's place on a member, to be given back with `Places.release`."""
 
     link: Link
     load: Load
-    begun: bool = False
+    has_first_token: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class Waiting:
         """The size of their prompts."""
         return self._size_bytes
 
-    def check_room(self, size_bytes: int = 0) -> None:
+    def check_capacity(self, size_bytes: int = 0) -> None:
         """Raise QueueFull if no more may wait, with prompts of so many bytes."""
         if self._count >= WAITING_MAX or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
             raise QueueFull(
@@ -84,17 +84,17 @@ class Waiting:
             )
 
     @contextmanager
-    def with_one_more(self, job: Job) -> Iterator[None]:
+    def counting(self, job: Job) -> Iterator[None]:
         """The job waits for as long as the block runs. Raises QueueFull."""
         size_bytes = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
-        if not job.admitted:
-            self.check_room(size_bytes)
+        if not job.is_admitted:
+            self.check_capacity(size_bytes)
         self._count += 1
         self._size_bytes += size_bytes
-        job.waiting = True
+        job.is_waiting = True
         try:
             yield
         finally:
             self._count -= 1
             self._size_bytes -= size_bytes
-            job.waiting = False
+            job.is_waiting = False

@@ -18,11 +18,11 @@ from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.chat import Translator
 from orchestrator.gateway.surface.describe import describe
-from orchestrator.gateway.surface.kept import Kept
+from orchestrator.gateway.surface.kept import OrphanedRequests
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
 from orchestrator.gateway.surface.session_log import SessionLog
@@ -55,7 +55,7 @@ class Gateway:
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
-        self.kept = Kept(self.members, self._completer, self._ledger)
+        self.orphans = OrphanedRequests(self.members, self._completer, self._ledger)
         self._translator = Translator(self.members)
         self.sessions = Sessions(self.members, self._completer, self._ledger, self._translator, session_log)
         self._started_at_s = time.monotonic()
@@ -67,12 +67,12 @@ class Gateway:
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/metrics", self._tell_metrics),
+                web.get("/metrics", self._serve_metrics),
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
-                web.post(f"{COMERS}/{{node}}", self._tell_stage),
-                *Admin(self.members).routes(),
-                *SessionDesk(self.sessions).routes(),
+                web.post(f"{COMERS}/{{node}}", self._update_stage),
+                *MemberHandlers(self.members).routes(),
+                *SessionHandlers(self.sessions).routes(),
                 *OpenAI(
                     self.members,
                     self._completer,
@@ -97,14 +97,14 @@ class Gateway:
             tokens_discarded=self._ledger.discarded,
             handovers=self._ledger.handovers,
             tokens_saved=self._ledger.saved,
-            tokens_replayed=self._ledger.replayed_prefill,
+            tokens_replayed=self._ledger.replayed,
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self.members.comers.status({machine_of(one.node) for one in members}, now_s),
+            coming=self.members.joining_nodes.status({machine_of(one.node) for one in members}, now_s),
         )
 
-    def knows(self, request: web.BaseRequest) -> bool:
+    def is_authorized(self, request: web.BaseRequest) -> bool:
         """Whether it comes from one who has the secret."""
         shown = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
         known = hmac.compare_digest(shown, self._expected)
@@ -123,20 +123,20 @@ class Gateway:
     async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Refused as error:
+        except ApiError as error:
             return _refusal(request, error)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
-            response = _refusal(request, Refused(405, f"only {allowed} here"))
+            response = _refusal(request, ApiError(405, f"only {allowed} here"))
             response.headers[hdrs.ALLOW] = allowed
             return response
         except web.HTTPException as error:
-            return _refusal(request, Refused(error.status, f"nothing is at {request.rel_url.raw_path[:200]}"))
+            return _refusal(request, ApiError(error.status, f"nothing is at {request.rel_url.raw_path[:200]}"))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200)
 
-    async def _tell_metrics(self, _: web.Request) -> web.Response:
+    async def _serve_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _announce(self, request: web.Request) -> web.Response:
@@ -147,22 +147,22 @@ class Gateway:
         admission.check_announce(said)
         return _json(await self.members.announce(node, said))
 
-    async def _tell_stage(self, request: web.Request) -> web.Response:
+    async def _update_stage(self, request: web.Request) -> web.Response:
         node = node_of(request)
         said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
         admission.check_stage(said)
-        self.members.comers.tell(node, said, time.monotonic())
+        self.members.joining_nodes.update(node, said, time.monotonic())
         return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.members.waiting.check_room()
+            self.members.waiting.check_capacity()
         except QueueFull as error:
-            raise Refused(503, str(error)) from error
-        batch, prompts = await admission.read_batch(request, self.members.turns)
+            raise ApiError(503, str(error)) from error
+        batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.kept)
+        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.orphans)
         # When the trainer goes away, this handler is cancelled or its next write fails: either closes the
         # iterator.
         async with aclosing(run.chunks()) as chunks:
@@ -172,7 +172,7 @@ class Gateway:
         return response
 
 
-def _refusal(request: web.Request, error: Refused) -> web.Response:
+def _refusal(request: web.Request, error: ApiError) -> web.Response:
     """An error as the path's clients expect it."""
     is_clients = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
     if is_clients:
@@ -191,7 +191,7 @@ async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
 # Sessions, for the trainer whose agents they belong to.
 
 
-class SessionDesk:
+class SessionHandlers:
     """The handlers."""
 
     def __init__(self, sessions: Sessions) -> None:
@@ -212,7 +212,7 @@ class SessionDesk:
     async def _trace(self, request: web.Request) -> web.Response:
         trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
         if form not in (None, "openenv"):
-            raise Refused(400, f"form is {form[:40]!a}: expected openenv, or none")
+            raise ApiError(400, f"form is {form[:40]!a}: expected openenv, or none")
         return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
@@ -227,7 +227,7 @@ def _session_of(request: web.Request) -> str:
 # The gateway's members, for those who look after them: list, drain, remove, and what happened to them.
 
 
-class Admin:
+class MemberHandlers:
     """The handlers."""
 
     def __init__(self, members: Members) -> None:
@@ -261,10 +261,10 @@ class Admin:
         if boot_id is not None:
             self._members.leave(node, admission.name_of("boot", boot_id))
         elif not self._members.remove(node):
-            raise Refused(404, f"{node} is no member")
+            raise ApiError(404, f"{node} is no member")
         return web.Response(status=204)
 
 
 def node_of(request: web.Request) -> str:
-    """The node that the path names. Raises Refused."""
+    """The node that the path names. Raises ApiError."""
     return admission.name_of("node", request.match_info["node"])

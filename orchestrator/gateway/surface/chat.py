@@ -17,16 +17,16 @@ from orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
 from orchestrator.gateway.nodes.attempt import NodeFailed
 from orchestrator.gateway.nodes.upstream import RETRYABLE
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
-UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
+INVALID_RESPONSES_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
 # Answers of 500: no engine takes part, so the chat is at fault, as where a template fails over it. 502 to 504 are
 # a server that is not there, and pass.
-STUMBLED_MAX = 3
-AGAIN_S = 0.2  # after every member has failed at it
-AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
+SERVER_ERRORS_MAX = 3
+RETRY_S = 0.2  # after every member has failed at it
+AVOID_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
 REFUSAL_SIZE_MAX = 2000
 log = structlog.get_logger()
 _encode = msgspec.json.Encoder().encode
@@ -80,13 +80,13 @@ class Prompt:
 
     Args:
         token_ids: of all messages, up to where the answer begins.
-        room_tokens: that the answer may get: as many as the chat asks for, or as the model's context has room for.
+        max_tokens: that the answer may get: as many as the chat asks for, or as the model's context has room for.
         sampling: vLLM's parameters that follow from the chat: of a grammar for its answer, of where it stops.
         is_parsed: whether the answer's text is more than a message's content.
     """
 
     token_ids: list[int]
-    room_tokens: int
+    max_tokens: int
     sampling: dict[str, Any]
     is_parsed: bool
 
@@ -108,28 +108,28 @@ class Translator:
         self._failed: dict[str, float] = {}  # members, and when they last did
 
     async def prompt(self, chat: Chat) -> Prompt:
-        """Return the prompt of a chat, however long there is no member. Raises Refused for one that has none."""
+        """Return the prompt of a chat, however long there is no member. Raises ApiError for one that has none."""
         found = await self._render(chat.document)
         if found.features is not None:
-            raise Refused(400, "messages are text: images and sound are not supported", "messages")
+            raise ApiError(400, "messages are text: images and sound are not supported", "messages")
         params = found.sampling_params
         limits = {name: value for name, value in (params.structured_outputs or {}).items() if _is_set(name, value)}
         sampling: dict[str, Any] = {"structured_outputs": limits} if limits else {}
         if params.stop_token_ids:
             sampling["stop_token_ids"] = params.stop_token_ids
-        is_parsed = bool(chat.said.tools) or found.reasoning_parser_kwargs is not None
+        is_parsed = bool(chat.parameters.tools) or found.reasoning_parser_kwargs is not None
         return Prompt(found.token_ids, params.max_tokens, sampling, is_parsed)
 
     async def tokens(self, chat: Chat, messages: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of other messages under the same chat's template, without the beginning of an answer.
 
-        Raises Refused.
+        Raises ApiError.
         """
         document = {**chat.document, "messages": messages, "add_generation_prompt": False}
         return (await self._render(document)).token_ids
 
     async def answer(self, chat: Chat, prompt: list[int], got: Finished) -> Answer:
-        """Return the message that an answer's tokens are. Raises Refused."""
+        """Return the message that an answer's tokens are. Raises ApiError."""
         # As its engine does, vLLM's parsers do not see the token that ended the answer.
         ended = got.finish_reason == "stop" and not isinstance(got.stop_reason, str)
         token_ids = got.token_ids[:-1] if ended else got.token_ids
@@ -137,10 +137,10 @@ class Translator:
             return Answer(
                 {"role": "assistant", "content": ""},
                 got.finish_reason,
-                {"content": []} if chat.said.logprobs else None,
+                {"content": []} if chat.parameters.logprobs else None,
             )
         choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "finish_reason": got.finish_reason}
-        if chat.said.logprobs:
+        if chat.parameters.logprobs:
             content = zip(got.token_ids, got.logprobs, strict=True)
             choice["logprobs"] = {"content": [{"token_id": one, "logprob": value} for one, value in content]}
         asked = {
@@ -148,7 +148,7 @@ class Translator:
             "generate_response": {"request_id": "answer", "choices": [choice], "prompt_token_ids": prompt},
             "chat_request": chat.document,
         }
-        [found] = (await self._ask(DERENDER, asked, _derendered)).choices
+        [found] = (await self._request(DERENDER, asked, _derendered)).choices
         message: dict[str, Any] = {"role": "assistant", "content": found.message.content}
         if isinstance(got.stop_reason, str) and found.message.content:
             message["content"] = found.message.content.partition(got.stop_reason)[0]
@@ -160,26 +160,26 @@ class Translator:
         return Answer(message, "tool_calls" if calls else got.finish_reason, found.logprobs)
 
     async def _render(self, document: dict[str, Any]) -> _Rendered:
-        return await self._ask(RENDER, document, _rendered)
+        return await self._request(RENDER, document, _rendered)
 
-    async def _ask(self, path: str, document: dict[str, Any], decoder: msgspec.json.Decoder[T]) -> T:
-        """What the first member answers that does. Raises Refused for what vLLM finds wrong with the chat."""
+    async def _request(self, path: str, document: dict[str, Any], decoder: msgspec.json.Decoder[T]) -> T:
+        """What the first member answers that does. Raises ApiError for what vLLM finds wrong with the chat."""
         try:
             body = _encode(document)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise Refused(400, f"it cannot be sent to a node: {error}") from error
+            raise ApiError(400, f"it cannot be sent to a node: {error}") from error
         now = asyncio.get_running_loop().time
-        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOIDED_S}
-        failed, again, unreadable, stumbled = set(self._failed), False, 0, 0
+        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOID_S}
+        failed, again, invalid_responses, server_errors = set(self._failed), False, 0, 0
         while True:
-            link = await self._members.anyone_of(failed)
+            link = await self._members.any_link_except(failed)
             if link is None:
                 failed.clear()
-                await asyncio.sleep(AGAIN_S if again else 0.0)
+                await asyncio.sleep(RETRY_S if again else 0.0)
                 again = True
                 continue
             try:
-                status, said = await link.ask(path, body)
+                status, said = await link.request(path, body)
                 if status == 200:
                     found = decoder.decode(said)
                     self._failed.pop(link.node, None)
@@ -187,16 +187,18 @@ class Translator:
             except NodeFailed:
                 status = 0
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                status, unreadable = 0, unreadable + 1
-                log.warning("chat_answer_not_read", node=link.node, path=path, why=str(error)[:REFUSAL_SIZE_MAX])
-                if unreadable == UNREADABLE_MAX:
-                    raise Refused(502, f"{link.node} answered {path} with what is no answer: {error}") from error
+                status, invalid_responses = 0, invalid_responses + 1
+                log.warning(
+                    "chat_response_invalid", node=link.node, path=path, error=str(error)[:REFUSAL_SIZE_MAX]
+                )
+                if invalid_responses == INVALID_RESPONSES_MAX:
+                    raise ApiError(502, f"{link.node} answered {path} with what is no answer: {error}") from error
             if 400 <= status < 500 and status not in RETRYABLE:
-                raise Refused(status, _why(said))
+                raise ApiError(status, _why(said))
             if status == 500:
-                stumbled += 1
-                if stumbled == STUMBLED_MAX:
-                    raise Refused(422, f"no node can read the chat: {_why(said)}")
+                server_errors += 1
+                if server_errors == SERVER_ERRORS_MAX:
+                    raise ApiError(422, f"no node can read the chat: {_why(said)}")
             failed.add(link.node)
             self._failed[link.node] = now()
 

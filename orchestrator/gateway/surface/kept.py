@@ -25,15 +25,15 @@ from policies.serving.wire import Batch, HandOver, labelled_version
 
 log = structlog.get_logger()
 
-AT_ONCE = 100  # requests that begin, or end, in one round of the event loop
+CHUNK_REQUESTS = 100  # requests that begin, or end, in one round of the event loop
 # A trainer that is started again loads its model and replays what is stored before it asks.
-KEPT_S = 1800.0
+ORPHAN_TTL_S = 1800.0
 # One that asks for a newer policy may ask for an older one beside it, at the same moment.
-PASSED_S = 30.0
+SUPERSEDED_TTL_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class BatchRequest:
     """One request under way. `key` is what it asks for."""
 
     key: Hashable
@@ -42,11 +42,11 @@ class Asked:
     delivered: bool = False  # all of it, to some asker
 
 
-def begin(completer: Completer, key: Hashable, job: Job) -> Asked:
+def begin(completer: Completer, key: Hashable, job: Job) -> BatchRequest:
     """Have a job completed. What it fails with is told to its asker, if there is one by then."""
     task = asyncio.ensure_future(completer.complete(job))
     task.add_done_callback(_hear)
-    return Asked(key, job, task)
+    return BatchRequest(key, job, task)
 
 
 def _hear(task: asyncio.Future[Finished]) -> None:
@@ -73,13 +73,13 @@ def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size:
         prompt_tokens=len(prompt),
         recovery=batch.recovery,
         prompt_token_ids=prompt,
-        admitted=True,
+        is_admitted=True,
         prompt_size=prompt_size,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedRequest:
     """A request as one gateway leaves it to the next. Without a finish reason it is under way."""
 
     batch: Batch  # but for its requests
@@ -94,41 +94,43 @@ class _Saved:
 
 
 @dataclass(slots=True, eq=False)
-class _Left:
+class _OrphanedBatch:
     """What a trainer left of one batch."""
 
     batch: Batch
-    requests: dict[Hashable, Asked]
-    open: set[Asked]  # those that are counted: a task is done a little before its callbacks are called
+    requests: dict[Hashable, BatchRequest]
+    open: set[BatchRequest]  # those that are counted: a task is done a little before its callbacks are called
     ends: asyncio.TimerHandle | None = None
 
 
-class Kept:
+class OrphanedRequests:
     """The requests of batches that are over, or whose trainer went away.
 
     Those under way continue. Finished ones stay too: a trainer may die before it has stored what it was given. A
     trainer that makes the same request takes it over.
 
-    What nobody takes over is dropped after KEPT_S, or PASSED_S after a newer policy is requested. It is dropped at
+    What nobody takes over is dropped after ORPHAN_TTL_S, or SUPERSEDED_TTL_S after a newer policy is requested. It is dropped at
     once when another timeline is requested, or other weights of the same version.
     """
 
     def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
-        self._left: list[_Left] = []
+        self._batches: list[_OrphanedBatch] = []
         self._ending: set[asyncio.Task[None]] = set()
 
-    def keep(self, batch: Batch, requests: list[Asked]) -> None:
+    def keep(self, batch: Batch, requests: list[BatchRequest]) -> None:
         """Go on with these, which are counted as open requests of the policy where they are not done."""
-        left = _Left(batch, {one.key: one for one in requests}, {one for one in requests if not one.task.done()})
+        left = _OrphanedBatch(
+            batch, {one.key: one for one in requests}, {one for one in requests if not one.task.done()}
+        )
         for one in left.open:
             one.task.add_done_callback(partial(self._done, left, one))
-        self._left.append(left)
-        self._end_after(left, KEPT_S)
+        self._batches.append(left)
+        self._end_after(left, ORPHAN_TTL_S)
 
-    def take(self, key: Hashable) -> Asked | None:
+    def take(self, key: Hashable) -> BatchRequest | None:
         """Hand over a request; its new asker counts it."""
-        for left in self._left:
+        for left in self._batches:
             if (found := left.requests.pop(key, None)) is not None:
                 self._finish(left, {found})
                 if found.task.done() and found.task.exception() is not None:
@@ -136,10 +138,10 @@ class Kept:
                 return found
         return None
 
-    def ask(self, policy: str) -> None:
+    def expire_superseded(self, policy: str) -> None:
         """A policy is asked for: what is left of others may be over."""
         asked = labelled_version(policy)
-        for left in list(self._left):
+        for left in list(self._batches):
             label = left.batch.policy.label
             version = labelled_version(label)
             if not left.requests:
@@ -147,15 +149,15 @@ class Kept:
             elif version.timeline != asked.timeline or (version == asked and label != policy):
                 self._end_after(left, 0.0)
             elif version < asked:
-                self._end_after(left, PASSED_S)
+                self._end_after(left, SUPERSEDED_TTL_S)
 
     def save(self, path: Path) -> None:
         """Write down all there is, for the gateway that comes next. Nothing but a warning where that fails."""
-        saved = [one for left in self._left for one in _saved(left)]
+        saved = [one for left in self._batches for one in _saved(left)]
         try:
             path.write_bytes(msgspec.msgpack.encode(saved))
         except OSError as error:
-            log.warning("requests_not_saved", why=str(error), requests=len(saved))
+            log.warning("requests_save_failed", error=str(error), requests=len(saved))
             path.unlink(missing_ok=True)
 
     def load(self, path: Path, timeline: int) -> None:
@@ -163,13 +165,13 @@ class Kept:
         try:
             age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
             path.unlink()
-            saved = msgspec.msgpack.decode(data, type=list[_Saved]) if age_s < KEPT_S else []
+            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < ORPHAN_TTL_S else []
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("requests_not_loaded", why=str(error))
+            log.warning("requests_load_failed", error=str(error))
             return
-        batches: dict[bytes, list[_Saved]] = {}
+        batches: dict[bytes, list[_SavedRequest]] = {}
         for one in sorted(saved, key=_version):  # the newest is wanted last
             if _version(one).timeline == timeline:
                 batches.setdefault(msgspec.json.encode(one.batch), []).append(one)
@@ -179,9 +181,9 @@ class Kept:
             self._members.want(batch.policy, running, batch.recovery)
             self.keep(batch, asked)
             tokens = sum(len(one.job.token_ids) for one in asked)
-            log.info("batch_taken_over", policy=batch.policy.label, tokens=tokens, running=running)
+            log.info("batch_resumed", policy=batch.policy.label, tokens=tokens, running=running)
 
-    def _begin(self, one: _Saved) -> Asked:
+    def _begin(self, one: _SavedRequest) -> BatchRequest:
         prompt = array("I", one.prompt_token_ids)
         group = group_of(prompt)
         job = job_of(one.batch, prompt, group, one.seed, prompt.itemsize * len(prompt))
@@ -191,15 +193,15 @@ class Kept:
         if one.finish_reason:
             task: asyncio.Future[Finished] = loop.create_future()
             task.set_result(_finished(job, one))
-            return Asked(key, job, task, one.delivered)
-        if job.may_continue():
-            job.first_token_s = loop.time()
+            return BatchRequest(key, job, task, one.delivered)
+        if job.can_continue():
+            job.first_token_at_s = loop.time()
         else:
             job.discarded = job.start_over()
             self._ledger.discarded += job.discarded
         return begin(self._completer, key, job)
 
-    def _end_after(self, left: _Left, seconds: float) -> None:
+    def _end_after(self, left: _OrphanedBatch, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         at_s = loop.time() + seconds
         if left.ends is not None:
@@ -207,41 +209,41 @@ class Kept:
             left.ends.cancel()
         left.ends = loop.call_at(at_s, self._end, left)
 
-    def _forget(self, left: _Left) -> None:
+    def _forget(self, left: _OrphanedBatch) -> None:
         if left.ends is not None:
             left.ends.cancel()
-        self._left.remove(left)
+        self._batches.remove(left)
 
-    def _end(self, left: _Left) -> None:
+    def _end(self, left: _OrphanedBatch) -> None:
         """Nobody came: what was made is told as lost by the next batch."""
         requests = list(left.requests.values())
         left.requests.clear()
         self._forget(left)
         tokens = sum(len(one.job.token_ids) for one in requests if not one.delivered)
         self._ledger.discarded += tokens
-        self._ledger.owed += tokens
+        self._ledger.unreported_discards += tokens
         if tokens:
-            log.warning("batch_given_up", policy=left.batch.policy.label, tokens=tokens)
+            log.warning("batch_expired", policy=left.batch.policy.label, tokens=tokens)
         self._finish(left, set(requests))
         ending = asyncio.ensure_future(_end_all(requests))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _done(self, left: _Left, asked: Asked, _: asyncio.Future[Finished]) -> None:
+    def _done(self, left: _OrphanedBatch, asked: BatchRequest, _: asyncio.Future[Finished]) -> None:
         self._finish(left, {asked})
 
-    def _finish(self, left: _Left, requests: set[Asked]) -> None:
+    def _finish(self, left: _OrphanedBatch, requests: set[BatchRequest]) -> None:
         """These are done, or somebody else's: they are counted no more."""
         if counted := left.open & requests:
             left.open -= counted
             self._members.finish(left.batch.policy.label, len(counted))
 
 
-async def cancel(requests: list[Asked]) -> None:
+async def cancel(requests: list[BatchRequest]) -> None:
     """End those that are under way, some at a time: first those that wait, or they would get what becomes free."""
     left = [one.task for one in reversed(requests) if not one.task.done()]
-    for first in range(0, len(left), AT_ONCE):
-        for task in left[first : first + AT_ONCE]:
+    for first in range(0, len(left), CHUNK_REQUESTS):
+        for task in left[first : first + CHUNK_REQUESTS]:
             task.cancel()
         await asyncio.sleep(0)
     for task in left:  # all at once would be a long piece of work by itself
@@ -249,18 +251,18 @@ async def cancel(requests: list[Asked]) -> None:
             await asyncio.wait([task])
 
 
-async def _end_all(requests: list[Asked]) -> None:
+async def _end_all(requests: list[BatchRequest]) -> None:
     await cancel(requests)
     for one in requests:  # the frames of cancelled tasks hold each other, and garbage is looked for rarely
         del one.job.body["prompt"][:]
 
 
-def _saved(left: _Left) -> Iterator[_Saved]:
+def _saved(left: _OrphanedBatch) -> Iterator[_SavedRequest]:
     batch = replace(left.batch, requests=[])
     for one in left.requests.values():
         job, failed = one.job, one.task.done() and (one.task.cancelled() or one.task.exception() is not None)
         if not failed:
-            made = _Saved(
+            made = _SavedRequest(
                 batch,
                 list(job.body["prompt"]),
                 job.body["seed"],
@@ -273,11 +275,11 @@ def _saved(left: _Left) -> Iterator[_Saved]:
             yield made if got is None else replace(made, finish_reason=got.finish_reason, node=got.node)
 
 
-def _version(one: _Saved) -> PolicyVersion:
+def _version(one: _SavedRequest) -> PolicyVersion:
     return labelled_version(one.batch.policy.label)
 
 
-def _finished(job: Job, one: _Saved) -> Finished:
+def _finished(job: Job, one: _SavedRequest) -> Finished:
     return Finished(
         token_ids=job.token_ids,
         logprobs=job.logprobs,

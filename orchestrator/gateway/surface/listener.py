@@ -37,7 +37,7 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer with the bare status, and close."""
         if status >= 500:
-            log.error("handler_broke", path=request.path, exc_info=exc)
+            log.error("handler_failed", path=request.path, exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer was begun already")
         return _bare(status)
@@ -46,12 +46,12 @@ class Connection(web.RequestHandler):
 @asynccontextmanager
 async def listening(
     app: web.Application,
-    knows: Callable[[web.BaseRequest], bool],
+    is_authorized: Callable[[web.BaseRequest], bool],
     sock: socket.socket,
     tls: ssl.SSLContext | None,
     head_s: float = HEAD_S,
 ) -> AsyncIterator[None]:
-    """Serve the application on the socket for as long as the block runs, to those that `knows` lets in.
+    """Serve the application on the socket for as long as the block runs, to those that `is_authorized` lets in.
 
     A handler whose client goes away is cancelled. Where no handler reads the body, the connection is closed.
     """
@@ -63,7 +63,7 @@ async def listening(
 
     async def handle_known(request: web.BaseRequest) -> web.StreamResponse:
         """Before all else: routing has answers of its own, and sends `100 Continue`."""
-        return await handle(request) if knows(request) else _bare(401)
+        return await handle(request) if is_authorized(request) else _bare(401)
 
     manager.request_handler = handle_known
 

@@ -37,7 +37,7 @@ class Metrics:
         self._request = _Histogram("request_seconds", "Asking to whole completion", _REQUEST_S)
         histograms = (self._first_token, self._token, self._request)
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Numbers(members, ledger, self.answers, histograms))
+        self._registry.register(_Collector(members, ledger, self.answers, histograms))
         ProcessCollector(namespace="grpo_gateway", registry=self._registry)
 
     def observe(self, finished: Finished) -> None:
@@ -74,7 +74,7 @@ class _Histogram:
         )
 
 
-class _Numbers(Collector):
+class _Collector(Collector):
     def __init__(
         self,
         members: Members,
@@ -101,10 +101,10 @@ class _Numbers(Collector):
         yield _counter("tokens_delivered", "Told to whoever asked", ledger.delivered)
         yield _counter("tokens_discarded", "Arrived and were thrown away", ledger.discarded)
         yield _counter("tokens_saved", "Kept over a hand-over", ledger.saved)
-        yield _counter("tokens_replayed", "Computed again as a prompt for it", ledger.replayed_prefill)
+        yield _counter("tokens_replayed", "Computed again as a prompt for it", ledger.replayed)
         yield from self._newest_policy()
         handovers = CounterMetricFamily("grpo_gateway_handovers", "Left a member unfinished", labels=["reason"])
-        for reason, count in ledger.handovers_by.items():
+        for reason, count in ledger.handovers_by_reason.items():
             handovers.add_metric([reason], count)
         yield handovers
         changes = members.changes

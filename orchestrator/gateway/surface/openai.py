@@ -21,19 +21,19 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from orchestrator.gateway.job import CannotGoOn, Finished, Job, QueueFull, RequestRefused
+from orchestrator.gateway.job import CannotContinue, Finished, Job, QueueFull, RequestRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission, openai_request
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.chat import Answer, Translator
-from orchestrator.gateway.surface.openai_request import Asked, Chat
+from orchestrator.gateway.surface.openai_request import Chat, ClientRequest
 from orchestrator.gateway.surface.sessions import Sessions
 from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, SESSIONS
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
 # For so long nothing may come of a request, for want of a node or otherwise; OpenAI's clients wait as long.
-SILENCE_S = 600.0
+SILENCE_TIMEOUT_S = 600.0
 MODELS = "/v1/models"
 DIVERGED = (
     "the node that made this stream was lost, another one computes other last bits and so other tokens, and "
@@ -78,7 +78,7 @@ class OpenAI:
 
     async def _one_model(self, request: web.Request) -> web.Response:
         if request.match_info["model"] != MODEL:
-            raise Refused(404, f"there is one model, `{MODEL}`", "model", "model_not_found")
+            raise ApiError(404, f"there is one model, `{MODEL}`", "model", "model_not_found")
         return _json(self._model)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -97,19 +97,21 @@ class OpenAI:
             return await self._turn(request, chat, session)
         policy = self._policy(request)
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(SILENCE_TIMEOUT_S):
                 prompt = await self._translator.prompt(chat)
         except TimeoutError:
-            raise Refused(504, f"no node was there for {SILENCE_S:g} s that could read the messages") from None
-        sampling = {**chat.sampling, **prompt.sampling, "max_tokens": prompt.room_tokens}
-        asked = openai_request.of_chat(chat, prompt.token_ids, sampling, policy)
+            raise ApiError(
+                504, f"no node was there for {SILENCE_TIMEOUT_S:g} s that could read the messages"
+            ) from None
+        sampling = {**chat.sampling, **prompt.sampling, "max_tokens": prompt.max_tokens}
+        asked = openai_request.from_chat(chat, prompt.token_ids, sampling, policy)
         return await self._answer(request, asked, policy, is_parsed=prompt.is_parsed)
 
     async def _turn(self, request: web.Request, chat: Chat, session: str) -> web.StreamResponse:
         name = request.headers.get(HEADER_REQUEST)
         named = "" if name is None else admission.name_of(HEADER_REQUEST, name)
         job, finished, answer = await self._sessions.ask(session, chat, named)
-        asked = openai_request.of_turn(chat, job)
+        asked = openai_request.from_turn(chat, job)
         form = AnswerFormat(asked, job.policy)
         headers = {HEADER_POLICY: job.policy, HEADER_SESSION: session}
         if asked.stream:
@@ -117,7 +119,7 @@ class OpenAI:
         return _json(form.whole([finished], [answer]), headers)
 
     async def _answer(
-        self, request: web.Request, asked: Asked, policy: str, *, is_parsed: bool = False
+        self, request: web.Request, asked: ClientRequest, policy: str, *, is_parsed: bool = False
     ) -> web.StreamResponse:
         """`is_parsed`: whether its text has to be parsed before it is a message."""
         for job in asked.jobs:
@@ -143,7 +145,7 @@ class OpenAI:
         if named is not None:
             return admission.name_of(HEADER_POLICY, named)
         if self._members.wanted is None:
-            raise Refused(503, f"no policy is wanted yet: name one in {HEADER_POLICY}, or ask again later")
+            raise ApiError(503, f"no policy is wanted yet: name one in {HEADER_POLICY}, or ask again later")
         return self._members.wanted.label
 
 
@@ -160,7 +162,7 @@ class _Run:
 
     async def __aenter__(self) -> _Run:
         for job in self._jobs:
-            job.arrived = self._news.set
+            job.on_progress = self._news.set
             task = asyncio.ensure_future(self._completer.complete(job))
             task.add_done_callback(lambda _: self._news.set())
             self._tasks.append(task)
@@ -192,14 +194,14 @@ class _Run:
         return [task.result() for task in self._tasks]
 
     async def until_news(self) -> None:
-        """Return when something has come of any job. Raises Refused where one of them cannot be done."""
+        """Return when something has come of any job. Raises ApiError where one of them cannot be done."""
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(SILENCE_TIMEOUT_S):
                 await self._news.wait()
         except TimeoutError:
             last = next((f"; a failure was {job.last_failure}" for job in self._jobs if job.last_failure), "")
             policy = self._jobs[0].policy
-            raise Refused(504, f"nothing came of policy {policy} for {SILENCE_S:g} s{last}") from None
+            raise ApiError(504, f"nothing came of policy {policy} for {SILENCE_TIMEOUT_S:g} s{last}") from None
         self._news.clear()
         for task in self._tasks:
             if task.done():
@@ -210,11 +212,11 @@ def _check(task: asyncio.Task[Finished]) -> None:
     try:
         task.result()
     except RequestRefused as error:
-        raise Refused(error.status, str(error)) from error
+        raise ApiError(error.status, str(error)) from error
     except QueueFull as error:
-        raise Refused(503, str(error)) from error
-    except CannotGoOn as error:
-        raise Refused(503, DIVERGED, code="stream_diverged") from error
+        raise ApiError(503, str(error)) from error
+    except CannotContinue as error:
+        raise ApiError(503, DIVERGED, code="stream_diverged") from error
 
 
 async def _events(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
@@ -242,10 +244,10 @@ async def _stream_at_once(
 
 
 async def _stream(
-    request: web.Request, asked: Asked, form: AnswerFormat, run: _Run, headers: dict[str, str]
+    request: web.Request, asked: ClientRequest, form: AnswerFormat, run: _Run, headers: dict[str, str]
 ) -> web.StreamResponse:
     response = await _events(request, headers)
-    told = [Told() for _ in asked.jobs]
+    told = [StreamState() for _ in asked.jobs]
     left = set(range(len(told)))
     try:
         while left:
@@ -261,7 +263,7 @@ async def _stream(
                 await response.write(b"".join(chunks))
             if left:
                 await run.until_news()
-    except Refused as error:
+    except ApiError as error:
         await response.write(_event(error_document(error)))
     else:
         run.delivered = True
@@ -272,7 +274,7 @@ async def _stream(
     return response
 
 
-def error_document(error: Refused) -> dict[str, Any]:
+def error_document(error: ApiError) -> dict[str, Any]:
     """An error in OpenAI's shape."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
@@ -290,7 +292,7 @@ def _json(document: dict[str, Any], headers: dict[str, str] | None = None) -> we
 
 
 @dataclass(slots=True)
-class Told:
+class StreamState:
     """How much of a job the client was told already."""
 
     tokens: int = 0
@@ -306,7 +308,7 @@ class AnswerFormat:
         policy: the label of the version that makes all of it.
     """
 
-    def __init__(self, asked: Asked, policy: str) -> None:
+    def __init__(self, asked: ClientRequest, policy: str) -> None:
         self.asked = asked
         self._head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -343,14 +345,14 @@ class AnswerFormat:
             choice["prompt_token_ids"] = list(self.asked.jobs[index].prompt_token_ids or ())
         return self._chunk([choice])
 
-    def chunk(self, index: int, told: Told, answer: Finished | None) -> dict[str, Any] | None:
+    def chunk(self, index: int, told: StreamState, answer: Finished | None) -> dict[str, Any] | None:
         """What is new of the job at that index, or None; `answer`: the completion, once it is finished."""
         asked = self.asked
         job = asked.jobs[index]
-        if job.regrowing:
+        if job.is_catching_up:
             return None
         # Half a character waits for its other half: another node could not go on from between them.
-        start, end = told.tokens, job.whole() if answer is None else len(job.token_ids)
+        start, end = told.tokens, job.whole_character_tokens() if answer is None else len(job.token_ids)
         text = job.text[len(told.text) :]
         fresh = text or answer is not None or (end > start and (asked.logprobs or asked.token_ids))
         if not fresh:
@@ -368,7 +370,7 @@ class AnswerFormat:
             choice["token_ids"] = job.token_ids[start:end]
             if not told.started:
                 choice["prompt_token_ids"] = job.prompt_token_ids
-        told.tokens = job.told = max(start, end)
+        told.tokens = job.streamed_tokens = max(start, end)
         told.text, told.started = told.text + text, True
         return self._chunk([choice])
 
@@ -422,7 +424,7 @@ class AnswerFormat:
             return None
         tokens, logprobs, top = job.tokens[start:end], job.logprobs[start:end], job.top_logprobs[start:end]
         if self.asked.chat:
-            likeliest, most = top or [{} for _ in tokens], self.asked.chat.said.top_logprobs or 0
+            likeliest, most = top or [{} for _ in tokens], self.asked.chat.parameters.top_logprobs or 0
             content = [
                 {
                     **_chat_logprob(token, value),

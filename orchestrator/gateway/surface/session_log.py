@@ -69,7 +69,7 @@ class Opened(msgspec.Struct, tag=True):
     said: OpenSession
 
 
-class Told(msgspec.Struct, tag=True):
+class Answered(msgspec.Struct, tag="Told"):
     """A turn's agent gets its answer. What is told of `parent` is the key and number of another turn."""
 
     session: str
@@ -90,7 +90,7 @@ class Closed(msgspec.Struct, tag=True):
     session: str
 
 
-Record: TypeAlias = Opened | Made | Told | Part | Closed
+Record: TypeAlias = Opened | Made | Answered | Part | Closed
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -122,7 +122,7 @@ class SessionLog:
         except FileNotFoundError:
             data = None
         except OSError as error:
-            log.warning("sessions_not_read", why=str(error))
+            log.warning("session_file_read_failed", error=str(error))
             data = None
         found = list(_records(data)) if data is not None else []
         found += self._stored(is_needed=data is None)
@@ -173,7 +173,7 @@ class SessionLog:
                 self._objects[key] = set()  # it may have come there
                 self._pending = [*pending, *self._pending]
             if not self._is_failing:
-                log.warning("sessions_not_stored", why=str(error))
+                log.warning("session_upload_failed", error=str(error))
             self._is_failing = True
         else:
             self._is_failing = False
@@ -226,7 +226,7 @@ class SessionLog:
                     found += _records(self._store.get_or_none(entry.key) or b"")
                 self._objects[entry.key] = set()
         except StoreError as error:
-            log.warning("stored_sessions_not_read", why=str(error))
+            log.warning("stored_sessions_read_failed", error=str(error))
         return found
 
     def _rewrite(self) -> None:
@@ -259,7 +259,7 @@ class SessionLog:
 
     def _give_up(self, error: OSError) -> None:
         """Do without a file, as on a full disk. One that lacks something would hide what the store has."""
-        log.warning("sessions_not_kept", why=str(error))
+        log.warning("session_file_disabled", error=str(error))
         self.close()
         self._size = 0
         assert self._path is not None
@@ -283,7 +283,7 @@ def _records(data: bytes) -> Iterator[tuple[Record, bytes]]:
         try:
             record = _decode(encoded)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            log.warning("session_record_not_read", why=str(error))
+            log.warning("session_record_invalid", error=str(error))
         else:
             yield record, encoded
         place = end

@@ -26,10 +26,10 @@ from blake3 import blake3
 from orchestrator.gateway.job import Finished, Job, RequestRefused
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.chat import Answer, Prompt, Translator
 from orchestrator.gateway.surface.openai_request import Chat
-from orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog, Told
+from orchestrator.gateway.surface.session_log import Answered, Closed, Made, Opened, Part, Record, SessionLog
 from policies.serving.sessions import LIMIT_CODE, LOST_CODE, TURNS_AT_ONCE_MAX, Branch, OpenSession, Trace, Turn
 from policies.serving.wire import labelled_version
 
@@ -56,8 +56,8 @@ class _Turn:
     continues: bool = False  # its messages are the parent's, the parent's answer, and `messages`
     messages: list[dict[str, Any]] = field(default_factory=list)
     rendered: int = 0  # tokens of its prompt as vLLM rendered it
-    place: int | None = None  # in which its agent was answered since the session was opened
-    askers: int = 0  # that wait for it
+    position: int | None = None  # in which its agent was answered since the session was opened
+    waiters: int = 0  # that wait for it
     recorded: int = 0  # tokens that were written down while it was under way
     recorded_ids: list[int] | None = None  # the job's list that they are of: one that starts over has another
 
@@ -77,10 +77,10 @@ class _Session:
     opened: OpenSession
     opening: bytes  # what was said at its opening: turns of another are not its own
     turns: dict[tuple[bytes, int], _Turn] = field(default_factory=dict)  # by key and number
-    asked: Counter[bytes] = field(default_factory=Counter)  # since it was opened
-    left: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))  # by who went away
+    request_counts: Counter[bytes] = field(default_factory=Counter)  # since it was opened
+    unclaimed: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))  # by who went away
     requests: dict[str, _Turn] = field(default_factory=dict)  # by the names that they were given
-    places: int = 0
+    answered: int = 0
     openings: int = 0
     running: int = 0  # requests of its agent that are open
     history: dict[bytes, _Turn] = field(default_factory=dict)  # by a conversation that ends with the turn's answer
@@ -89,52 +89,52 @@ class _Session:
     is_open: bool = False  # counted among the requests of its policy
     ends: asyncio.TimerHandle | None = None
 
-    def every(self) -> list[_Turn]:
+    def answered_turns(self) -> list[_Turn]:
         """Its turns that were answered since it was opened, in that order."""
-        found = [turn for turn in self.turns.values() if turn.place is not None]
-        return sorted(found, key=lambda turn: turn.place or 0)
+        found = [turn for turn in self.turns.values() if turn.position is not None]
+        return sorted(found, key=lambda turn: turn.position or 0)
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Nothing was asked for yet."""
         self.openings += 1
-        self.asked.clear()
-        self.left.clear()
+        self.request_counts.clear()
+        self.unclaimed.clear()
         self.requests.clear()
         self.history.clear()
-        self.places, self.limit = 0, ""
+        self.answered, self.limit = 0, ""
         for turn in self.turns.values():
-            turn.place = None
+            turn.position = None
 
-    def tell_again(self, record: Told) -> None:
+    def replay_answer(self, record: Answered) -> None:
         """A gateway before this one has told a turn."""
         turn = self.turns.get((record.key, record.number))
         if turn is not None:
             turn.parent = None if record.parent is None else self.turns.get(record.parent)
             turn.continues, turn.messages = record.continues, record.messages
             turn.rendered, turn.answer = record.rendered, record.answer
-            self.place(turn, record.history, record.request)
+            self.add_answer(turn, record.history, record.request)
 
-    def place(self, turn: _Turn, history: bytes, request: str) -> None:
+    def add_answer(self, turn: _Turn, history: bytes, request: str) -> None:
         """The turn is told."""
         self.history[history] = turn
         if request:
             self.requests[request] = turn
-        turn.place, self.places = self.places, self.places + 1
+        turn.position, self.answered = self.answered, self.answered + 1
 
     def forget(self, turn: _Turn) -> None:
         """A turn was not made: who asks for it again gets it made."""
         self.turns.pop((turn.key, turn.number), None)
         self.requests = {name: one for name, one in self.requests.items() if one is not turn}
-        if turn.number < self.asked[turn.key]:
-            self.left[turn.key].add(turn.number)
+        if turn.number < self.request_counts[turn.key]:
+            self.unclaimed[turn.key].add(turn.number)
 
-    def count_told(self) -> None:
+    def count_answers(self) -> None:
         """Know what was asked for from what was told."""
-        for turn in self.every():
-            self.asked[turn.key] = max(self.asked[turn.key], turn.number + 1)
-        for key, asked in self.asked.items():
+        for turn in self.answered_turns():
+            self.request_counts[turn.key] = max(self.request_counts[turn.key], turn.number + 1)
+        for key, asked in self.request_counts.items():
             numbers = ((number, self.turns.get((key, number))) for number in range(asked))
-            self.left[key] = {number for number, turn in numbers if turn is None or turn.place is None}
+            self.unclaimed[key] = {number for number, turn in numbers if turn is None or turn.position is None}
 
 
 class Sessions:
@@ -172,11 +172,11 @@ class Sessions:
             if labelled_version(session.opened.policy.label).timeline != timeline:
                 self._end(session)
                 continue
-            session.count_told()
+            session.count_answers()
             # One that nobody asks or opens is over, as far as is known: its policy is not held for it.
-            self._ends_in(session, KEPT_S, self._expire)
+            self._schedule(session, KEPT_S, self._expire)
         if self._sessions:
-            log.info("sessions_taken_over", sessions=len(self._sessions))
+            log.info("sessions_restored", sessions=len(self._sessions))
 
     async def run(self) -> None:
         """Write down unfinished turns as they grow, for ever."""
@@ -198,9 +198,9 @@ class Sessions:
         if session is None:
             session = self._sessions[name] = _Session(name, said, opening)
         session.opened = said
-        session.begin()
+        session.reset()
         self._log.append(Opened(name, opening, said))
-        self._keep(session)
+        self._touch(session)
 
     def open_if_new(self, name: str, policy: str | None = None) -> None:
         """Open a session that nobody has opened, with the newest policy.
@@ -208,25 +208,25 @@ class Sessions:
         Args:
             policy: the label that its agent names, if any.
 
-        Raises Refused where it is of another, or none is wanted yet.
+        Raises ApiError where it is of another, or none is wanted yet.
         """
         session, wanted = self._sessions.get(name), self._members.wanted
         found = session.opened.policy if session is not None else wanted
         if found is None:
-            raise Refused(503, "no policy is wanted yet: ask again later")
+            raise ApiError(503, "no policy is wanted yet: ask again later")
         if policy not in (None, found.label):
-            raise Refused(409, f"session {name} is of policy {found.label}, not {policy}")
+            raise ApiError(409, f"session {name} is of policy {found.label}, not {policy}")
         if session is None:
             self.open(name, OpenSession(found, _seed_of(name.encode()), recovery=self._members.recovery))
 
     def drop(self, name: str) -> None:
-        """End a session, whose record is not needed any more. Raises Refused."""
+        """End a session, whose record is not needed any more. Raises ApiError."""
         self._end(self._get(name))
 
     def trace(self, name: str) -> Trace:
-        """What was recorded of a session since it was opened. Raises Refused."""
+        """What was recorded of a session since it was opened. Raises ApiError."""
         session = self._get(name)
-        turns = session.every()
+        turns = session.answered_turns()
         parents = {id(turn.parent) for turn in turns}
         told: set[int] = set()
         branches = [_branch(turn, told) for turn in turns if id(turn) not in parents]
@@ -235,55 +235,55 @@ class Sessions:
 
     async def ask(self, name: str, chat: Chat, request: str = "") -> tuple[Job, Finished, Answer]:
         """Return a turn: made now, or as it was recorded. It goes on when its agent goes away; then the next one
-        that asks for the same gets it, or the next under the same name of a `request`. Raises Refused."""
+        that asks for the same gets it, or the next under the same name of a `request`. Raises ApiError."""
         session = self._get(name)
         if session.running >= TURNS_AT_ONCE_MAX:
-            raise Refused(429, f"the session has {session.running} open requests already; wait for their answers")
+            raise ApiError(429, f"the session has {session.running} open requests already; wait for their answers")
         session.running += 1
         openings = session.openings
-        self._keep(session)
+        self._touch(session)
         try:
             turn = await self._turn(session, chat, request)
-            return await self._told(session, turn, chat, request)
+            return await self._deliver(session, turn, chat, request)
         except RequestRefused as error:
-            raise Refused(error.status, str(error)) from error
+            raise ApiError(error.status, str(error)) from error
         except asyncio.CancelledError:
             self._check_open(session, openings)
             raise
         finally:
             session.running -= 1
             if self._sessions.get(name) is session:
-                self._keep(session)
+                self._touch(session)
 
-    async def _told(
+    async def _deliver(
         self, session: _Session, turn: _Turn, chat: Chat, request: str
     ) -> tuple[Job, Finished, Answer]:
         """Wait for a turn, and tell it to its agent. One that its agent does not get is left for the next."""
         openings = session.openings
-        turn.askers += 1
+        turn.waiters += 1
         try:
             finished = await asyncio.shield(turn.finished)
-            if turn.answer is None or (chat.said.logprobs and turn.answer.logprobs is None):
+            if turn.answer is None or (chat.parameters.logprobs and turn.answer.logprobs is None):
                 turn.answer = await self._answer(turn, chat, finished)
             self._check_open(session, openings)
-            if turn.place is None:
-                self._tell(session, turn, chat, request, turn.answer)
+            if turn.position is None:
+                self._record_answer(session, turn, chat, request, turn.answer)
         finally:
-            turn.askers -= 1
-            is_left = not turn.askers and turn.place is None and session.openings == openings
+            turn.waiters -= 1
+            is_left = not turn.waiters and turn.position is None and session.openings == openings
             if is_left and session.turns.get((turn.key, turn.number)) is turn:
-                session.left[turn.key].add(turn.number)
+                session.unclaimed[turn.key].add(turn.number)
         return turn.job, finished, turn.answer
 
     def _check_open(self, session: _Session, openings: int) -> None:
-        """Raise Refused if the session was closed since, or opened again: the next agent's turns are its own."""
+        """Raise ApiError if the session was closed since, or opened again: the next agent's turns are its own."""
         if self._sessions.get(session.name) is not session or session.openings != openings:
-            raise Refused(404, f"session {session.name} was closed, or opened again", code=LOST_CODE)
+            raise ApiError(404, f"session {session.name} was closed, or opened again", code=LOST_CODE)
 
     def _get(self, name: str) -> _Session:
         session = self._sessions.get(name)
         if session is None:
-            raise Refused(404, f"there is no session {name}", code=LOST_CODE)
+            raise ApiError(404, f"there is no session {name}", code=LOST_CODE)
         return session
 
     async def _turn(self, session: _Session, chat: Chat, request: str) -> _Turn:
@@ -294,25 +294,25 @@ class Sessions:
             self._check_open(session, openings)
         if request in session.requests:
             known = session.requests[request]
-            session.left[known.key].discard(known.number)
+            session.unclaimed[known.key].discard(known.number)
             return known
         sampling = {**chat.sampling, **prompt.sampling, **session.opened.sampling}
         sampling.pop("max_completion_tokens", None)
-        sampling["max_tokens"] = min(prompt.room_tokens, _tokens_left(session))
+        sampling["max_tokens"] = min(prompt.max_tokens, _tokens_left(session))
         if (sampling.get("min_tokens") or 0) > sampling["max_tokens"]:
             sampling["min_tokens"] = sampling["max_tokens"]
         ids = array("I", prompt.token_ids)
         key = blake3(ids.tobytes() + _encode(sampling)).digest(16)
-        if left := session.left[key]:
+        if left := session.unclaimed[key]:
             number = min(left)
             left.discard(number)
         else:
             _check_limits(session)
-            number = session.asked[key]
-        session.asked[key] = max(session.asked[key], number + 1)
+            number = session.request_counts[key]
+        session.request_counts[key] = max(session.request_counts[key], number + 1)
         turn = session.turns.get((key, number))
         if turn is None:
-            turn = session.turns[key, number] = self._begin(session, key, number, ids, sampling)
+            turn = session.turns[key, number] = self._start_turn(session, key, number, ids, sampling)
         turn.parent, turn.continues = parent, continues
         start = len(_conversation(parent)) + 1 if parent is not None and continues else 0
         turn.messages = chat.document["messages"][start:]
@@ -321,24 +321,26 @@ class Sessions:
             session.requests[request] = turn
         return turn
 
-    async def _prompt(self, session: _Session, chat: Chat) -> tuple[_SpelledPrompt, _Turn | None, bool]:
+    async def _prompt(self, session: _Session, chat: Chat) -> tuple[_RecordedPrompt, _Turn | None, bool]:
         """A chat's prompt; the turn that it continues, token by token; and whether its messages do, too."""
         rendered = await self._translator.prompt(chat)
         ids = array("I", rendered.token_ids)
         known = ((count, session.history.get(digest)) for count, digest in reversed(list(_digests(chat))))
-        count, parent = next((one for one in known if one[1] is not None and one[1].place is not None), (0, None))
+        count, parent = next(
+            (one for one in known if one[1] is not None and one[1].position is not None), (0, None)
+        )
         if parent is not None:
-            spelled = await self._spelled(parent, chat, ids, chat.document["messages"][:count])
+            spelled = await self._with_recorded_tokens(parent, chat, ids, chat.document["messages"][:count])
             if spelled is not None:
-                return _SpelledPrompt.of(rendered, spelled), parent, True
+                return _RecordedPrompt.of(rendered, spelled), parent, True
         longest, most = None, 0
-        for turn in session.every():
+        for turn in session.answered_turns():
             so_far = turn.tokens()
             if len(so_far) > most and ids[: len(so_far)] == so_far:
                 longest, most = turn, len(so_far)
-        return _SpelledPrompt.of(rendered, ids), longest, False
+        return _RecordedPrompt.of(rendered, ids), longest, False
 
-    async def _spelled(
+    async def _with_recorded_tokens(
         self, parent: _Turn, chat: Chat, ids: array[int], known: list[dict[str, Any]]
     ) -> array[int] | None:
         """The prompt with the recorded tokens of the turn that it continues in the place of the rendered ones;
@@ -361,7 +363,7 @@ class Sessions:
         ends = [place for place in range(parent.rendered, len(before)) if before[place] == last]
         return so_far + ids[ends[-1] + 1 :] if ends else None
 
-    def _begin(
+    def _start_turn(
         self, session: _Session, key: bytes, number: int, prompt: array[int], sampling: dict[str, Any]
     ) -> _Turn:
         opened = session.opened
@@ -370,15 +372,15 @@ class Sessions:
         part = session.parts.pop((key, number), None)
         if part is not None:
             job.token_ids, job.logprobs = part
-            if job.may_continue():
-                job.first_token_s = asyncio.get_running_loop().time()
+            if job.can_continue():
+                job.first_token_at_s = asyncio.get_running_loop().time()
             else:
                 job.discarded = job.start_over()
                 self._ledger.discarded += job.discarded
         turn = _Turn(key, number, job, asyncio.get_running_loop().create_future())
         task = asyncio.ensure_future(self._make(session, turn))
         self._making[task] = session, turn
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget_task)
         turn.finished.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return turn
 
@@ -400,10 +402,10 @@ class Sessions:
             self._ledger.discarded += len(finished.token_ids)
             return
         self._ledger.delivered += len(finished.token_ids)
-        self._log.append(_made(session, turn, finished))
+        self._log.append(_made_record(session, turn, finished))
         turn.finished.set_result(finished)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
         session, _ = self._making.pop(task)
         if session.name not in self._sessions:  # it got its place as its session ended
             self._members.end_session(session.name)
@@ -418,12 +420,12 @@ class Sessions:
         named = [{**call, "id": f"call_{name}{place:02d}"} for place, call in enumerate(calls)]
         return replace(answer, message={**answer.message, "tool_calls": named})
 
-    def _tell(self, session: _Session, turn: _Turn, chat: Chat, request: str, answer: Answer) -> None:
+    def _record_answer(self, session: _Session, turn: _Turn, chat: Chat, request: str, answer: Answer) -> None:
         """The turn's agent gets its answer: know the conversation again that ends with it."""
         *_, (_, before) = _digests(chat)
         history = _with(before, answer.message)
         parent = None if turn.parent is None else (turn.parent.key, turn.parent.number)
-        told = Told(
+        told = Answered(
             session.name,
             turn.key,
             turn.number,
@@ -436,7 +438,7 @@ class Sessions:
             answer,
         )
         self._log.append(told)
-        session.place(turn, history, request)
+        session.add_answer(turn, history, request)
 
     def _replay(self, record: Record) -> None:
         """Do again what a gateway before this one has recorded."""
@@ -445,18 +447,18 @@ class Sessions:
             if session is None or session.opening != record.opening:
                 session = self._sessions[record.session] = _Session(record.session, record.said, record.opening)
             session.opened = record.said
-            session.begin()
+            session.reset()
         elif session is None:
             return
-        elif isinstance(record, Told):
-            session.tell_again(record)
+        elif isinstance(record, Answered):
+            session.replay_answer(record)
         elif isinstance(record, Part) and record.opening == session.opening:
             ids, logprobs = session.parts.setdefault((record.key, record.number), ([], []))
             del ids[record.start :], logprobs[record.start :]
             ids += record.token_ids
             logprobs += record.logprobs
         elif isinstance(record, Made) and record.opening == session.opening:
-            session.turns.setdefault((record.key, record.number), _taken(session, record))
+            session.turns.setdefault((record.key, record.number), _restored_turn(session, record))
 
     def _record_parts(self) -> None:
         for session, turn in self._making.values():
@@ -468,14 +470,14 @@ class Sessions:
             self._log.append(Part(session.name, session.opening, turn.key, turn.number, start, ids, logprobs))
             turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
-    def _keep(self, session: _Session) -> None:
+    def _touch(self, session: _Session) -> None:
         """Count it as an open request of its policy for HELD_S, and end it if nobody asks for it within KEPT_S."""
-        self._ends_in(session, HELD_S, self._release)
+        self._schedule(session, HELD_S, self._release)
         if not session.is_open:
             session.is_open = True
             self._members.want(session.opened.policy, 1, session.opened.recovery)
 
-    def _ends_in(self, session: _Session, after_s: float, end: Callable[[_Session], None]) -> None:
+    def _schedule(self, session: _Session, after_s: float, end: Callable[[_Session], None]) -> None:
         if session.ends is not None:
             session.ends.cancel()
         session.ends = asyncio.get_running_loop().call_later(after_s, end, session)
@@ -483,13 +485,13 @@ class Sessions:
     def _release(self, session: _Session) -> None:
         """Members need not hold its policy any more, until it is asked for."""
         if session.running:
-            self._keep(session)
+            self._touch(session)
             return
         self._finish(session)
-        self._ends_in(session, KEPT_S - HELD_S, self._expire)
+        self._schedule(session, KEPT_S - HELD_S, self._expire)
 
     def _expire(self, session: _Session) -> None:
-        log.warning("session_given_up", session=session.name, after_s=KEPT_S)
+        log.warning("session_expired", session=session.name, after_s=KEPT_S)
         self._end(session)
 
     def _finish(self, session: _Session) -> None:
@@ -511,17 +513,17 @@ class Sessions:
 
 
 @dataclass(frozen=True, slots=True)
-class _SpelledPrompt:
+class _RecordedPrompt:
     """A prompt with the tokens that were recorded; otherwise as Prompt has it."""
 
     token_ids: array[int]
     rendered_tokens: int
-    room_tokens: int
+    max_tokens: int
     sampling: dict[str, Any]
 
     @classmethod
-    def of(cls, rendered: Prompt, ids: array[int]) -> _SpelledPrompt:
-        return cls(ids, len(rendered.token_ids), rendered.room_tokens, rendered.sampling)
+    def of(cls, rendered: Prompt, ids: array[int]) -> _RecordedPrompt:
+        return cls(ids, len(rendered.token_ids), rendered.max_tokens, rendered.sampling)
 
 
 def _opening(said: OpenSession) -> bytes:
@@ -534,19 +536,19 @@ def _seed_of(data: bytes) -> int:
 
 def _tokens_left(session: _Session) -> int:
     """How many tokens a turn may get."""
-    return max(0, session.opened.tokens_max - sum(len(turn.job.token_ids) for turn in session.every()))
+    return max(0, session.opened.tokens_max - sum(len(turn.job.token_ids) for turn in session.answered_turns()))
 
 
 def _check_limits(session: _Session) -> None:
-    """Raise Refused if the session may have no more turns."""
+    """Raise ApiError if the session may have no more turns."""
     opened = session.opened
-    if session.asked.total() >= opened.turns_max:
+    if session.request_counts.total() >= opened.turns_max:
         session.limit = f"it made {opened.turns_max} requests, which is the limit of turns"
     elif not _tokens_left(session):
         session.limit = f"its answers have {opened.tokens_max} tokens, which is the limit"
     else:
         return
-    raise Refused(400, f"the session is at its end: {session.limit}", code=LIMIT_CODE)
+    raise ApiError(400, f"the session is at its end: {session.limit}", code=LIMIT_CODE)
 
 
 def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: int) -> Job:
@@ -557,13 +559,13 @@ def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: 
         prompt_tokens=len(prompt),
         recovery=session.opened.recovery,
         is_turn=True,
-        admitted=True,
+        is_admitted=True,
         prompt_size=prompt.itemsize * len(prompt),
         prompt_token_ids=prompt,
     )
 
 
-def _made(session: _Session, turn: _Turn, finished: Finished) -> Made:
+def _made_record(session: _Session, turn: _Turn, finished: Finished) -> Made:
     return Made(
         session.name,
         session.opening,
@@ -579,7 +581,7 @@ def _made(session: _Session, turn: _Turn, finished: Finished) -> Made:
     )
 
 
-def _taken(session: _Session, record: Made) -> _Turn:
+def _restored_turn(session: _Session, record: Made) -> _Turn:
     """A turn as it was recorded."""
     prompt = array("I", record.prompt)
     job = _job(session, prompt, {}, 0)
@@ -606,7 +608,7 @@ def _taken(session: _Session, record: Made) -> _Turn:
 # Conversations, known by their content.
 
 # What a template may print of a message. Clients add what OpenAI's have besides, and leave out what is empty.
-_OF_PROMPT = (
+_PROMPT_FIELDS = (
     "add_special_tokens",
     "chat_template",
     "chat_template_kwargs",
@@ -614,13 +616,13 @@ _OF_PROMPT = (
     "reasoning_effort",
     "tools",
 )
-_OF_MESSAGE = ("role", "content", "name", "tool_call_id")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id")
 
 
 def _digests(chat: Chat) -> Iterator[tuple[int, bytes]]:
     """After each message of a chat, how many there are and a digest of them, and of what else makes the prompt."""
     document = chat.document
-    rest = {name: document.get(name) for name in _OF_PROMPT}
+    rest = {name: document.get(name) for name in _PROMPT_FIELDS}
     digest = blake3(_encode(rest)).digest(16)
     for count, message in enumerate(document["messages"], 1):
         digest = _with(digest, message)
@@ -628,7 +630,9 @@ def _digests(chat: Chat) -> Iterator[tuple[int, bytes]]:
 
 
 def _with(digest: bytes, message: dict[str, Any]) -> bytes:
-    said: dict[str, Any] = {name: message.get(name) for name in _OF_MESSAGE if message.get(name) not in (None, "")}
+    said: dict[str, Any] = {
+        name: message.get(name) for name in _MESSAGE_FIELDS if message.get(name) not in (None, "")
+    }
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         said["reasoning"] = reasoning
     if calls := message.get("tool_calls"):

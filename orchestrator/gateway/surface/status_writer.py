@@ -69,11 +69,11 @@ class StatusWriter:
             documents.members(self._by).write(self._store, status)
         except StoreError as error:
             if not self._failing:
-                log.warning("status_not_written", error=str(error))
+                log.warning("status_write_failed", error=str(error))
             self._failing = True
         else:
             if self._failing:
-                log.info("status_written_again")
+                log.info("status_write_recovered")
             self._failing = False
 
 

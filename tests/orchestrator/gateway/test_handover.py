@@ -46,8 +46,8 @@ async def test_a_job_goes_on_from_the_tokens_that_arrived(world: World, tokens: 
     assert arrived == tokens
     assert (asked["max_tokens"], asked["min_tokens"]) == (17 - arrived, max(0, 6 - arrived))
     assert (world.ledger.saved, world.ledger.discarded) == (arrived, 0)
-    assert world.ledger.replayed_prefill == 3 + arrived
-    assert world.ledger.handovers_by == {"lost": 1}
+    assert world.ledger.replayed == 3 + arrived
+    assert world.ledger.handovers_by_reason == {"lost": 1}
     assert one.handed_over == [HandOver("first", arrived)]
 
 
@@ -68,7 +68,7 @@ async def test_text_goes_on_over_the_seam(world: World) -> None:
     while texts(undisturbed(one := job(keep_text=True))[0])[4] == "":
         pass  # the fifth token is half a character
     told: list[str] = []
-    one.arrived = lambda: told.append(one.text)
+    one.on_progress = lambda: told.append(one.text)
     got = await cut(world, one)
     assert got.text == "".join(texts(got.token_ids)) == told[-1]
     assert told == sorted(told, key=len)
@@ -93,7 +93,7 @@ async def test_other_weights_or_a_leaving_node_lose_nothing(world: World, why: s
     else:
         world.members.leave("first", first.boot_id)
     check(one, await asked)
-    assert (world.ledger.handovers_by, world.ledger.saved) == ({why: 1}, 5)
+    assert (world.ledger.handovers_by_reason, world.ledger.saved) == ({why: 1}, 5)
     await world.until(lambda: first.aborted == (why == "left"))
 
 
@@ -205,11 +205,11 @@ async def test_who_leaves_late_does_not_take_the_next_ones_connection_along(worl
     pool = Pool(node.row.address, None)
     connection, health = await pool.connect(HANG_S), [b"GET /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
     first, second = Listener(), Listener()
-    connection.ask(health, first)
+    connection.send(health, first)
     assert await first.over == ""
     assert pool.take() is connection
-    connection.ask(health, second)
-    connection.leave(first)
+    connection.send(health, second)
+    connection.cancel(first)
     assert await second.over == ""
     pool.close()
 
@@ -230,7 +230,7 @@ async def test_who_gives_up_frees_the_place_and_the_node(world: World) -> None:
     two = job()
     asked = await world.begun(job())
     waits = world.ask(two)
-    await world.until(lambda: two.waiting)
+    await world.until(lambda: two.is_waiting)
     asked.cancel()
     await world.until(lambda: node.aborted == 1)
     node.change(stalls=FOREVER)
@@ -251,11 +251,11 @@ async def test_a_server_that_does_not_answer_is_mute_until_it_does(world: World)
     one = job()
     asked = world.ask(one)
     await world.until(lambda: node.row.mute)
-    await world.until(lambda: one.waiting)
+    await world.until(lambda: one.is_waiting)
     second = await world.node("second")
     check(one, await asked)
     assert second.asked[0]["max_tokens"] == 16 - 5
-    assert world.ledger.handovers_by == {"silent": 1}
+    assert world.ledger.handovers_by_reason == {"silent": 1}
     await asyncio.sleep(0)  # its agent goes on announcing it
     assert node.row.mute
     node.change(deaf=False, stalls=100)
@@ -273,7 +273,7 @@ async def test_a_dead_server_is_mute_however_often_its_agent_announces_it(world:
     assert node.row.mute
     await world.node("second")
     check(one, await asked)
-    assert world.ledger.handovers_by == {"closed": 1}
+    assert world.ledger.handovers_by_reason == {"closed": 1}
 
 
 async def test_a_slow_server_that_answers_is_left_alone(world: World) -> None:
