@@ -1,8 +1,8 @@
-"""One try of one job on one member.
+"""Send one job to one member and read its events.
 
-Tokens are put into the job as they come, so that a cut loses none of them. Whatever keeps the node from finishing
-is NodeFailed, and the job goes on elsewhere; what vLLM finds wrong with the request itself is RequestRefused. No
-answer, however broken, is an error in this program.
+Tokens go into the job as they arrive, so that a lost connection loses none of them. Any failure of the node raises
+NodeFailed, and the job moves to another member; vLLM's errors about the request itself raise RequestRefused.
+Invalid responses never raise anything else.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
 from policies.serving.wire import COMPLETIONS, MODEL
 
-# The gateway sets them: whoever asks for a batch may not.
+# Parameters that the gateway sets, so a batch or session must not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text holds its prompt: a million tokens are 8 MB
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text prompt has its token ids: a million are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
-# Prompts of batches are arrays.
+# `list` encodes prompts of batches, which are arrays.
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 _UNFINISHED = frozenset({"abort", "error"})
-# vLLM's words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+# vLLM's messages for a prompt that is too long, and for too many tokens (`renderers/params.py`).
 _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
-RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
+RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
 
 
 class VllmAttempt(Attempt):
-    """A try over a link.
+    """An attempt over a link.
 
     Args:
-        job: filled as tokens come.
+        job: gets the tokens as they arrive.
         link: the member.
-        on_first_token: called when its first token comes.
+        on_first_token: called when the first token arrives.
     """
 
     __slots__ = ("_connection", "_error_body", "_now", "_on_first_token", "_status", "_unparsed", "link")
@@ -57,7 +57,7 @@ class VllmAttempt(Attempt):
     async def run(self) -> End:
         """Return how the completion ended. Raises NodeFailed, RequestRefused, OutputDiverged.
 
-        Leaving early, by an error or a cancellation, closes the connection, which makes vLLM abort the request.
+        An error or a cancellation closes the connection, which makes vLLM abort the request.
         """
         link = self.link
         if not link.running:
@@ -92,12 +92,12 @@ class VllmAttempt(Attempt):
             self._read_pieces(data)
 
     def _read_event(self, data: bytes) -> bool:
-        """Read one whole event, as nearly all pieces of a body are. Returns False for anything else."""
+        """Read data that is one whole event, as nearly always. Returns False for anything else."""
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
         try:
             event = events.read_full(data[6:]) if self.job.keep_text else events.read_bare(data[6:])
-        except events.UNREADABLE:
+        except events.DECODE_ERRORS:
             return False
         if isinstance(event, events.Bare):
             self._apply_bare(event)
@@ -106,12 +106,12 @@ class VllmAttempt(Attempt):
         return True
 
     def _read_pieces(self, data: bytes) -> None:
-        """Read parts of events, or several."""
+        """Read data that is part of an event, or several events."""
         searched = max(0, len(self._unparsed) - 1)
         self._unparsed += data
         if self._unparsed.find(b"\n\n", searched) < 0:
             if len(self._unparsed) > EVENT_SIZE_MAX:
-                self._fail_broken("an event of more than 16 MiB")
+                self._fail_broken(f"sent an event over {EVENT_SIZE_MAX >> 20} MiB")
             return
         *whole, rest = bytes(self._unparsed).split(b"\n\n")
         self._unparsed = bytearray(rest)
@@ -119,13 +119,13 @@ class VllmAttempt(Attempt):
             if self._done.done():
                 return
             if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._read_event(event + b"\n\n"):
-                self._fail_broken(f"it sent {event[6:86]!r}, which is no event")
+                self._fail_broken(f"sent an invalid event: {event[6:86]!r}")
 
     def end(self) -> None:
         if self._status != 200:
             self._refuse(self._status, f"answered {self._status}: {self._error_body.decode(errors='replace')}")
         elif not self._done.done():
-            self._fail_broken(f"it stopped after {self.tokens} tokens without saying why")
+            self._fail_broken(f"stream ended after {self.tokens} tokens without a finish reason")
 
     def lost(self, why: str) -> None:
         self.fail(NodeFailed(HandoverReason.LOST, why))
@@ -134,31 +134,33 @@ class VllmAttempt(Attempt):
         try:
             encoded = _encode(_body_of(self.job))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RequestRefused(f"it cannot be sent to a node: {error}") from error
+            raise RequestRefused(f"the request cannot be encoded for a node: {error}") from error
         return [self.link.head("POST", COMPLETIONS, self.job.policy, len(encoded)), encoded]
 
     async def _connect(self) -> Connection:
-        """Connect, unless this try ends before that."""
+        """Connect, unless this attempt ends first."""
         connecting = asyncio.ensure_future(self.link.pool.connect_throttled(self.link.silence_limits.connect_s))
         try:
             both: set[asyncio.Future[Any]] = {connecting, self._done}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._done.done():
-                self._done.result()  # it can only have failed
+                self._done.result()  # raises: without a connection it can only have failed
             return await connecting
         except TimeoutError as error:
-            raise NodeFailed(HandoverReason.LOST, "no connection in time") from error
+            raise NodeFailed(HandoverReason.LOST, "connecting timed out") from error
         except ConnectionRefusedError as error:
-            raise NodeFailed(HandoverReason.CLOSED, "nothing listens there") from error
+            raise NodeFailed(HandoverReason.CLOSED, "connection refused") from error
         except OSError as error:
-            raise NodeFailed(HandoverReason.LOST, f"connection: {str(error) or type(error).__name__}") from error
+            raise NodeFailed(
+                HandoverReason.LOST, f"connecting failed: {str(error) or type(error).__name__}"
+            ) from error
         finally:
             if not connecting.cancel() and self._done.done() and connecting.exception() is None:
                 self.link.pool.keep(connecting.result())
 
     def _apply_bare(self, event: events.Bare) -> None:
         if event.error is not None:
-            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+            self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
         elif event.choices:
             choice = event.choices[0]
             found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
@@ -168,7 +170,7 @@ class VllmAttempt(Attempt):
     def _apply_full(self, event: events.Full) -> None:
         job = self.job
         if event.error is not None:
-            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+            self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
             return
         if not event.choices:
             return
@@ -187,18 +189,18 @@ class VllmAttempt(Attempt):
             job.on_progress()
 
     def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
-        """Put tokens into the job, unless something is wrong with them."""
+        """Add tokens to the job. Returns False if they are invalid, which ends the attempt."""
         if len(logprobs) != len(token_ids):
-            self._fail_broken(f"it sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+            self._fail_broken(f"sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
             return False
         if None in logprobs:
-            # vLLM's JSON has no NaN. Every node with these weights would say the same.
-            message = "vLLM's log-probabilities are not numbers; the policy's weights may hold NaN"
+            # vLLM writes NaN as null. Every node with these weights would send the same.
+            message = "vLLM's log-probabilities are not numbers; the policy's weights may contain NaN"
             self.fail(WeightsRefused(message, 422))
             return False
         job, link, now_s = self.job, self.link, self._now()
         job.token_ids += token_ids
-        job.logprobs += logprobs  # type: ignore[arg-type]  # there is no None among them
+        job.logprobs += logprobs  # type: ignore[arg-type]  # checked above
         link.last_event_s = now_s
         link.received_tokens += len(token_ids)
         if self.first_token_at_s is not None:
@@ -213,9 +215,7 @@ class VllmAttempt(Attempt):
             self._on_first_token()
         self.last_event_s = now_s
         if len(job.token_ids) > self.max_tokens:
-            self._fail_broken(
-                f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for"
-            )
+            self._fail_broken(f"sent {len(job.token_ids)} tokens, more than the limit of {self.max_tokens}")
             return False
         if not job.matches_streamed():
             self.fail(OutputDiverged())
@@ -223,36 +223,34 @@ class VllmAttempt(Attempt):
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        """An event with a finish reason is final, whatever becomes of the connection after it."""
+        """End the attempt at an event with a finish reason, even if the connection breaks after it."""
         if finish_reason in _UNFINISHED:
-            self.fail(
-                NodeFailed(HandoverReason.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}")
-            )
+            self.fail(NodeFailed(HandoverReason.REFUSED, f"stopped after {self.tokens} tokens: {finish_reason}"))
             return
-        if self.job.is_catching_up:  # it ends before what its asker was told
+        if self.job.is_catching_up:  # it ends before the streamed tokens do
             self.fail(OutputDiverged())
             return
         assert self._connection is not None
         self._connection.detach(self.last_event_s)
         self._done.set_result(End(finish_reason, stop_reason))
 
-    def _refuse(self, status: int, said: str) -> None:
+    def _refuse(self, status: int, answer: str) -> None:
         if 400 <= status < 500 and status not in RETRYABLE:
-            limit = _TOO_LONG.search(said)
-            self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
+            limit = _TOO_LONG.search(answer)
+            self.fail(RequestRefused(f"vLLM {answer}", status, None if limit is None else int(limit[1])))
         else:
-            self.fail(NodeFailed(HandoverReason.REFUSED, f"it {said[:200]}"))
+            self.fail(NodeFailed(HandoverReason.REFUSED, answer[:200]))
 
     def _fail_broken(self, what: str) -> None:
         self.fail(NodeFailed(HandoverReason.BROKEN, what))
 
 
 def _body_of(job: Job) -> dict[str, Any]:
-    """What vLLM is asked for: the whole completion, or what is missing after the tokens that arrived."""
-    ours = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
-    wanted = job.body.get("logprobs") or 0
+    """Return vLLM's request body, for the whole completion or for the rest after the tokens that arrived."""
+    fixed = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
+    logprobs = job.body.get("logprobs") or 0
     if job.token_ids and job.prompt_token_ids is not None:
         prompt = [*job.prompt_token_ids, *job.token_ids]
         body = recovery.rest(job.body, len(job.token_ids))
-        return {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
-    return {**job.body, **ours, "logprobs": wanted}
+        return {**body, **fixed, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": logprobs}
+    return {**job.body, **fixed, "logprobs": logprobs}

@@ -1,6 +1,6 @@
-"""The gateway's own initiative: find silent members, clear drained ones, balance the others.
+"""Periodic checks of all members: find silent ones, move requests off draining ones, balance the load.
 
-All of it ends tries of requests; the completer then places them on another member.
+Each of these ends attempts; the completer then places their jobs on other members.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from policies.serving.sharing import Movable, Sharer, share_out, tokens_left
 from policies.serving.silence import MOST_S
 
 CHECK_S = 0.1
-HOUSEKEEPING_S = 1.0  # between two looks at what is in no hurry
-# A cloud's notice is 30 s at least. What does not finish in the first half goes on elsewhere, if it can.
+HOUSEKEEPING_S = 1.0  # between checks for idle connections and stuck attempts
+# A cloud gives notice of 30 s or more. Requests that do not finish in the first half of it move, if they can.
 DRAIN_S = 15.0
 SPEED_S = 1.0  # between two measurements of a member's speed
-# A look reads how much is left of each request, in about a microsecond. With so long for each until the next look,
-# 0.15 s for 2,000 requests and 1.5 s for 20,000, that is below a fiftieth of the event loop's time.
+# A rebalancing pass reads the remaining tokens of each request, in about 1 us. A pause of this length per request
+# (0.15 s for 2,000 requests, 1.5 s for 20,000) keeps that below 2 % of the event loop's time.
 REQUEST_S = 75e-6
-REBALANCES_MAX = 2  # of one job: members come one after another, but a job must get on
+REBALANCES_MAX = 2  # of one job, which must make progress even if members join one after another
 SLOW_SHARE = 0.5  # of the fastest member's speed: the last requests of a slower member may move
 
 
 class Watch:
-    """Looks at all members, several times a second.
+    """Checks all members, every CHECK_S.
 
     Args:
-        members: of the gateway.
-        drain_s: how long a drained member may go on with requests that others could take.
+        members: the gateway's.
+        drain_s: how long a draining member may keep requests that others can serve.
     """
 
     def __init__(self, members: Members, drain_s: float = DRAIN_S) -> None:
@@ -45,13 +45,13 @@ class Watch:
         self._balancer = Balancer(members)
 
     async def run(self) -> None:
-        """Look, for ever."""
+        """Check the members, forever."""
         loop = asyncio.get_running_loop()
         before_s = loop.time()
         while True:
             await asyncio.sleep(CHECK_S)
             now_s = loop.time()
-            if now_s - before_s < STALLED_S:  # else what members said is still unread: hear first, then judge
+            if now_s - before_s < STALLED_S:  # after a stall, read what members sent before judging their silence
                 self._check_members(now_s, now_s - before_s)
             before_s = now_s
 
@@ -83,7 +83,7 @@ class Watch:
             self._probe(link, now_s)
             if now_s - max(link.last_event_s, link.last_work_s) > link.silence_limit_s():
                 link.silence_limits.saw_gap(silent_s)
-                self._members.suspect(link, f"no token for {silent_s:.1f} s, although it answers", whole=True)
+                self._members.suspect(link, f"no token for {silent_s:.1f} s, but health is ok", whole=True)
                 link.fail_attempts(HandoverReason.SILENT, f"no token for {silent_s:.1f} s")
 
     def _probe(self, link: Link, now_s: float) -> None:
@@ -110,17 +110,13 @@ class Watch:
             if now_s - seen[row.term] > self._drain_s and row.policy and members.serving(row.policy):
                 for attempt in list(members.links[row.term].running):
                     if attempt.is_movable:
-                        attempt.fail(
-                            NodeFailed(
-                                HandoverReason.DRAINED, f"it drains and was not done in {self._drain_s:g} s"
-                            )
-                        )
+                        why = f"draining; not finished within {self._drain_s:g} s"
+                        attempt.fail(NodeFailed(HandoverReason.DRAINED, why))
         self._drained_at_s = seen
 
 
 def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
-    """A try that stands still may wait its turn for however long; once others were served before it, no longer
-    than MOST_S."""
+    """End attempts without an event for MOST_S, unless they wait in the engine's queue."""
     for attempt in list(link.running):
         if engine_full or link.may_be_queued(attempt):
             attempt.last_queued_s = now_s
@@ -129,23 +125,23 @@ def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
 
 
 class Balancer:
-    """Looks at all members, several times a second."""
+    """Moves requests to members with less load."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._rebalancing: set[str] = set()  # policies whose division is being made anew
+        self._rebalancing: set[str] = set()  # policies whose requests are being moved
         self._measured_s = 0.0
-        self._next_s = 0.0
+        self._next_pass_s = 0.0
 
     def rebalance(self, now_s: float) -> None:
-        """Measure the members' speeds from time to time, and move what is to be moved."""
+        """Measure the members' speeds and move requests, each at its own interval."""
         if now_s - self._measured_s >= SPEED_S:
             self._measured_s = now_s
             for link in self._members.links.values():
                 link.measure(now_s)
-        if now_s < self._next_s:
+        if now_s < self._next_pass_s:
             return
-        self._next_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
+        self._next_pass_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
         held = {row.policy for row in self._members.rows if row.policy is not None}
         for policy in held:
             self._rebalance_policy(policy)
@@ -153,25 +149,32 @@ class Balancer:
 
     def _rebalance_policy(self, policy: str) -> None:
         rows = [row for row in self._members.serving(policy) if not row.stuck]
-        most, least = max((one.running for one in rows), default=0), min((one.running for one in rows), default=0)
-        is_even = most - least < 2 and not (most and self._is_any_slow(rows))
+        running = [row.running for row in rows]
+        most, least = max(running, default=0), min(running, default=0)
+        is_even = most - least < 2 and not (most and self._has_slow_member(rows))
         if is_even or self._members.places.has_waiting(policy):
             return
         attempts: list[Attempt] = []
         moves = share_out(list(self._sharers(policy, rows, attempts)), begun=policy in self._rebalancing)
-        (self._rebalancing.discard if moves is None else self._rebalancing.add)(policy)
-        for move in moves or ():
+        if moves is None:
+            self._rebalancing.discard(policy)
+            return
+        self._rebalancing.add(policy)
+        for move in moves:
             attempt = attempts[move.request]
             attempt.job.rebalances += 1
-            attempt.fail(NodeFailed(HandoverReason.REBALANCED, f"{move.node} has less to do"))
+            attempt.fail(NodeFailed(HandoverReason.REBALANCED, f"{move.node} has less load"))
 
-    def _is_any_slow(self, rows: list[Row]) -> bool:
+    def _has_slow_member(self, rows: list[Row]) -> bool:
         links = (self._members.links.get(row.term) for row in rows)
         speeds = [link.speed_tokens_s for link in links if link and link.speed_tokens_s]
         return bool(speeds) and min(speeds) < SLOW_SHARE * max(speeds)
 
     def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Sharer]:
-        """What is not known of a member yet is taken to be as the others'. Fills `attempts`."""
+        """Yield the members with their movable requests, and add those to `attempts`.
+
+        A member whose speed is unknown counts with the median of the others.
+        """
         links = {row.term: self._members.links.get(row.term) for row in rows}
         speeds = [link.speed_tokens_s for link in links.values() if link and link.speed_tokens_s]
         prefills = [link.peak_prompt_tokens_s for link in links.values() if link and link.peak_prompt_tokens_s]
@@ -180,12 +183,12 @@ class Balancer:
         for row in rows:
             link = links[row.term]
             running = link.running if link else set[Attempt]()
-            left = sum(map(self._tokens_left, running)) / max(1, len(running))
+            mean_tokens_left = sum(map(self._tokens_left, running)) / max(1, len(running))
             yield Sharer(
                 row.node,
                 (link.speed_tokens_s if link else 0.0) or median(speeds),
                 len(running),
-                left,
+                mean_tokens_left,
                 min(row.allowed, row.max_requests) - row.running,
                 (link.peak_prompt_tokens_s if link else 0.0) or (median(prefills) if prefills else 0.0),
                 row.replaying,
@@ -201,8 +204,8 @@ class Balancer:
                 yield Movable(len(attempts) - 1, self._tokens_left(attempt), replay)
 
     def _tokens_left(self, attempt: Attempt) -> float:
-        most = attempt.max_tokens
-        return tokens_left(len(attempt.job.token_ids), self._members.expected_tokens or most, most)
+        limit = attempt.max_tokens
+        return tokens_left(len(attempt.job.token_ids), self._members.expected_tokens or limit, limit)
 
 
 def _is_movable(attempt: Attempt, policy: str) -> bool:
@@ -210,8 +213,10 @@ def _is_movable(attempt: Attempt, policy: str) -> bool:
 
 
 def _move_order(attempt: Attempt) -> tuple[bool, float]:
-    """First go those that wait for their first token, the newest before the others: it has waited least. Of those
-    that have begun, first goes the one with the least to compute again."""
+    """Return the key by which requests are moved.
+
+    First requests without a token, the newest first, since it has waited least; then by tokens to recompute.
+    """
     if attempt.first_token_at_s is None:
         return False, -attempt.sent_s
     return True, attempt.job.prompt_tokens + len(attempt.job.token_ids)

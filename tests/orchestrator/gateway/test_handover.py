@@ -110,42 +110,42 @@ def head(line: str) -> bytes:
 
 
 CHUNK = b"ffffffff\r\n"
-HTTP = "it does not speak HTTP"
+HTTP = "invalid HTTP response"
 # A node's answers, each with a part of what is reported of it.
 HOSTILE = {
     "nothing": (b"\r\n", "closed"),
     "not HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n", HTTP),
-    "an endless header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000, "too long a header"),
-    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 50_000, "too long a header"),
+    "an endless header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000, "response header over 64 KiB"),
+    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 50_000, "response header over 64 KiB"),
     "another protocol": (head("101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade"), "101"),
     "no such length": (head("200 OK\r\nContent-Length: -1"), HTTP),
     "two lengths": (head("200 OK\r\nContent-Length: 1\r\nContent-Length: 2"), HTTP),
     "no chunk": (EVENT_STREAM + b"zz\r\n", HTTP),
-    "an endless event": (EVENT_STREAM + CHUNK + b"data: " + b"x" * (17 << 20), "more than 16 MiB"),
-    "deep": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n", "no event"),
-    "not text": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n', "no event"),
-    "a huge token": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70, "no event"),
-    "an error": (head("500 Oh\r\nContent-Length: 100000") + b"x" * 100_000, "it answered 500: xxx"),
-    "no policy of that name": (head("409 Conflict\r\nContent-Length: 4") + b"none", "it answered 409: none"),
-    "too many requests": (head("429 Wait\r\nContent-Length: 0"), "it answered 429"),
+    "an endless event": (EVENT_STREAM + CHUNK + b"data: " + b"x" * (17 << 20), "sent an event over 16 MiB"),
+    "deep": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n", "sent an invalid event"),
+    "not text": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n', "sent an invalid event"),
+    "a huge token": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70, "sent an invalid event"),
+    "an error": (head("500 Oh\r\nContent-Length: 100000") + b"x" * 100_000, "answered 500: xxx"),
+    "no policy of that name": (head("409 Conflict\r\nContent-Length: 4") + b"none", "answered 409: none"),
+    "too many requests": (head("429 Wait\r\nContent-Length: 0"), "answered 429"),
 }
 # How a stream may end after its first event without being complete, and a part of what is reported of it.
 BREAKS = {
-    "nothing": (b"", "without saying why"),
-    "done": (b"data: [DONE]\n\n", "without saying why"),
+    "nothing": (b"", "without a finish reason"),
+    "done": (b"data: [DONE]\n\n", "without a finish reason"),
     "abort": (
         b'data: {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n',
-        "it stopped after 1 tokens: abort",
+        "stopped after 1 tokens: abort",
     ),
     "error": (
         b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n',
-        "it said 500: engine died",
+        "reported 500: engine died",
     ),
-    "nonsense": (b"data: {\n\n", "which is no event"),
-    "deep": (b'data: {"choices": [], "x": ' + b"[" * 50_000 + b"\n\n", "which is no event"),
+    "nonsense": (b"data: {\n\n", "sent an invalid event"),
+    "deep": (b'data: {"choices": [], "x": ' + b"[" * 50_000 + b"\n\n", "sent an invalid event"),
     "no-token": (
         b'data: {"choices": [{"token_ids": [-1], "logprobs": {"token_logprobs": [0.0]}}]}\n\n',
-        "which is no event",
+        "sent an invalid event",
     ),
     "no-logprobs": (
         b'data: {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}\n\n',
@@ -154,7 +154,7 @@ BREAKS = {
     "too-many": (
         b'data: {"choices": [{"token_ids": %a, "logprobs": {"token_logprobs": %a}}]}\n\n'
         % ([7] * 999, [-1.0] * 999),
-        "1000 tokens where at most 16",
+        "sent 1000 tokens, more than the limit of 16",
     ),
 }
 WAYS = [({"raw": raw}, said) for raw, said in HOSTILE.values()]
