@@ -1,6 +1,6 @@
-"""The gateway's HTTP surface: it checks who asks, then what they send, and hands that on.
+"""The gateway's HTTP API: authorize a request, validate its body, pass it on.
 
-Its contracts are in `policies.serving.wire` and docs/gateway.md. Nobody without the run's secret is told anything.
+`policies.serving.wire` and docs/gateway.md define the API. Requests without the run's secret get a bare 401.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """The handlers and what they share.
+    """The handlers and their shared state.
 
     Args:
-        boot_id: names this process.
+        boot_id: identifies this process.
         token: the run's secret.
-        session_log: where turns of sessions are recorded.
+        session_log: records the turns of sessions.
     """
 
     def __init__(self, boot_id: str, token: str, session_log: SessionLog) -> None:
@@ -61,7 +61,7 @@ class Gateway:
         self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._answer])
         app.on_response_prepare.append(_hide_server)
         app.add_routes(
@@ -86,7 +86,7 @@ class Gateway:
         return app
 
     def status(self) -> GatewayStatus:
-        """What there is to know of this gateway now; `seq` is left to whoever writes it down."""
+        """Return the gateway's current status. The writer sets `seq`."""
         wanted, members, now_s = self.members.wanted, self.members.status(), time.monotonic()
         return GatewayStatus(
             boot_id=self.boot_id,
@@ -101,20 +101,20 @@ class Gateway:
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self.members.joining_nodes.status({machine_of(one.node) for one in members}, now_s),
+            coming=self.members.joining_nodes.status({machine_of(member.node) for member in members}, now_s),
         )
 
     def is_authorized(self, request: web.BaseRequest) -> bool:
-        """Whether it comes from one who has the secret."""
-        shown = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
-        known = hmac.compare_digest(shown, self._expected)
-        if not known:
+        """Return whether the request carries the run's secret. Counts the answer if not."""
+        header = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+        is_authorized = hmac.compare_digest(header, self._expected)
+        if not is_authorized:
             self._metrics.answers["unknown", 401] += 1
-        return known
+        return is_authorized
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer, and count the answer."""
+        """Answer a request and count the answer."""
         response = await self._answer_or_refuse(request, handler)
         resource = request.match_info.route.resource
         self._metrics.answers["unknown" if resource is None else resource.canonical, response.status] += 1
@@ -127,11 +127,11 @@ class Gateway:
             return _refusal(request, error)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
-            response = _refusal(request, ApiError(405, f"only {allowed} here"))
+            response = _refusal(request, ApiError(405, f"method not allowed; use {allowed}"))
             response.headers[hdrs.ALLOW] = allowed
             return response
         except web.HTTPException as error:
-            return _refusal(request, ApiError(error.status, f"nothing is at {request.rel_url.raw_path[:200]}"))
+            return _refusal(request, ApiError(error.status, f"no such path: {request.rel_url.raw_path[:200]}"))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200)
@@ -141,17 +141,17 @@ class Gateway:
 
     async def _announce(self, request: web.Request) -> web.Response:
         node = node_of(request)
-        said = admission.decode(
-            await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _announce, "an Announce"
-        )
-        admission.check_announce(said)
-        return _json(await self.members.announce(node, said))
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        announcement = admission.decode(body, _announce, "announcement")
+        admission.check_announce(announcement)
+        return _json(await self.members.announce(node, announcement))
 
     async def _update_stage(self, request: web.Request) -> web.Response:
         node = node_of(request)
-        said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
-        admission.check_stage(said)
-        self.members.joining_nodes.update(node, said, time.monotonic())
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        stage = admission.decode(body, _stage, "stage")
+        admission.check_stage(stage)
+        self.members.joining_nodes.update(node, stage, time.monotonic())
         return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
@@ -163,8 +163,7 @@ class Gateway:
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
         run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.orphans)
-        # When the trainer goes away, this handler is cancelled or its next write fails: either closes the
-        # iterator.
+        # If the trainer disconnects, this handler is cancelled or its next write fails; both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
                 await response.write(chunk)
@@ -173,9 +172,9 @@ class Gateway:
 
 
 def _refusal(request: web.Request, error: ApiError) -> web.Response:
-    """An error as the path's clients expect it."""
-    is_clients = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
-    if is_clients:
+    """Return an error in the format of the path: OpenAI's, or plain text."""
+    is_openai = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
+    if is_openai:
         return _json(error_document(error), error.status)
     return web.Response(status=error.status, text=f"{error}\n")
 
@@ -188,31 +187,28 @@ async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
 
 
-# Sessions, for the trainer whose agents they belong to.
-
-
 class SessionHandlers:
-    """The handlers."""
+    """Open, read and drop sessions, for the trainer whose agents use them."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths and their handlers."""
+        """Return the paths and their handlers."""
         path = f"{SESSIONS}/{{session}}"
         return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
 
     async def _open(self, request: web.Request) -> web.Response:
         body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        said = admission.decode(body, _open, "an OpenSession")
-        admission.check_session(said)
-        self._sessions.open(_session_of(request), said)
+        parameters = admission.decode(body, _open, "session")
+        admission.check_session(parameters)
+        self._sessions.open(_session_of(request), parameters)
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
         trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
         if form not in (None, "openenv"):
-            raise ApiError(400, f"form is {form[:40]!a}: expected openenv, or none")
+            raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
         return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
@@ -224,17 +220,14 @@ def _session_of(request: web.Request) -> str:
     return admission.name_of(HEADER_SESSION, request.match_info["session"])
 
 
-# The gateway's members, for those who look after them: list, drain, remove, and what happened to them.
-
-
 class MemberHandlers:
-    """The handlers."""
+    """List, drain and remove members, and list membership changes, for operators."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths and their handlers."""
+        """Return the paths and their handlers."""
         return [
             web.get("/members", self._list),
             web.get("/events", self._events),
@@ -251,20 +244,20 @@ class MemberHandlers:
         return _json({"changes": self._members.changes})
 
     async def _drain(self, request: web.Request) -> web.Response:
-        """A node that is no member is drained as soon as it comes."""
+        """Drain a node; one that is not a member yet is drained when it joins."""
         self._members.drain(node_of(request))
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        """With `?boot=ID` that boot leaves, as its own agent says; without it, whatever boot is there."""
+        """Remove the node; with `?boot=ID`, as its agent sends it, only that boot."""
         node, boot_id = node_of(request), request.query.get("boot")
         if boot_id is not None:
             self._members.leave(node, admission.name_of("boot", boot_id))
         elif not self._members.remove(node):
-            raise ApiError(404, f"{node} is no member")
+            raise ApiError(404, f"{node} is not a member")
         return web.Response(status=204)
 
 
 def node_of(request: web.Request) -> str:
-    """The node that the path names. Raises ApiError."""
+    """Return the node that the path names. Raises ApiError."""
     return admission.name_of("node", request.match_info["node"])

@@ -63,7 +63,7 @@ class OpenAI:
         self._model = {"id": MODEL, "object": "model", "created": created_s, "owned_by": "the run"}
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths and their handlers."""
+        """Return the paths and their handlers."""
         return [
             web.get(MODELS, self._models),
             web.get(MODELS + "/{model}", self._one_model),
