@@ -248,7 +248,7 @@ class Members:
         self._last_replies.pop(boot_id, None)
 
     def remove(self, node: str) -> bool:
-        """Remove the node or all of a machine's members; their boots cannot return. Returns whether any existed."""
+        """Remove the node or all of a machine's members; their boots cannot return. Return whether any existed."""
         rows = self._table.on(node)
         self._apply(self._table.remove(node))
         for row in rows:

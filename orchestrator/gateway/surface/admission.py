@@ -1,7 +1,7 @@
 """Request limits: size, time and validity.
 
-Violations raise ApiError, which becomes a response with one line of text. Requests may come from anyone who has the
-run's secret, and may be wrong by mistake or on purpose.
+Violations raise ApiError, which becomes a response with one line of text. A sender that has the run's secret may
+still send invalid data, by mistake or on purpose.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class BatchRun:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in whole lines: completions as they finish, progress in between, then `end` or `error`.
 
-        If no usable member existed for `patience_s`, the partial completions come before `end`. Closing the iterator
+        After `patience_s` without a usable member, the partial completions come before `end`. Closing the iterator
         early leaves the requests for the next trainer that makes the same ones.
         """
         self._members.want(self._batch.policy, self._count, self._batch.recovery)

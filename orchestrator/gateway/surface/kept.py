@@ -216,7 +216,7 @@ class OrphanedRequests:
         self._batches.remove(orphaned)
 
     def _end(self, orphaned: _OrphanedBatch) -> None:
-        """Drop the requests of a batch that no trainer took over. The next batch reports their tokens as discarded."""
+        """Drop the requests that no trainer took over. The next batch reports their tokens as discarded."""
         requests = list(orphaned.requests.values())
         orphaned.requests.clear()
         self._forget(orphaned)
