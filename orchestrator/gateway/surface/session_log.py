@@ -1,8 +1,8 @@
 """The record of sessions: a file on the machine, written immediately, and objects in the run's store.
 
 The file is written before an agent gets its answer, so a killed gateway loses no finished turn, and of unfinished
-ones only the tokens since their last record. Finished turns go to the store every UPLOAD_S; if the machine is lost,
-so are the turns since then. Records are kept until their session is closed.
+ones only the tokens since their last record. Finished turns go to the store every UPLOAD_S; losing the machine
+loses the turns since then. Records are kept until their session is closed.
 """
 
 from __future__ import annotations

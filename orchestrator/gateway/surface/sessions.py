@@ -234,7 +234,7 @@ class Sessions:
         discarded = sum(turn.job.discarded for turn in session.turns.values())
         return Trace(name, session.opened.policy.label, branches, discarded, session.limit)
 
-    async def ask(self, name: str, chat: Chat, request_name: str = "") -> tuple[Job, Finished, Answer]:
+    async def request(self, name: str, chat: Chat, request_name: str = "") -> tuple[Job, Finished, Answer]:
         """Return the turn for a chat, made now or recorded before. Raises ApiError.
 
         The turn continues if its agent disconnects. Then the next request for the same turn gets it, or the next
@@ -326,7 +326,7 @@ class Sessions:
         return turn
 
     async def _prompt(self, session: _Session, chat: Chat) -> tuple[_RecordedPrompt, _Turn | None, bool]:
-        """Return a chat's prompt, the turn whose tokens it continues, and whether its messages continue it, too."""
+        """Return a chat's prompt, the turn whose tokens it continues, and whether its messages continue it."""
         rendered = await self._translator.prompt(chat)
         ids = array("I", rendered.token_ids)
         known = ((count, session.history.get(digest)) for count, digest in reversed(list(_digests(chat))))

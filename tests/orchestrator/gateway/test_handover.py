@@ -122,9 +122,18 @@ HOSTILE = {
     "two lengths": (head("200 OK\r\nContent-Length: 1\r\nContent-Length: 2"), HTTP),
     "no chunk": (EVENT_STREAM + b"zz\r\n", HTTP),
     "an endless event": (EVENT_STREAM + CHUNK + b"data: " + b"x" * (17 << 20), "sent an event over 16 MiB"),
-    "deep": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n", "sent an invalid event"),
-    "not text": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n', "sent an invalid event"),
-    "a huge token": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70, "sent an invalid event"),
+    "deep": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n",
+        "sent an invalid event",
+    ),
+    "not text": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n',
+        "sent an invalid event",
+    ),
+    "a huge token": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70,
+        "sent an invalid event",
+    ),
     "an error": (head("500 Oh\r\nContent-Length: 100000") + b"x" * 100_000, "answered 500: xxx"),
     "no policy of that name": (head("409 Conflict\r\nContent-Length: 4") + b"none", "answered 409: none"),
     "too many requests": (head("429 Wait\r\nContent-Length: 0"), "answered 429"),

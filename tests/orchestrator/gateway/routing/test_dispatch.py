@@ -115,7 +115,9 @@ async def test_the_queue_is_bounded(world: World) -> None:
     huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
     asked = [world.ask(huge), world.ask(small)]
     await world.until(lambda: world.members.waiting.count == 2)
-    with pytest.raises(QueueFull, match=r"the queue is full: 2 requests \(1024 MiB\) wait for a node; retry later"):
+    with pytest.raises(
+        QueueFull, match=r"the queue is full: 2 requests \(1024 MiB\) wait for a node; retry later"
+    ):
         await world.ask(more)
     more.is_admitted = True
     asked.append(world.ask(more))

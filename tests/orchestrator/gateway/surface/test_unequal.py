@@ -82,7 +82,7 @@ def check(client: Client, reason: str | None) -> None:
     job = client.job
     assert client.text == job.text == "".join(job.tokens)
     assert len(job.token_ids) == len(job.logprobs) == len(job.tokens) <= job.max_tokens
-    if client.asked.token_ids:
+    if client.asked.include_token_ids:
         assert client.token_ids == job.token_ids
     stops = job.body.get("stop_token_ids", [])
     assert reason == ("stop" if job.token_ids[-1] in stops else "length")
