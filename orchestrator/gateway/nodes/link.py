@@ -129,15 +129,15 @@ class Link:
         return await self._exchange("POST", path, body, REQUEST_TIMEOUT_S)
 
     async def _exchange(self, method: str, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
-        answer = _ResponseReader()
+        response = _ResponseReader()
         try:
             async with asyncio.timeout(limit_s):
                 connection = self.pool.take() or await self.pool.connect(limit_s)
-                connection.send([self.head(method, path, "", len(body)), body], answer)
+                connection.send([self.head(method, path, "", len(body)), body], response)
                 try:
-                    return await answer.whole
+                    return await response.complete
                 except asyncio.CancelledError:
-                    connection.cancel(answer)
+                    connection.cancel(response)
                     raise
         except TimeoutError as error:
             raise NodeFailed(HandoverReason.SILENT, f"no answer within {limit_s:g} s") from error
@@ -154,7 +154,7 @@ class _ResponseReader:
     """Collects one response."""
 
     def __init__(self) -> None:
-        self.whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.complete: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._status, self._body = 0, bytearray()
 
     def head(self, status: int) -> None:
@@ -166,9 +166,9 @@ class _ResponseReader:
             self.lost(f"response over {ANSWER_SIZE_MAX >> 20} MiB")
 
     def end(self) -> None:
-        if not self.whole.done():
-            self.whole.set_result((self._status, bytes(self._body)))
+        if not self.complete.done():
+            self.complete.set_result((self._status, bytes(self._body)))
 
     def lost(self, why: str) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(NodeFailed(HandoverReason.LOST, why))
+        if not self.complete.done():
+            self.complete.set_exception(NodeFailed(HandoverReason.LOST, why))

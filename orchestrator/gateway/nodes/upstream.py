@@ -113,9 +113,9 @@ class VllmAttempt(Attempt):
             if len(self._unparsed) > EVENT_SIZE_MAX:
                 self._fail_broken(f"sent an event over {EVENT_SIZE_MAX >> 20} MiB")
             return
-        *whole, rest = bytes(self._unparsed).split(b"\n\n")
+        *events_data, rest = bytes(self._unparsed).split(b"\n\n")
         self._unparsed = bytearray(rest)
-        for event in whole:
+        for event in events_data:
             if self._done.done():
                 return
             if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._read_event(event + b"\n\n"):
@@ -163,8 +163,8 @@ class VllmAttempt(Attempt):
             self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
         elif event.choices:
             choice = event.choices[0]
-            found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-            if self._add_tokens(choice.token_ids or [], found) and choice.finish_reason is not None:
+            logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+            if self._add_tokens(choice.token_ids or [], logprobs) and choice.finish_reason is not None:
                 self._finish(choice.finish_reason, choice.stop_reason)
 
     def _apply_full(self, event: events.Full) -> None:
@@ -177,11 +177,11 @@ class VllmAttempt(Attempt):
         choice = event.choices[0]
         if job.prompt_token_ids is None:
             job.prompt_token_ids = choice.prompt_token_ids
-        found, tokens, top = events.logprobs_of(choice.logprobs)
-        if not self._add_tokens(choice.token_ids or [], found):
+        logprobs, tokens, top_logprobs = events.logprobs_of(choice.logprobs)
+        if not self._add_tokens(choice.token_ids or [], logprobs):
             return
         job.tokens += tokens
-        job.top_logprobs += top
+        job.top_logprobs += top_logprobs
         job.text += choice.text
         if choice.finish_reason is not None:
             self._finish(choice.finish_reason, choice.stop_reason)

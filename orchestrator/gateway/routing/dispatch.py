@@ -33,7 +33,7 @@ class Ledger:
     """Counts since the gateway's start. Every token that arrives is in the end delivered or discarded.
 
     `saved` tokens were kept over a handover, each counted once; `replayed` tokens were recomputed as a prompt for
-    it. `unreported_discards` belong to batches whose trainer went away; the next batch reports them.
+    it. `unreported_discards` belong to batches whose trainer disconnected; the next batch reports them.
     """
 
     delivered: int = 0

@@ -216,7 +216,7 @@ class Members:
         return row is not None and row.target not in ("", policy)
 
     async def announce(self, node: str, announcement: Announce) -> AnnounceReply:
-        """Apply an announcement. Return the reply immediately if it is new to that boot, else after HOLD_S."""
+        """Apply an announcement. Return the reply when it differs from that boot's last, or after HOLD_S."""
         self._announcements.answer(node)  # an earlier announcement that is still held is superseded
         before = self._table.row(node)
         tokens = before.engine.tokens if before is not None and before.engine is not None else None
@@ -403,7 +403,7 @@ class JoiningNodes:
             del self._stages[next(iter(self._stages))]
 
     def forget(self, node: str) -> None:
-        """Drop a node that serves or left."""
+        """Drop a node that has become a member or finished its stage."""
         self._stages.pop(node, None)
 
     def status(self, machines: Container[str], now_s: float) -> list[Coming]:

@@ -24,7 +24,7 @@ class Places:
     Args:
         table: the members.
         connect: makes the link to a member for its current term.
-        left: called with the node's name whenever a job has left a member.
+        on_release: called with the node's name whenever a job has left a member.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Places:
         self._assign_places()
 
     def release(self, place: Place) -> None:
-        """Return the place of a job that has left it, finished or not."""
+        """Free the place of a job that has left it, finished or not."""
         self._table.finished(place.link.node, place.link.term, place.load, begun=place.has_first_token)
         self._on_release(place.link.node)
         self._assign_places()

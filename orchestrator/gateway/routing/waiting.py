@@ -22,7 +22,7 @@ TOKEN_SIZE = 8
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A job's place on a member. Return it with `Places.release`."""
+    """A job's place on a member, to be freed with `Places.release`."""
 
     link: Link
     load: Load

@@ -159,8 +159,8 @@ def decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[T], name: str)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        found = re.search(r" - at `\$\.([a-z_]+)", str(error))
-        raise ApiError(400, f"invalid {name}: {error}", found and found[1]) from error
+        field = re.search(r" - at `\$\.([a-z_]+)", str(error))
+        raise ApiError(400, f"invalid {name}: {error}", field and field[1]) from error
     except RecursionError:
         raise ApiError(400, f"invalid {name}: nested too deeply") from None
     except (msgspec.DecodeError, ValueError) as error:
@@ -216,8 +216,8 @@ def check_stage(stage: Stage) -> None:
 
 def _check_address(address: str) -> None:
     """Raise ApiError unless the address is HOST:PORT."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[2]) < 2**16:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 2**16:
         raise ApiError(400, f"address must be HOST:PORT, not {_shown(address)}")
 
 

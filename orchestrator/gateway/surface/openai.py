@@ -113,7 +113,7 @@ class OpenAI:
         headers = {HEADER_POLICY: job.policy, HEADER_SESSION: session}
         if client_request.stream:
             return await _stream_whole(request, answer_format, [finished], [answer], headers)
-        return _json(answer_format.whole([finished], [answer]), headers)
+        return _json(answer_format.document([finished], [answer]), headers)
 
     async def _answer(
         self, request: web.Request, client_request: ClientRequest, policy: str, *, is_parsed: bool = False
@@ -129,14 +129,14 @@ class OpenAI:
                 return await _stream(request, answer_format, run, headers)
             while not run.is_over:
                 await run.until_news()
-            finished, answers = run.answers(), list[Answer]()
+            finished, answers = run.completions(), list[Answer]()
             if is_parsed and chat is not None:
                 prompt = list(jobs[0].prompt_token_ids or ())
                 answers = [await self._translator.answer(chat, prompt, completion) for completion in finished]
             run.is_delivered = True
             if client_request.stream:
                 return await _stream_whole(request, answer_format, finished, answers, headers)
-            return _json(answer_format.whole(finished, answers), headers)
+            return _json(answer_format.document(finished, answers), headers)
 
     def _policy(self, request: web.Request) -> str:
         header = request.headers.get(HEADER_POLICY)
@@ -183,11 +183,11 @@ class _Run:
         """Whether every job is finished."""
         return all(task.done() for task in self._tasks)
 
-    def answer(self, index: int) -> Finished | None:
+    def completion(self, index: int) -> Finished | None:
         """Return the completion of the job at that index, or None while it is unfinished."""
         return self._tasks[index].result() if self._tasks[index].done() else None
 
-    def answers(self) -> list[Finished]:
+    def completions(self) -> list[Finished]:
         """Return all completions."""
         return [task.result() for task in self._tasks]
 
@@ -255,7 +255,7 @@ async def _stream(
         while unfinished:
             chunks = []
             for index in sorted(unfinished):
-                completion = run.answer(index)
+                completion = run.completion(index)
                 chunk = answer_format.chunk(index, states[index], completion)
                 if chunk is not None:
                     chunks.append(_event(chunk))
@@ -316,7 +316,7 @@ class AnswerFormat:
             "system_fingerprint": policy,
         }
 
-    def whole(self, finished: Sequence[Finished], answers: Sequence[Answer] = ()) -> dict[str, Any]:
+    def document(self, finished: Sequence[Finished], answers: Sequence[Answer] = ()) -> dict[str, Any]:
         """Return the answer to a request that does not stream; `answers` are the parsed texts, if any."""
         request = self.request
         kind = "chat.completion" if request.chat else "text_completion"

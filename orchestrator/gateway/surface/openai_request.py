@@ -93,7 +93,7 @@ class _Chat(_Common, kw_only=True):
 
 
 _completion, _chat = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Chat)
-_whole = msgspec.json.Decoder(dict[str, Any])
+_json_object = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +200,17 @@ def _vllm_parameters(body: bytes | bytearray, parameters: _Common, unsupported: 
     if parameters.model is not None and parameters.model != MODEL:
         message = f"the only model is `{MODEL}`, of the version in {HEADER_POLICY}, not {parameters.model[:40]!a}"
         raise ApiError(404, message, "model", "model_not_found")
-    whole = admission.decode(body, _whole, "JSON object")
+    document = admission.decode(body, _json_object, "JSON object")
     for name in unsupported:
-        if whole.get(name) not in (None, False, "", [], {}, "none") and (name, whole[name]) != ("best_of", 1):
+        if document.get(name) not in (None, False, "", [], {}, "none") and (name, document[name]) != (
+            "best_of",
+            1,
+        ):
             raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
-        whole.pop(name, None)
+        document.pop(name, None)
     for name in _GATEWAY_PARAMETERS:
-        whole.pop(name, None)
-    return whole
+        document.pop(name, None)
+    return document
 
 
 def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:

@@ -54,7 +54,7 @@ class Client:
         form, told = AnswerFormat(self.asked, "0-0"), StreamState()
         async with _Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
             while True:
-                answer = at_work.answer(0)
+                answer = at_work.completion(0)
                 if (chunk := form.chunk(0, told, answer)) is not None:
                     choice = chunk["choices"][0]
                     self.text += choice["delta"]["content"] if self.asked.chat else choice["text"]
