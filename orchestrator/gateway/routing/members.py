@@ -448,10 +448,10 @@ class VersionSpreads:
             if version.spread.policy == announcement.policy and node in version.pending:
                 version.pending.remove(node)
                 stages = announcement.stages or PolicyStages("")
-                version.spread = _with(version.spread, stages, now_s - version.wanted_at_s)
+                version.spread = _with_member(version.spread, stages, now_s - version.wanted_at_s)
 
 
-def _with(spread: VersionSpread, took: PolicyStages, ready_s: float) -> VersionSpread:
+def _with_member(spread: VersionSpread, took: PolicyStages, ready_s: float) -> VersionSpread:
     return replace(
         spread,
         ready=spread.ready + 1,

@@ -430,7 +430,7 @@ class Sessions:
     ) -> None:
         """Record that the agent gets the turn's answer, and the conversation that ends with it."""
         *_, (_, before) = _digests(chat)
-        history = _with(before, answer.message)
+        history = _digest_with(before, answer.message)
         parent = None if turn.parent is None else (turn.parent.key, turn.parent.number)
         record = Answered(
             session.name,
@@ -633,11 +633,11 @@ def _digests(chat: Chat) -> Iterator[tuple[int, bytes]]:
     fields = {name: document.get(name) for name in _PROMPT_FIELDS}
     digest = blake3(_encode(fields)).digest(16)
     for count, message in enumerate(document["messages"], 1):
-        digest = _with(digest, message)
+        digest = _digest_with(digest, message)
         yield count, digest
 
 
-def _with(digest: bytes, message: dict[str, Any]) -> bytes:
+def _digest_with(digest: bytes, message: dict[str, Any]) -> bytes:
     fields: dict[str, Any] = {
         name: message.get(name) for name in _MESSAGE_FIELDS if message.get(name) not in (None, "")
     }
