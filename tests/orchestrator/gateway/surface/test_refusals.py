@@ -106,4 +106,4 @@ async def test_weights_that_compute_no_numbers_are_no_prompts_fault(world: World
     batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16}, [CompletionRequest(0, [1], 0)], 30.0)
     said = [msgspec.json.decode(chunk, type=BatchLine) async for chunk in run_of(batch, world).chunks()]
     assert said[-1].error is not None
-    assert "may hold NaN" in said[-1].error
+    assert "may contain NaN" in said[-1].error
