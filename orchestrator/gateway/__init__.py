@@ -1,10 +1,10 @@
-"""The gateway: has completions made by the rollout nodes that hold the wanted policy, and by nobody else.
+"""The gateway: sends each completion request to a rollout node that holds the wanted policy.
 
-`surface` is what it answers over HTTP: a trainer's batch or an OpenAI request becomes jobs (`job`). `routing`
-finds a place on a member for each job, by the table of `policies.serving.membership`, moves it when the member
-fails or another would be better, and notices silence. `nodes` speaks with one member: an `attempt` at a job goes
-out (`upstream`) over a `link` and its `connection`, and hears vLLM's `events`. `__main__` is the process.
+One request goes through it like this. `surface` turns a trainer's batch or an OpenAI request into jobs (`job`).
+`routing` finds a place on a member for each job, by the table of `policies.serving.membership`, and moves the job
+when the member fails or another one has less load. `nodes` talks to one member: an `attempt` at a job is sent
+(`upstream`) over a `link` and its `connection`, and reads vLLM's `events`. `__main__` is the process.
 
-What is said over HTTP is in `policies.serving.wire`. The gateway stores nothing but its address and its status:
-started anew, it hears from nodes and trainer what it must know.
+`policies.serving.wire` defines the HTTP messages. The gateway stores its address, its status and sessions; nodes
+and trainer send a restarted gateway everything else.
 """

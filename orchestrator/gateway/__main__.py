@@ -1,11 +1,12 @@
 """The gateway's process: `python -m orchestrator.gateway`.
 
 Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
-address to listen on and to be reached at, 127.0.0.1 by default); beside a trainer also GRPO_ORCH_TIMELINE,
-GRPO_ORCH_NODE and GRPO_ORCH_ATTEMPT, which say whether it is the newest. It takes the port of its predecessor
-if that is free, so that nobody who knew the old one must look again, writes its address to the store once it
-listens, and from then on what it knows of its members. SIGTERM ends it; in GRPO_ORCH_WORKDIR, beside a trainer, it
-leaves the requests under way to the next one.
+address to listen on and to be reached at, 127.0.0.1 by default). Next to a trainer also GRPO_ORCH_TIMELINE,
+GRPO_ORCH_NODE and GRPO_ORCH_ATTEMPT, from which follows which gateway is the newest, and GRPO_ORCH_WORKDIR.
+
+It reuses its predecessor's port if that is free, so that clients need not look up the address again. Once it
+listens, it writes its address and then its members' status to the store. SIGTERM stops it; next to a trainer it
+saves the running requests in the work directory for the next gateway.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 
-TURNS = "gateway-sessions"  # the file of the turns of sessions
-LEFT = "gateway-requests"  # the file of the requests that one gateway leaves to the next
-LAST_FLUSH_S = 3.0  # for the store, at the end
-GC_OBJECTS = 100_000  # made and not freed before garbage is looked for
+SESSIONS_FILE = "gateway-sessions"
+REQUESTS_FILE = "gateway-requests"  # running requests, saved for the next gateway
+LAST_FLUSH_S = 3.0  # limit of the last write to the store
+GC_OBJECTS = 100_000  # allocations between garbage collections
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket on `port` if that is free, else on any free one. Raises OSError."""
+    """Return a listening socket on `port` if that is free, else on any free port. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     for candidate in [port, 0] if port else [0]:
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -69,17 +70,17 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def former_port(store: Store, host: str) -> int | None:
-    """The port of the gateway before this one, if it was on this host."""
+    """Return the previous gateway's port, if it was on this host."""
     try:
-        before = documents.read_gateway(store)
+        previous = documents.read_gateway(store)
     except Corrupt:
         return None
-    parts = urlsplit(before.url) if before else None
+    parts = urlsplit(previous.url) if previous else None
     return parts.port if parts and parts.hostname == host else None
 
 
 def own_precedence() -> Precedence:
-    """Of the trainer that this gateway stands beside; the lowest where it stands alone. Raises ValueError."""
+    """Return the precedence of this machine's trainer; the lowest without a trainer. Raises ValueError."""
     node = os.environ.get(NODE_ENV)
     if node is None:
         return 0, 0, 0
@@ -93,30 +94,30 @@ async def serve(
     gateway: Gateway,
     writer: StatusWriter,
     session_log: SessionLog,
-    left: Path | None,
+    requests_file: Path | None,
     timeline: int,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        left: the file of the requests that a gateway leaves to the next one, on the same timeline.
+        requests_file: where the running requests are saved for the next gateway on the same timeline.
     """
     stop = asyncio.Event()
-    if left is not None:
-        gateway.kept.load(left, timeline)
+    if requests_file is not None:
+        gateway.orphans.load(requests_file, timeline)
     gateway.sessions.load(timeline)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with listening(gateway.app(), gateway.knows, sock, tls):
+    async with listening(gateway.app(), gateway.is_authorized, sock, tls):
         work = (Watch(gateway.members).run(), writer.run(), session_log.run(), gateway.sessions.run())
-        endless: set[asyncio.Future[Any]] = {asyncio.ensure_future(one) for one in work}
+        endless: set[asyncio.Future[Any]] = {asyncio.ensure_future(coroutine) for coroutine in work}
         await asyncio.wait({*endless, asyncio.ensure_future(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
         for task in endless:
             if task.done():
                 task.result()  # only an error ends it
             task.cancel()
-    if left is not None:
-        gateway.kept.save(left)
+    if requests_file is not None:
+        gateway.orphans.save(requests_file)
     gateway.sessions.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_FLUSH_S):
@@ -138,22 +139,22 @@ def main() -> int:
     by = own_precedence()
     workdir = os.environ.get(WORKDIR_ENV)
     folder = Path(workdir) if workdir and NODE_ENV in os.environ else None
-    turns = None if folder is None else folder / TURNS
-    session_log = SessionLog(turns, Store(store.url, retry_s=0.0), by[0])
+    sessions_file = None if folder is None else folder / SESSIONS_FILE
+    session_log = SessionLog(sessions_file, Store(store.url, retry_s=0.0), by[0])
     gateway = Gateway(boot_id, token, session_log)
     documents.gateway(by).write(store, GatewayAddress(url, boot_id))
     writer = StatusWriter(Store(store.url, retry_s=0.0), by, gateway.status)
-    # Every request under way has a connection, and the usual limit is 1,024 open files.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Nothing on the hot path makes cycles, and walking the lists of a large batch costs more than all else there.
+    # Every running request has a connection, and the usual limit is 1,024 open files.
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    # The hot path makes no reference cycles, and scanning the lists of a large batch costs more than serving it.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    log.info("gateway_up", url=url, boot_id=boot_id)
-    left = None if folder is None else folder / LEFT
+    log.info("gateway_started", url=url, boot_id=boot_id)
+    requests_file = None if folder is None else folder / REQUESTS_FILE
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sock, tls, gateway, writer, session_log, left, by[0]))
-    log.info("gateway_down")
+        runner.run(serve(sock, tls, gateway, writer, session_log, requests_file, by[0]))
+    log.info("gateway_stopped")
     return exit_codes.OK
 
 

@@ -1,7 +1,8 @@
-"""One completion on its way: what is asked for, and what of it has arrived, whichever nodes it came from.
+"""One requested completion, and the output that has arrived so far, from any number of nodes.
 
-A job outlives the nodes that work at it. `orchestrator.gateway.nodes.upstream` fills it event by event,
-`orchestrator.gateway.routing.dispatch` moves it, and its asker may look at it at any time.
+A job outlives the nodes that work on it. `orchestrator.gateway.nodes.upstream` adds output event by event,
+`orchestrator.gateway.routing.dispatch` moves the job between nodes, and the client's handler may read it at any
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from policies.serving import recovery
 from policies.serving.wire import HandOver
 
 VLLM_DEFAULT_TOKENS = 16
-_HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(slots=True, eq=False)
@@ -25,20 +26,22 @@ class Job:
     Args:
         body: vLLM's parameters: `prompt` (text or token ids), `seed`, sampling. With a seed, the completion does
             not depend on the nodes that make it.
-        policy: the label of the version that makes all of it.
-        group: what the requests of one prompt, or the turns of one session, have in common; they go to one node
-            while that is sensible.
-        prompt_tokens: the prompt's length, or a guess.
-        recovery: whether it goes on where it was cut, if its parameters allow that, or always starts over.
-        is_turn: the group is a session, and this one of its turns.
-        admitted: it is part of something that was let in as a whole, and is not refused for a full queue.
-        prompt_size: bytes that it keeps in memory while it waits; None: as many as a list of its tokens.
-        keep_text: keep `text`, `tokens` and `top_logprobs` as well, at several times the CPU time per event.
-        arrived: called after each event that brought tokens or text, on the event loop: be quick.
+        policy: the label of the policy version that makes the whole completion.
+        group: shared by the requests of one prompt, or the turns of one session; they go to the same node while
+            that is sensible.
+        prompt_tokens: the prompt's length, or an estimate.
+        recovery: "continue" resumes from the tokens that arrived if the parameters allow it; "exact" always
+            starts over.
+        is_turn: `group` is a session, and the job is one of its turns.
+        is_admitted: part of a batch or session that was admitted as a whole; never refused because the queue is
+            full.
+        prompt_size: bytes of memory that the prompt takes while the job waits; None: that of its token list.
+        keep_text: also keep `text`, `tokens` and `top_logprobs`, at several times the CPU time per event.
+        on_progress: called on the event loop after each event that brought tokens or text; must be quick.
 
-    After a start-over all that arrived is empty and grows anew. With a seed it grows to the same, on nodes that
-    compute the same last bits. Where it does not, what the asker was told already stays true: the job takes that
-    up again and goes on from there.
+    Starting over empties the output, which then grows again. With a seed it becomes the same again on nodes that
+    compute the same last bits. If it differs, the output already streamed to the client stays valid: the job
+    restores it and continues from there.
     """
 
     body: dict[str, Any]
@@ -47,125 +50,129 @@ class Job:
     prompt_tokens: int
     recovery: Recovery = "continue"
     is_turn: bool = False
-    admitted: bool = False
+    is_admitted: bool = False
     prompt_size: int | None = None
     keep_text: bool = False
-    arrived: Callable[[], None] | None = None
+    on_progress: Callable[[], None] | None = None
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of each token
     text: str = ""
-    tokens: list[str] = field(default_factory=list)  # each token's text, as vLLM's logprobs have it
-    top_logprobs: list[dict[str, float]] = field(default_factory=list)  # for each token, where they were asked for
-    prompt_token_ids: Sequence[int] | None = None  # known from the first event on, of a token prompt at once
-    waiting: bool = False  # for a member
+    tokens: list[str] = field(default_factory=list)  # each token's text, as in vLLM's logprobs
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)  # of each token, if requested
+    prompt_token_ids: Sequence[int] | None = None  # of a text prompt: known from the first event on
+    is_waiting: bool = False  # for a place on a member
     handovers: int = 0
-    handed_over: list[HandOver] = field(default_factory=list)  # by nodes that had made some of it
+    handed_over: list[HandOver] = field(default_factory=list)  # from nodes that had made some of the tokens
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
-    first_token_s: float | None = None  # on the event loop's clock
-    refused_by: frozenset[str] = frozenset()  # nodes that will not take it
-    told: int = 0  # tokens that the asker knows of
-    _kept: Arrived | None = None  # what the asker was told of, until it has arrived again
-    shared: int = 0  # how often it was moved for an even division
-    _continues: bool | None = None
+    first_token_at_s: float | None = None  # on the event loop's clock
+    refused_by: frozenset[str] = frozenset()  # nodes that do not accept the request
+    streamed_tokens: int = 0  # tokens that the client has received
+    rebalances: int = 0  # times it was moved to balance the load
+    _before_restart: PartialOutput | None = None  # until the streamed tokens have arrived again
+    _is_continuable: bool | None = None
 
     @property
     def max_tokens(self) -> int:
-        """The most that it may get; where the body does not say, vLLM's default."""
+        """The limit of output tokens; vLLM's default if the body sets none."""
         limit = recovery.limit_of(self.body)
         return VLLM_DEFAULT_TOKENS if limit is None else limit
 
-    def may_continue(self) -> bool:
-        """Whether it can go on from what has arrived, and would become the undisturbed completion."""
+    def can_continue(self) -> bool:
+        """Return whether another node can continue from the tokens so far and give the undisturbed completion."""
         return (
             self.recovery == "continue"
             and bool(self.token_ids)
             and self.prompt_token_ids is not None
             and len(self.token_ids) < self.max_tokens
-            and self._safe()
-            and (not self.keep_text or self._whole_characters())
+            and self._has_continuable_parameters()
+            and (not self.keep_text or self._ends_on_whole_character())
         )
 
     @property
-    def regrowing(self) -> bool:
-        """Whether it started over and has not yet come to what its asker was told."""
-        return self._kept is not None
+    def is_catching_up(self) -> bool:
+        """Whether the job started over and has not yet reached the end of the streamed tokens."""
+        return self._before_restart is not None
 
-    def whole(self) -> int:
-        """With `keep_text`, how many tokens there are up to the last one that ends with a whole character."""
+    def whole_character_tokens(self) -> int:
+        """With `keep_text`, count the tokens up to the last one that ends with a whole character."""
         count = len(self.tokens)
-        while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_HALF_A_CHARACTER)):
+        while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_INCOMPLETE_CHARACTER)):
             count -= 1
         return count
 
-    def agrees(self) -> bool:
-        """Whether what arrives again is what the asker was told, as far as it has arrived."""
-        if self._kept is None:
+    def matches_streamed(self) -> bool:
+        """Return whether the tokens that arrived after a restart are those streamed to the client before."""
+        if self._before_restart is None:
             return True
-        again = min(len(self.token_ids), self.told)
-        if self.token_ids[:again] != self._kept.token_ids[:again]:
+        compared = min(len(self.token_ids), self.streamed_tokens)
+        if self.token_ids[:compared] != self._before_restart.token_ids[:compared]:
             return False
-        if again == self.told:
-            self._kept = None
+        if compared == self.streamed_tokens:
+            self._before_restart = None
         return True
 
-    def go_back(self) -> int:
-        """Take up again what the asker was told, because something else arrived. Returns how many tokens are lost.
+    def restore_streamed(self) -> int:
+        """Restore the output from before the restart, after a node made different tokens.
 
-        From here on it goes on from what has arrived, whatever another node would have made. Raises CannotGoOn.
+        From then on the job continues from that output, on whichever node. Returns the number of tokens lost.
+        Raises CannotContinue.
         """
-        kept, lost = self._kept, len(self.token_ids)
-        assert kept is not None
+        before, lost = self._before_restart, len(self.token_ids)
+        assert before is not None
         nearly = self.recovery == "continue" and recovery.nearly_continues(self.body)
-        if not nearly or self.prompt_token_ids is None or kept.whole < self.told:
-            raise CannotGoOn
-        self.token_ids, self.logprobs = kept.token_ids[: kept.whole], kept.logprobs[: kept.whole]
-        self.tokens, self.top_logprobs = kept.tokens[: kept.whole], kept.top_logprobs[: kept.whole]
-        # vLLM holds text back that a stop string may begin with.
-        shown = "".join(self.tokens)
-        self.text = shown if shown.startswith(kept.text) else kept.text
-        self._kept, self._continues = None, True
+        count = before.whole_character_tokens
+        if not nearly or self.prompt_token_ids is None or count < self.streamed_tokens:
+            raise CannotContinue
+        self.token_ids, self.logprobs = before.token_ids[:count], before.logprobs[:count]
+        self.tokens, self.top_logprobs = before.tokens[:count], before.top_logprobs[:count]
+        # vLLM holds back text that may be the beginning of a stop string.
+        text = "".join(self.tokens)
+        self.text = text if text.startswith(before.text) else before.text
+        self._before_restart, self._is_continuable = None, True
         return lost - len(self.token_ids)
 
     def start_over(self) -> int:
-        """Forget what has arrived. Returns how many tokens it was."""
+        """Drop the output. Returns the number of tokens lost."""
         lost = len(self.token_ids)
-        if self.told and self._kept is None:
-            arrived = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
-            self._kept = Arrived(*arrived, self.text, self.whole())
+        if self.streamed_tokens and self._before_restart is None:
+            output = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
+            self._before_restart = PartialOutput(*output, self.text, self.whole_character_tokens())
         self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
         self.text = ""
-        self.handed_over = [replace(one, tokens=0) for one in self.handed_over]
+        self.handed_over = [replace(handover, tokens=0) for handover in self.handed_over]
         return lost
 
-    def _safe(self) -> bool:
-        if self._continues is None:
-            self._continues = recovery.continues(self.body)
-        return self._continues
+    def _has_continuable_parameters(self) -> bool:
+        if self._is_continuable is None:
+            self._is_continuable = recovery.continues(self.body)
+        return self._is_continuable
 
-    def _whole_characters(self) -> bool:
-        """Whether the node had sent all text of the tokens that arrived: another node could not know what it still
-        held back of a character that the next tokens complete."""
+    def _ends_on_whole_character(self) -> bool:
+        """Return whether the node has sent all text of the tokens that arrived.
+
+        A node holds back an incomplete character, which another node could not know.
+        """
         return (
             bool(self.tokens)
             and bool(self.tokens[-1])
-            and not self.text.endswith(_HALF_A_CHARACTER)
+            and not self.text.endswith(_INCOMPLETE_CHARACTER)
             and "".join(self.tokens) == self.text
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """What had arrived of a job before it started over; `whole` as its method says."""
+class PartialOutput:
+    """The output of a job before it started over; `whole_character_tokens` as Job's method counts them."""
 
     token_ids: list[int]
     logprobs: list[float]
     tokens: list[str]
     top_logprobs: list[dict[str, float]]
     text: str
-    whole: int
+    whole_character_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +188,17 @@ class Finished:
     policy: str  # the label of the version that made every token
     node: str  # that finished it
     handovers: int
-    first_token_s: float  # from when it was asked for
+    first_token_s: float  # after the job was submitted
     took_s: float
 
 
 class RequestRefused(Exception):
-    """No serving node takes the request, which is its own fault.
+    """No serving node accepts the request, because of the request itself.
 
     Args:
-        message: why, in vLLM's words.
+        message: the reason, as vLLM words it.
         status: a 4xx.
-        limit_tokens: the longest sequence on that node, where the request is too long for it.
+        limit_tokens: the longest sequence that the node accepts, if the request is too long for it.
     """
 
     def __init__(self, message: str, status: int = 400, limit_tokens: int | None = None) -> None:
@@ -201,16 +208,16 @@ class RequestRefused(Exception):
 
 
 class WeightsRefused(RequestRefused):
-    """A node computes no numbers with these weights: every node would say so, of any request."""
+    """A node computes NaN with these weights. Every node would, for any request."""
 
 
-class ToldOtherwise(Exception):
-    """A node makes other tokens than the asker was told: it computes other last bits than the one before it."""
+class OutputDiverged(Exception):
+    """A node made other tokens than were streamed: its last bits differ from those of the node before it."""
 
 
-class CannotGoOn(Exception):
-    """What the asker was told cannot be made again, and the parameters do not allow going on from it."""
+class CannotContinue(Exception):
+    """The streamed tokens cannot be made again, and the parameters do not allow continuing from them."""
 
 
 class QueueFull(Exception):
-    """Too many requests wait for a node already: ask again later."""
+    """Too many requests already wait for a node; retry later."""

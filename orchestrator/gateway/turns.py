@@ -1,33 +1,33 @@
-"""Long work cut into pieces: between two of them the event loop hears everybody else.
+"""Long work cut into slices, so that the event loop serves other connections in between.
 
-Reading a step of thousands of long prompts and sending it on is seconds of work for this process. Announcements
-and the trainer's own connection wait for no more than a piece of it.
+Reading a step of thousands of long prompts and sending it on takes this process seconds. Announcements and the
+trainer's own connection wait for one slice at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-PIECE_S = 0.01
+SLICE_S = 0.01
 
 
-class Turns:
-    """Shared by all long work on one event loop."""
+class TimeSlices:
+    """Limits long work on one event loop to SLICE_S per round of the loop."""
 
     def __init__(self) -> None:
-        self._began_s: float | None = None  # the piece of this round of the loop
+        self._started_s: float | None = None  # when this round's slice began
 
     async def take(self) -> None:
-        """Return at once while this round of the event loop has time left for such work, else in a later round."""
+        """Return while this round of the event loop has time left for long work, else wait for a later round."""
         loop = asyncio.get_running_loop()
         while True:
-            if self._began_s is None:
-                self._began_s = loop.time()
-                loop.call_soon(self._over)
+            if self._started_s is None:
+                self._started_s = loop.time()
+                loop.call_soon(self._end)
                 return
-            if loop.time() - self._began_s < PIECE_S:
+            if loop.time() - self._started_s < SLICE_S:
                 return
             await asyncio.sleep(0)
 
-    def _over(self) -> None:
-        self._began_s = None
+    def _end(self) -> None:
+        self._started_s = None

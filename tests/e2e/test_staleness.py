@@ -51,7 +51,7 @@ def test_every_fault_is_survived_and_changes_no_weight(tmp_path: Path) -> None:
         os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
         reach(run, step(run) + 2)
         kill_trainer(run)
-        run.until("the requests under way", lambda: "batch_taken_over" in run.last_words(1000), RUN_TIMEOUT_S)
+        run.until("the requests under way", lambda: "batch_resumed" in run.last_words(1000), RUN_TIMEOUT_S)
         reach(run, step(run) + 2)
         for node in list(run.state.nodes):
             if node.startswith("rollout"):

@@ -118,7 +118,7 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         enter = self._stack.enter_async_context
         self._stack.push_async_callback(self.members.close)
-        await enter(listening(self.gateway.app(), self.gateway.knows, sock, None, self._head_s))
+        await enter(listening(self.gateway.app(), self.gateway.is_authorized, sock, None, self._head_s))
         headers = {"Authorization": f"Bearer {TOKEN}"}
         client = httpx.AsyncClient(headers=headers, base_url=self.url, timeout=HANG_S, trust_env=False)
         self.http = await enter(client)

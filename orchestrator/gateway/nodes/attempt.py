@@ -1,4 +1,4 @@
-"""One try of one job on one member, as the rest of the gateway sees it: how far it is, and how it ends."""
+"""One attempt at a job on one member, as the rest of the gateway sees it: its progress and its end."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from enum import StrEnum
 from orchestrator.gateway.job import Job
 
 
-class Why(StrEnum):
-    """Why a job left a member."""
+class HandoverReason(StrEnum):
+    """Why a job left a member unfinished."""
 
-    LOST = "lost"  # the connection broke, or was never made
-    CLOSED = "closed"  # nothing listens there any more
-    REFUSED = "refused"  # it answered with an error
-    BROKEN = "broken"  # what it sent makes no sense
+    LOST = "lost"  # the connection broke or could not be made
+    CLOSED = "closed"  # connection refused: no process listens there
+    REFUSED = "refused"  # the node answered with an error
+    BROKEN = "broken"  # the node sent invalid data
     SILENT = "silent"
-    LEFT = "left"  # its term ended
+    TERM_ENDED = "left"  # the member's term ended
     DRAINED = "drained"
-    SHARED = "shared"  # another has less to do
+    REBALANCED = "shared"  # moved to a member with less load
 
 
 class NodeFailed(Exception):
-    """The node did not finish the request; another one may."""
+    """The node did not finish the request; another node may."""
 
-    def __init__(self, why: Why, message: str) -> None:
+    def __init__(self, reason: HandoverReason, message: str) -> None:
         super().__init__(message)
-        self.why = why
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,53 +39,53 @@ class End:
 
 
 class Attempt:
-    """One try. Times are on the event loop's clock.
+    """One attempt. Times are on the event loop's clock.
 
     Attributes:
-        job: filled as tokens come.
-        max_tokens: the job's.
+        job: gets the tokens as they arrive.
+        max_tokens: the job's limit.
         sent_s: when the request was sent.
-        begun_s: when its first token came; None before.
-        heard_s: when anything of it last came, or `sent_s`.
-        queued_s: when it was last known to be waiting for its turn in the engine.
+        first_token_at_s: when the first token arrived; None before.
+        last_event_s: when the last event arrived; `sent_s` before the first.
+        last_queued_s: when it last may have been waiting in the engine's queue.
     """
 
     __slots__ = (
-        "_before",
         "_done",
-        "begun_s",
-        "heard_s",
+        "_tokens_before",
+        "first_token_at_s",
         "job",
+        "last_event_s",
+        "last_queued_s",
         "max_tokens",
-        "queued_s",
         "sent_s",
     )
 
     def __init__(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
         self.job, self.max_tokens = job, job.max_tokens
-        self._before = len(job.token_ids)
+        self._tokens_before = len(job.token_ids)
         self._done: asyncio.Future[End] = loop.create_future()
-        self.sent_s = self.heard_s = loop.time()
-        self.begun_s: float | None = None
-        self.queued_s = 0.0
+        self.sent_s = self.last_event_s = loop.time()
+        self.first_token_at_s: float | None = None
+        self.last_queued_s = 0.0
 
     @property
-    def continued(self) -> bool:
-        """Whether it goes on from tokens that another member made."""
-        return self._before > 0
+    def is_continuation(self) -> bool:
+        """Whether it continues from tokens that another member made."""
+        return self._tokens_before > 0
 
     @property
     def tokens(self) -> int:
-        """How many this try has brought."""
-        return len(self.job.token_ids) - self._before
+        """Number of tokens this attempt has added to the job."""
+        return len(self.job.token_ids) - self._tokens_before
 
     @property
-    def movable(self) -> bool:
-        """Whether the job loses nothing when it goes on elsewhere."""
-        return not self.job.token_ids or self.job.may_continue()
+    def is_movable(self) -> bool:
+        """Whether the job loses no tokens when it moves to another member."""
+        return not self.job.token_ids or self.job.can_continue()
 
     def fail(self, error: Exception) -> None:
-        """End this try, unless it is over."""
+        """End this attempt with an error, unless it has ended."""
         if not self._done.done():
             self._done.set_exception(error)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 connections to one member, kept between requests: raw bytes in, an answer's pieces out, by callback.
+"""HTTP/1.1 connections to one member, kept open between requests. They pass response data on by callback.
 
-This is the hot path: nothing is awaited per piece. A peer that does not speak HTTP, or sends too long a header,
-loses its connection; whoever waited for its answer is told why.
+This is the hot path: nothing is awaited per piece of data. If a peer sends invalid HTTP or too long a header, its
+connection is closed and the receiver gets the reason.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from checkpoint.security import identity
 from policies.serving.wire import GATEWAY_IDLE_S
 
 HEAD_SIZE_MAX = 64 * 1024  # status line and headers
-# At a time: a TLS handshake takes a millisecond of this process, and a thousand at once would hold up all else for
+# Concurrent connection attempts. A TLS handshake takes 1 ms of this process; a thousand at once would block it for
 # a second.
 CONNECTING_MAX = 32
-# Under TLS not the node's kernel alone answers but its server, which may be busy. Probes tell whether it lives.
+# Added under TLS, where the node's server has to answer, which may be busy. Probes show whether it is alive.
 HANDSHAKE_S = 10.0
-# A time-out that comes so much too late shows that this process stalled: answers may wait in its sockets.
+# A timeout that fires this late shows that this process stalled: responses may be waiting in its sockets.
 STALLED_S = 0.5
-END_S = 5.0  # from the last event to the end of the answer
-# The kernel watches connections on which nothing moves: a peer that forgot one answers with a reset, one that is
-# gone does not answer.
+END_TIMEOUT_S = 5.0  # from the last event to the end of the response
+# The kernel probes idle connections: a peer that no longer knows the connection sends a reset, a peer that is gone
+# sends nothing.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-USER_TIMEOUT_MS = 5_000  # what was sent must be acknowledged within this
-# All connections read into this one, for what was read is parsed at once. Under TLS the event loop would otherwise
-# make a buffer of 256 KiB for every read, at three times the cost of decrypting.
-_read = memoryview(bytearray(64 * 1024))
+USER_TIMEOUT_MS = 5_000  # sent data must be acknowledged within this
+# Shared by all connections, since data is parsed as soon as it is read. Under TLS the event loop would otherwise
+# allocate 256 KiB for every read, at three times the cost of decrypting.
+_read_buffer = memoryview(bytearray(64 * 1024))
 
 
 class Receiver(Protocol):
-    """Hears one answer: `head` once, `body` any number of times, then `end`; or `lost` at any time before."""
+    """Gets one response: `head` once, `body` any number of times, then `end`; or `lost` at any time before."""
 
     def head(self, status: int) -> None: ...
     def body(self, data: bytes) -> None: ...
@@ -45,7 +45,7 @@ class Receiver(Protocol):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. One answer at a time."""
+    """One connection, for one request at a time."""
 
     __slots__ = ("_busy", "_head_size", "_in_head", "_parser", "_pool", "_receiver", "_transport", "idle_since_s")
 
@@ -59,34 +59,34 @@ class Connection(asyncio.BufferedProtocol):
         self._head_size = 0
         self.idle_since_s = 0.0
 
-    def ask(self, request: list[bytes], receiver: Receiver) -> None:
-        """Send a request whose answer the receiver will hear."""
+    def send(self, request: list[bytes], receiver: Receiver) -> None:
+        """Send a request whose response goes to the receiver."""
         self._receiver, self._busy = receiver, True
         self._in_head, self._head_size = True, 0
-        if self._transport is None:  # lost before it was used
-            self._lose("connection: it was closed")
+        if self._transport is None:
+            self._fail_receiver("connection closed by the peer")
         else:
             self._transport.writelines(request)
 
-    def leave(self, receiver: Receiver) -> None:
-        """Close, which makes the node stop working; but not if the receiver's answer is over already."""
+    def cancel(self, receiver: Receiver) -> None:
+        """Close the connection, which makes the node abort, unless the receiver's response has ended."""
         if self._receiver is receiver:
             self._receiver = None
             self.abort()
 
     def abort(self) -> None:
-        """Close at once. Whoever waits for an answer hears that it is lost."""
+        """Close immediately. A waiting receiver gets `lost`."""
         if self._transport is not None:
             self._transport.abort()
 
-    def forget(self, now_s: float) -> None:
-        """Hear no more of this answer, whose end is near: the connection is kept for the next one."""
+    def detach(self, now_s: float) -> None:
+        """Ignore the rest of this response, which is about to end, and keep the connection for the next one."""
         self._receiver = None
         self.idle_since_s = now_s
 
-    def overdue(self, now_s: float) -> bool:
-        """Whether the rest of a forgotten answer should have come long ago."""
-        return self._busy and self._receiver is None and now_s - self.idle_since_s > END_S
+    def is_overdue(self, now_s: float) -> bool:
+        """Return whether the rest of a detached response is late by more than END_TIMEOUT_S."""
+        return self._busy and self._receiver is None and now_s - self.idle_since_s > END_TIMEOUT_S
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
@@ -98,29 +98,30 @@ class Connection(asyncio.BufferedProtocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
-        return _read
+        return _read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            self._parser.feed_data(_read[:nbytes])
+            self._parser.feed_data(_read_buffer[:nbytes])
         except httptools.HttpParserCallbackError:
-            raise  # a fault of this program: the event loop logs it and closes the connection
+            raise  # a bug in the gateway: the event loop logs it and closes the connection
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"it does not speak HTTP: {error}")
+            self._fail_and_abort(f"invalid HTTP response: {error}")
             return
         if self._in_head and self._busy:
             self._head_size += nbytes
             if self._head_size > HEAD_SIZE_MAX:
-                self._break("it sent too long a header")
+                self._fail_and_abort(f"response header over {HEAD_SIZE_MAX >> 10} KiB")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._pool.lost(self)
-        self._lose(f"connection: {str(exc) or type(exc).__name__ if exc else 'it was closed'}")
+        self._pool.remove(self)
+        why = "closed by the peer" if exc is None else f"lost: {str(exc) or type(exc).__name__}"
+        self._fail_receiver(f"connection {why}")
 
     def on_message_begin(self) -> None:
-        if not self._busy:  # an answer that nobody asked for must not become the next request's
-            self._pool.lost(self)
+        if not self._busy:  # an unrequested response must not be taken for that of the next request
+            self._pool.remove(self)
             self.abort()
 
     def on_headers_complete(self) -> None:
@@ -142,22 +143,22 @@ class Connection(asyncio.BufferedProtocol):
         if receiver is not None:
             receiver.end()
 
-    def _break(self, why: str) -> None:
-        self._lose(why)
+    def _fail_and_abort(self, why: str) -> None:
+        self._fail_receiver(why)
         self.abort()
 
-    def _lose(self, why: str) -> None:
+    def _fail_receiver(self, why: str) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.lost(why)
 
 
 class Pool:
-    """The connections to one boot of a node; closing the pool closes them all.
+    """The connections to one boot of a node.
 
     Args:
         address: host:port.
-        tls: for addresses that are not on this machine.
+        tls: used for addresses that are not on this machine.
     """
 
     def __init__(self, address: str, tls: ssl.SSLContext | None) -> None:
@@ -166,23 +167,23 @@ class Pool:
         self._tls = tls if identity.protects(self._host) else None
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
-        self._turns = asyncio.Semaphore(CONNECTING_MAX)
+        self._connect_slots = asyncio.Semaphore(CONNECTING_MAX)
         self._closed = False
 
     def take(self) -> Connection | None:
-        """Return the ready connection that was used last, or None."""
+        """Return the most recently used idle connection, or None."""
         return self._idle.pop() if self._idle else None
 
     async def connect(self, limit_s: float) -> Connection:
         """Return a new connection. Raises OSError, TimeoutError."""
         loop = asyncio.get_running_loop()
         while not self._closed:
-            asked_s = loop.time()
+            started_s = loop.time()
             try:
                 async with asyncio.timeout(limit_s):
                     connection = await self._connect()
             except TimeoutError:
-                if loop.time() - asked_s < limit_s + STALLED_S:
+                if loop.time() - started_s < limit_s + STALLED_S:
                     raise
                 continue
             if self._closed:
@@ -190,7 +191,7 @@ class Pool:
                 break
             self._open.add(connection)
             return connection
-        raise ConnectionAbortedError("the member went away")
+        raise ConnectionAbortedError("the member has left")
 
     async def _connect(self) -> Connection:
         name = self._host if self._tls else None
@@ -199,31 +200,37 @@ class Pool:
         )
         return connection
 
-    async def connect_in_turn(self, limit_s: float) -> Connection:
-        """The same, CONNECTING_MAX at a time; the wait for its turn does not count."""
-        async with self._turns:
+    async def connect_throttled(self, limit_s: float) -> Connection:
+        """Return a new connection; at most CONNECTING_MAX are made at a time. Raises OSError, TimeoutError.
+
+        The limit does not include the wait for a slot. Under TLS it is longer by HANDSHAKE_S.
+        """
+        async with self._connect_slots:
             return await self.connect(limit_s + HANDSHAKE_S if self._tls else limit_s)
 
     def keep(self, connection: Connection) -> None:
-        """The connection's answer is complete."""
+        """Keep a connection whose response is complete for the next request."""
         connection.idle_since_s = asyncio.get_running_loop().time()
         self._idle.append(connection)
 
-    def lost(self, connection: Connection) -> None:
-        """The connection is closed."""
+    def remove(self, connection: Connection) -> None:
+        """Remove a closed connection."""
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def tidy(self, now_s: float) -> None:
-        """Close what is of no use any more. The time is the event loop's."""
+    def close_idle(self, now_s: float) -> None:
+        """Close connections that were idle too long or wait for the rest of a detached response.
+
+        `now_s` is on the event loop's clock.
+        """
         while self._idle and now_s - self._idle[0].idle_since_s > GATEWAY_IDLE_S:
             self._idle.pop(0).abort()
-        for connection in [one for one in self._open if one.overdue(now_s)]:
+        for connection in [connection for connection in self._open if connection.is_overdue(now_s)]:
             connection.abort()
 
     def close(self) -> None:
-        """Close every connection; whoever waits for an answer hears that it is lost."""
+        """Close every connection. Waiting receivers get `lost`."""
         self._closed = True
         self._idle.clear()
         for connection in list(self._open):

@@ -1,8 +1,7 @@
-"""vLLM's server-sent events, typed: what a job keeps of them; nothing else is looked at.
+"""Typed decoders of vLLM's server-sent events, limited to the fields that a job keeps.
 
-The same events are read in two ways: as `Bare` for tokens and their log-probabilities alone, which training wants
-and which costs least, and as `Full` for text as well. Numbers that no token can be are
-refused here, so that nothing a node says is an error in this program later.
+`Bare` has tokens and their log-probabilities only, as training needs them, and costs least; `Full` has text as
+well. Numbers that cannot be token ids are rejected here, so that no node's data causes an error later.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class Error(msgspec.Struct, gc=False):
-    """What vLLM says in place of tokens when it fails after its 200."""
+    """vLLM's error event, for a failure after it has answered 200."""
 
     message: str = ""
     code: int = 500
@@ -56,7 +55,7 @@ class FullChoice(msgspec.Struct, gc=False):
 
 
 class Full(msgspec.Struct, gc=False):
-    """The same, with text."""
+    """One event of `/v1/completions`, with text."""
 
     choices: list[FullChoice] = []
     error: Error | None = None
@@ -64,17 +63,19 @@ class Full(msgspec.Struct, gc=False):
 
 read_bare = msgspec.json.Decoder(Bare).decode
 read_full = msgspec.json.Decoder(Full).decode
-# What `read_*` raise for what is not an event; RecursionError is an attack on the stack.
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+# Raised by `read_*` for invalid events; RecursionError for JSON nested too deeply.
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def logprobs_of(said: FullLogprobs | None) -> tuple[list[float | None], list[str], list[dict[str, float]]]:
-    """Return the log-probability of each token, its text, and the log-probabilities of the likeliest others by
-    their text."""
-    if said is None:
+def logprobs_of(logprobs: FullLogprobs | None) -> tuple[list[float | None], list[str], list[dict[str, float]]]:
+    """Return each token's log-probability, its text, and the log-probabilities of its likeliest alternatives."""
+    if logprobs is None:
         return [], [], []
-    return said.token_logprobs, said.tokens, _numbers(said.top_logprobs or [])
+    return logprobs.token_logprobs, logprobs.tokens, _without_nulls(logprobs.top_logprobs or [])
 
 
-def _numbers(top: Sequence[Mapping[str, float | None] | None]) -> list[dict[str, float]]:
-    return [{token: value for token, value in (one or {}).items() if value is not None} for one in top]
+def _without_nulls(top: Sequence[Mapping[str, float | None] | None]) -> list[dict[str, float]]:
+    return [
+        {token: value for token, value in (alternatives or {}).items() if value is not None}
+        for alternatives in top
+    ]

@@ -1,4 +1,4 @@
-"""One member as the gateway talks to it, in one term: its connections, what runs over them, whether it lives."""
+"""The gateway's link to one member during one term: connections, running attempts, health and speed."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import asyncio
 import re
 from dataclasses import dataclass, field
 
-from orchestrator.gateway.nodes.attempt import Attempt, NodeFailed, Why
+from orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.connection import Pool
-from orchestrator.gateway.turns import Turns
+from orchestrator.gateway.turns import TimeSlices
 from policies.serving.sharing import alone_tokens_s
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
-PROBE_S = 1.5  # vLLM's server has been busy for half a second with a burst of 256 requests
-ASK_S = 30.0  # a prompt of a million tokens is rendered in seconds
+PROBE_S = 1.5  # a burst of 256 requests has kept vLLM's server busy for half a second
+REQUEST_TIMEOUT_S = 30.0  # rendering a prompt of a million tokens takes seconds
 ANSWER_SIZE_MAX = 64 * 1024 * 1024
-PROMPTS_FADE = 0.99  # of the most prompt tokens in a second, with each measurement
-SPEED_SHARE = 0.3  # of each measurement in what is known
+PEAK_DECAY = 0.99  # factor on the peak prompt speed, with each measurement
+SPEED_SHARE = 0.3  # weight of a new measurement in the mean speed
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """A link at the beginning of a measurement; `begun` are the requests that had tokens."""
+class _Measurement:
+    """A link's counts at the start of a measurement."""
 
     at_s: float
-    arrived: int
-    prompts: int
-    begun: int
+    received_tokens: int
+    prompt_tokens: int
+    started_requests: int  # running requests that have tokens
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What the gateway has with one member in one term."""
+    """The link to one member during one term. Times are on the event loop's clock."""
 
     node: str
     boot_id: str
@@ -41,113 +41,120 @@ class Link:
     address: str
     token: str
     pool: Pool
-    limits: SilenceLimits
-    turns: Turns
+    silence_limits: SilenceLimits
+    time_slices: TimeSlices
     running: set[Attempt] = field(default_factory=set)
-    heard_s: float = 0.0  # the last event of any request, or when one was sent to an idle member
-    worked_s: float = 0.0  # when its engine was last known to have computed tokens, heard or not
-    newest_begun_s: float = 0.0  # of its requests that got a first token, when the newest was sent
-    probed_s: float = 0.0
+    last_event_s: float = 0.0  # of any request; or when a request was sent to the idle member
+    last_work_s: float = 0.0  # when the engine last reported new tokens, received here or not
+    newest_started_s: float = 0.0  # when the newest request that has a first token was sent
+    last_probe_s: float = 0.0
     probe: asyncio.Task[None] | None = None
-    arrived: int = 0  # tokens, of all requests so far
-    prompts: int = 0  # tokens of those that got a first token here
-    most_prompts_tokens_s: float = 0.0  # the most prompt tokens in a second of late; many are computed at a time
-    speed_tokens_s: float = 0.0  # of a request that is alone; 0 while unknown
-    _since: _Measured | None = None
-    _head: tuple[str, str, str] = ("", "", "")  # the last one made: path, policy, and all but the size
+    received_tokens: int = 0  # of all requests so far
+    prompt_tokens: int = 0  # of all requests that got a first token here
+    peak_prompt_tokens_s: float = 0.0  # recent peak of prompt tokens per second; prompts are computed in batches
+    speed_tokens_s: float = 0.0  # of a request that runs alone; 0 while unknown
+    _measurement: _Measurement | None = None
+    _head_cache: tuple[str, str, str] = ("", "", "")  # path, policy, and the head up to the size
 
     def head(self, method: str, path: str, policy: str, size: int) -> bytes:
-        """A request's head, with what `policies.serving.wire` demands. Raises NodeFailed."""
-        if self._head[:2] != (path, policy):
+        """Return a request's head, with the headers of `policies.serving.wire`. Raises NodeFailed."""
+        if self._head_cache[:2] != (path, policy):
             if not all(map(_HEADER_SAFE.fullmatch, (self.address, self.boot_id, policy))):
-                raise NodeFailed(Why.BROKEN, "it announced what no header can hold")
+                raise NodeFailed(HandoverReason.BROKEN, "announced an address or boot that is no valid header")
             head = (
                 f"{method} {path} HTTP/1.1\r\nHost: {self.address}\r\nAuthorization: Bearer {self.token}\r\n"
                 f"{HEADER_BOOT}: {self.boot_id}\r\n{HEADER_POLICY}: {policy}\r\n"
                 "Content-Type: application/json\r\nContent-Length: "
             )
-            self._head = (path, policy, head)
-        return f"{self._head[2]}{size}\r\n\r\n".encode()
+            self._head_cache = (path, policy, head)
+        return f"{self._head_cache[2]}{size}\r\n\r\n".encode()
 
     def silence_limit_s(self) -> float:
-        """How long the member may say nothing to any of its requests, although it answers probes."""
-        if any(attempt.begun_s is not None for attempt in self.running):
-            return self.limits.hard_s
+        """Return how long all requests of a member that answers probes may be silent."""
+        if any(attempt.first_token_at_s is not None for attempt in self.running):
+            return self.silence_limits.hard_s
         longest = max(attempt.job.prompt_tokens for attempt in self.running)
-        return self.limits.first_token_s(longest)
+        return self.silence_limits.first_token_s(longest)
 
-    def may_wait(self, attempt: Attempt) -> bool:
-        """Whether a silent request may be waiting for room in the engine. An engine takes requests in their order,
-        those first that it pushed out: so none that was sent after this one was last heard has a token then."""
-        return self.newest_begun_s <= attempt.heard_s
+    def may_be_queued(self, attempt: Attempt) -> bool:
+        """Return whether a silent request may be waiting in the engine's queue.
+
+        An engine takes requests in order, preempted ones first. So no request that was sent after this one's last
+        event can have a token while it waits.
+        """
+        return self.newest_started_s <= attempt.last_event_s
 
     def measure(self, now_s: float) -> None:
-        """Measure the member's speed since the last call, or since an earlier one if no token has come since then:
-        events may be further apart than calls."""
-        begun, since = sum(attempt.begun_s is not None for attempt in self.running), self._since
+        """Measure the member's speed since the last call that saw new tokens.
+
+        Events may be further apart than calls.
+        """
+        started, since = sum(attempt.first_token_at_s is not None for attempt in self.running), self._measurement
         if since is not None:
             took_s = now_s - since.at_s
-            prompts_tokens_s = (self.prompts - since.prompts) / took_s
-            self.most_prompts_tokens_s = max(prompts_tokens_s, self.most_prompts_tokens_s * PROMPTS_FADE)
-            if begun and since.begun:
-                if self.arrived == since.arrived:
+            prompts_tokens_s = (self.prompt_tokens - since.prompt_tokens) / took_s
+            self.peak_prompt_tokens_s = max(prompts_tokens_s, self.peak_prompt_tokens_s * PEAK_DECAY)
+            if started and since.started_requests:
+                if self.received_tokens == since.received_tokens:
                     return
-                requests = (begun + since.begun) / 2
-                speed = alone_tokens_s((self.arrived - since.arrived) / requests / took_s, requests)
+                requests = (started + since.started_requests) / 2
+                speed = alone_tokens_s(
+                    (self.received_tokens - since.received_tokens) / requests / took_s, requests
+                )
                 self.speed_tokens_s = moving_mean(self.speed_tokens_s, speed, SPEED_SHARE)
-        self._since = _Measured(now_s, self.arrived, self.prompts, begun)
+        self._measurement = _Measurement(now_s, self.received_tokens, self.prompt_tokens, started)
 
-    def give_up(self, why: Why, message: str) -> None:
-        """End every try that runs here: their jobs go on elsewhere."""
+    def fail_attempts(self, reason: HandoverReason, message: str) -> None:
+        """End every attempt that runs here, so that the jobs move to other members."""
         for attempt in list(self.running):
-            attempt.fail(NodeFailed(why, message))
+            attempt.fail(NodeFailed(reason, message))
 
     def close(self, why: str) -> None:
-        """End all that runs here, for the term is over."""
-        self.give_up(Why.LEFT, why)
+        """End the attempts and connections, because the term has ended."""
+        self.fail_attempts(HandoverReason.TERM_ENDED, why)
         self.pool.close()
         if self.probe is not None:
             self.probe.cancel()
 
-    async def ask_health(self) -> str | None:
-        """Ask the member whether it lives. Returns None if it does, else what happened instead."""
+    async def check_health(self) -> str | None:
+        """Request the member's /health. Returns None if it is healthy, else what is wrong."""
         try:
             status, _ = await self._exchange("GET", "/health", b"", PROBE_S)
         except NodeFailed as error:
             return str(error)
-        return None if status == 200 else f"it answered {status}"
+        return None if status == 200 else f"answered {status}"
 
-    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Ask the member something small; return status and body. Raises NodeFailed."""
-        return await self._exchange("POST", path, body, ASK_S)
+    async def request(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Send a small request; return status and body. Raises NodeFailed."""
+        return await self._exchange("POST", path, body, REQUEST_TIMEOUT_S)
 
     async def _exchange(self, method: str, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
-        answer = _Answer()
+        response = _ResponseReader()
         try:
             async with asyncio.timeout(limit_s):
                 connection = self.pool.take() or await self.pool.connect(limit_s)
-                connection.ask([self.head(method, path, "", len(body)), body], answer)
+                connection.send([self.head(method, path, "", len(body)), body], response)
                 try:
-                    return await answer.whole
+                    return await response.complete
                 except asyncio.CancelledError:
-                    connection.leave(answer)
+                    connection.cancel(response)
                     raise
         except TimeoutError as error:
-            raise NodeFailed(Why.SILENT, f"nothing within {limit_s:g} s") from error
+            raise NodeFailed(HandoverReason.SILENT, f"no answer within {limit_s:g} s") from error
         except OSError as error:
-            raise NodeFailed(Why.LOST, str(error) or type(error).__name__) from error
+            raise NodeFailed(HandoverReason.LOST, str(error) or type(error).__name__) from error
 
 
 def moving_mean(mean: float, value: float, share: float) -> float:
-    """The mean with one value more, which counts for so much of it; 0 is no mean yet."""
+    """Return the mean with `value` added at this weight. A mean of 0 means that there is no value yet."""
     return value if not mean else mean + share * (value - mean)
 
 
-class _Answer:
-    """Hears one answer to its end."""
+class _ResponseReader:
+    """Collects one response."""
 
     def __init__(self) -> None:
-        self.whole: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.complete: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._status, self._body = 0, bytearray()
 
     def head(self, status: int) -> None:
@@ -156,12 +163,12 @@ class _Answer:
     def body(self, data: bytes) -> None:
         self._body += data
         if len(self._body) > ANSWER_SIZE_MAX:
-            self.lost(f"an answer of more than {ANSWER_SIZE_MAX} bytes")
+            self.lost(f"response over {ANSWER_SIZE_MAX >> 20} MiB")
 
     def end(self) -> None:
-        if not self.whole.done():
-            self.whole.set_result((self._status, bytes(self._body)))
+        if not self.complete.done():
+            self.complete.set_result((self._status, bytes(self._body)))
 
     def lost(self, why: str) -> None:
-        if not self.whole.done():
-            self.whole.set_exception(NodeFailed(Why.LOST, why))
+        if not self.complete.done():
+            self.complete.set_exception(NodeFailed(HandoverReason.LOST, why))

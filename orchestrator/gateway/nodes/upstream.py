@@ -1,8 +1,8 @@
-"""One try of one job on one member.
+"""Send one job to one member and read its events.
 
-Tokens are put into the job as they come, so that a cut loses none of them. Whatever keeps the node from finishing
-is NodeFailed, and the job goes on elsewhere; what vLLM finds wrong with the request itself is RequestRefused. No
-answer, however broken, is an error in this program.
+Tokens go into the job as they arrive, so that a lost connection loses none of them. Any failure of the node raises
+NodeFailed, and the job moves to another member; vLLM's errors about the request itself raise RequestRefused.
+Invalid responses never raise anything else.
 """
 
 from __future__ import annotations
@@ -14,71 +14,71 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.job import Job, RequestRefused, ToldOtherwise, WeightsRefused
+from orchestrator.gateway.job import Job, OutputDiverged, RequestRefused, WeightsRefused
 from orchestrator.gateway.nodes import events
-from orchestrator.gateway.nodes.attempt import Attempt, End, NodeFailed, Why
+from orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.connection import Connection
 from orchestrator.gateway.nodes.link import Link
 from policies.serving import recovery
 from policies.serving.wire import COMPLETIONS, MODEL
 
-# The gateway sets them: whoever asks for a batch may not.
+# Parameters that the gateway sets, so a batch or session must not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text holds its prompt: a million tokens are 8 MB
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text prompt has its token ids: a million are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
-# Prompts of batches are arrays.
+# `list` encodes prompts of batches, which are arrays.
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 _UNFINISHED = frozenset({"abort", "error"})
-# vLLM's words for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+# vLLM's messages for a prompt that is too long, and for too many tokens (`renderers/params.py`).
 _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
-RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # the node's fault or a passing one, although 4xx
+RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
 
 
 class VllmAttempt(Attempt):
-    """A try over a link.
+    """An attempt over a link.
 
     Args:
-        job: filled as tokens come.
+        job: gets the tokens as they arrive.
         link: the member.
-        begun: called when its first token comes.
+        on_first_token: called when the first token arrives.
     """
 
-    __slots__ = ("_begun", "_connection", "_error_body", "_now", "_rest", "_status", "link")
+    __slots__ = ("_connection", "_error_body", "_now", "_on_first_token", "_status", "_unparsed", "link")
 
-    def __init__(self, job: Job, link: Link, begun: Callable[[], None]) -> None:
+    def __init__(self, job: Job, link: Link, on_first_token: Callable[[], None]) -> None:
         super().__init__(job)
-        self.link, self._begun = link, begun
+        self.link, self._on_first_token = link, on_first_token
         self._now = asyncio.get_running_loop().time
         self._connection: Connection | None = None
-        self._rest = bytearray()
+        self._unparsed = bytearray()
         self._error_body = b""
         self._status = 0
 
     async def run(self) -> End:
-        """Return how the completion ended. Raises NodeFailed, RequestRefused, ToldOtherwise.
+        """Return how the completion ended. Raises NodeFailed, RequestRefused, OutputDiverged.
 
-        Leaving early, by an error or a cancellation, closes the connection, which makes vLLM abort the request.
+        An error or a cancellation closes the connection, which makes vLLM abort the request.
         """
         link = self.link
         if not link.running:
-            link.heard_s = self.sent_s
+            link.last_event_s = self.sent_s
         link.running.add(self)
         try:
-            await link.turns.take()
+            await link.time_slices.take()
             if self._done.done():
                 return self._done.result()
-            self.sent_s = self.heard_s = self._now()
+            self.sent_s = self.last_event_s = self._now()
             request = self._request()
             self._connection = self.link.pool.take() or await self._connect()
             if not self._done.done():
-                self._connection.ask(request, self)
+                self._connection.send(request, self)
             return await self._done
         finally:
             self.link.running.discard(self)
             if not self._done.done() or self._done.cancelled() or self._done.exception() is not None:
                 self._done.cancel()
                 if self._connection is not None:
-                    self._connection.leave(self)
+                    self._connection.cancel(self)
 
     def head(self, status: int) -> None:
         self._status = status
@@ -88,167 +88,169 @@ class VllmAttempt(Attempt):
             return
         if self._status != 200:
             self._error_body = (self._error_body + data)[:REFUSAL_SIZE_MAX]
-        elif self._rest or not self._one_event(data):
-            self._pieces(data)
+        elif self._unparsed or not self._read_event(data):
+            self._read_pieces(data)
 
-    def _one_event(self, data: bytes) -> bool:
-        """Read one whole event, as nearly all pieces of a body are. Returns False for anything else."""
+    def _read_event(self, data: bytes) -> bool:
+        """Read data that is one whole event, as nearly always. Returns False for anything else."""
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
         try:
             event = events.read_full(data[6:]) if self.job.keep_text else events.read_bare(data[6:])
-        except events.UNREADABLE:
+        except events.DECODE_ERRORS:
             return False
         if isinstance(event, events.Bare):
-            self._hear_bare(event)
+            self._apply_bare(event)
         else:
-            self._hear_full(event)
+            self._apply_full(event)
         return True
 
-    def _pieces(self, data: bytes) -> None:
-        """Read parts of events, or several."""
-        searched = max(0, len(self._rest) - 1)
-        self._rest += data
-        if self._rest.find(b"\n\n", searched) < 0:
-            if len(self._rest) > EVENT_SIZE_MAX:
-                self._break("an event of more than 16 MiB")
+    def _read_pieces(self, data: bytes) -> None:
+        """Read data that is part of an event, or several events."""
+        searched = max(0, len(self._unparsed) - 1)
+        self._unparsed += data
+        if self._unparsed.find(b"\n\n", searched) < 0:
+            if len(self._unparsed) > EVENT_SIZE_MAX:
+                self._fail_broken(f"sent an event over {EVENT_SIZE_MAX >> 20} MiB")
             return
-        *whole, rest = bytes(self._rest).split(b"\n\n")
-        self._rest = bytearray(rest)
-        for event in whole:
+        *events_data, rest = bytes(self._unparsed).split(b"\n\n")
+        self._unparsed = bytearray(rest)
+        for event in events_data:
             if self._done.done():
                 return
-            if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._one_event(event + b"\n\n"):
-                self._break(f"it sent {event[6:86]!r}, which is no event")
+            if event.startswith(b"data: ") and event != b"data: [DONE]" and not self._read_event(event + b"\n\n"):
+                self._fail_broken(f"sent an invalid event: {event[6:86]!r}")
 
     def end(self) -> None:
         if self._status != 200:
             self._refuse(self._status, f"answered {self._status}: {self._error_body.decode(errors='replace')}")
         elif not self._done.done():
-            self._break(f"it stopped after {self.tokens} tokens without saying why")
+            self._fail_broken(f"stream ended after {self.tokens} tokens without a finish reason")
 
     def lost(self, why: str) -> None:
-        self.fail(NodeFailed(Why.LOST, why))
+        self.fail(NodeFailed(HandoverReason.LOST, why))
 
     def _request(self) -> list[bytes]:
         try:
             encoded = _encode(_body_of(self.job))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RequestRefused(f"it cannot be sent to a node: {error}") from error
+            raise RequestRefused(f"the request cannot be encoded for a node: {error}") from error
         return [self.link.head("POST", COMPLETIONS, self.job.policy, len(encoded)), encoded]
 
     async def _connect(self) -> Connection:
-        """Connect, unless this try ends before that."""
-        connecting = asyncio.ensure_future(self.link.pool.connect_in_turn(self.link.limits.connect_s))
+        """Connect, unless this attempt ends first."""
+        connecting = asyncio.ensure_future(self.link.pool.connect_throttled(self.link.silence_limits.connect_s))
         try:
             both: set[asyncio.Future[Any]] = {connecting, self._done}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._done.done():
-                self._done.result()  # it can only have failed
+                self._done.result()  # raises: without a connection it can only have failed
             return await connecting
         except TimeoutError as error:
-            raise NodeFailed(Why.LOST, "no connection in time") from error
+            raise NodeFailed(HandoverReason.LOST, "connecting timed out") from error
         except ConnectionRefusedError as error:
-            raise NodeFailed(Why.CLOSED, "nothing listens there") from error
+            raise NodeFailed(HandoverReason.CLOSED, "connection refused") from error
         except OSError as error:
-            raise NodeFailed(Why.LOST, f"connection: {str(error) or type(error).__name__}") from error
+            raise NodeFailed(
+                HandoverReason.LOST, f"connecting failed: {str(error) or type(error).__name__}"
+            ) from error
         finally:
             if not connecting.cancel() and self._done.done() and connecting.exception() is None:
                 self.link.pool.keep(connecting.result())
 
-    def _hear_bare(self, event: events.Bare) -> None:
+    def _apply_bare(self, event: events.Bare) -> None:
         if event.error is not None:
-            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+            self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
         elif event.choices:
             choice = event.choices[0]
-            found = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-            if self._take(choice.token_ids or [], found) and choice.finish_reason is not None:
+            logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+            if self._add_tokens(choice.token_ids or [], logprobs) and choice.finish_reason is not None:
                 self._finish(choice.finish_reason, choice.stop_reason)
 
-    def _hear_full(self, event: events.Full) -> None:
+    def _apply_full(self, event: events.Full) -> None:
         job = self.job
         if event.error is not None:
-            self._refuse(event.error.code, f"said {event.error.code}: {event.error.message}")
+            self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
             return
         if not event.choices:
             return
         choice = event.choices[0]
         if job.prompt_token_ids is None:
             job.prompt_token_ids = choice.prompt_token_ids
-        found, tokens, top = events.logprobs_of(choice.logprobs)
-        if not self._take(choice.token_ids or [], found):
+        logprobs, tokens, top_logprobs = events.logprobs_of(choice.logprobs)
+        if not self._add_tokens(choice.token_ids or [], logprobs):
             return
         job.tokens += tokens
-        job.top_logprobs += top
+        job.top_logprobs += top_logprobs
         job.text += choice.text
         if choice.finish_reason is not None:
             self._finish(choice.finish_reason, choice.stop_reason)
-        if job.arrived is not None:
-            job.arrived()
+        if job.on_progress is not None:
+            job.on_progress()
 
-    def _take(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
-        """Put tokens into the job, unless something is wrong with them."""
+    def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
+        """Add tokens to the job. Returns False if they are invalid, which ends the attempt."""
         if len(logprobs) != len(token_ids):
-            self._break(f"it sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+            self._fail_broken(f"sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
             return False
         if None in logprobs:
-            # vLLM's JSON has no NaN. Every node with these weights would say the same.
-            message = "vLLM's log-probabilities are not numbers; the policy's weights may hold NaN"
+            # vLLM writes NaN as null. Every node with these weights would send the same.
+            message = "vLLM's log-probabilities are not numbers; the policy's weights may contain NaN"
             self.fail(WeightsRefused(message, 422))
             return False
         job, link, now_s = self.job, self.link, self._now()
         job.token_ids += token_ids
-        job.logprobs += logprobs  # type: ignore[arg-type]  # there is no None among them
-        link.heard_s = now_s
-        link.arrived += len(token_ids)
-        if self.begun_s is not None:
-            link.limits.saw_gap(now_s - self.heard_s)
+        job.logprobs += logprobs  # type: ignore[arg-type]  # checked above
+        link.last_event_s = now_s
+        link.received_tokens += len(token_ids)
+        if self.first_token_at_s is not None:
+            link.silence_limits.saw_gap(now_s - self.last_event_s)
         elif token_ids:
-            self.begun_s = now_s
-            if job.first_token_s is None:
-                job.first_token_s = now_s
-            link.newest_begun_s = max(link.newest_begun_s, self.sent_s)
-            link.prompts += job.prompt_tokens + self._before
-            link.limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
-            self._begun()
-        self.heard_s = now_s
+            self.first_token_at_s = now_s
+            if job.first_token_at_s is None:
+                job.first_token_at_s = now_s
+            link.newest_started_s = max(link.newest_started_s, self.sent_s)
+            link.prompt_tokens += job.prompt_tokens + self._tokens_before
+            link.silence_limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
+            self._on_first_token()
+        self.last_event_s = now_s
         if len(job.token_ids) > self.max_tokens:
-            self._break(f"it sent {len(job.token_ids)} tokens where at most {self.max_tokens} were asked for")
+            self._fail_broken(f"sent {len(job.token_ids)} tokens, more than the limit of {self.max_tokens}")
             return False
-        if not job.agrees():
-            self.fail(ToldOtherwise())
+        if not job.matches_streamed():
+            self.fail(OutputDiverged())
             return False
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        """An event with a finish reason is final, whatever becomes of the connection after it."""
+        """End the attempt at an event with a finish reason, even if the connection breaks after it."""
         if finish_reason in _UNFINISHED:
-            self.fail(NodeFailed(Why.REFUSED, f"it stopped after {self.tokens} tokens: {finish_reason}"))
+            self.fail(NodeFailed(HandoverReason.REFUSED, f"stopped after {self.tokens} tokens: {finish_reason}"))
             return
-        if self.job.regrowing:  # it ends before what its asker was told
-            self.fail(ToldOtherwise())
+        if self.job.is_catching_up:  # it ends before the streamed tokens do
+            self.fail(OutputDiverged())
             return
         assert self._connection is not None
-        self._connection.forget(self.heard_s)
+        self._connection.detach(self.last_event_s)
         self._done.set_result(End(finish_reason, stop_reason))
 
-    def _refuse(self, status: int, said: str) -> None:
+    def _refuse(self, status: int, answer: str) -> None:
         if 400 <= status < 500 and status not in RETRYABLE:
-            limit = _TOO_LONG.search(said)
-            self.fail(RequestRefused(f"vLLM {said}", status, None if limit is None else int(limit[1])))
+            limit = _TOO_LONG.search(answer)
+            self.fail(RequestRefused(f"vLLM {answer}", status, None if limit is None else int(limit[1])))
         else:
-            self.fail(NodeFailed(Why.REFUSED, f"it {said[:200]}"))
+            self.fail(NodeFailed(HandoverReason.REFUSED, answer[:200]))
 
-    def _break(self, what: str) -> None:
-        self.fail(NodeFailed(Why.BROKEN, what))
+    def _fail_broken(self, what: str) -> None:
+        self.fail(NodeFailed(HandoverReason.BROKEN, what))
 
 
 def _body_of(job: Job) -> dict[str, Any]:
-    """What vLLM is asked for: the whole completion, or what is missing after the tokens that arrived."""
-    ours = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
-    wanted = job.body.get("logprobs") or 0
+    """Return vLLM's request body, for the whole completion or for the rest after the tokens that arrived."""
+    fixed = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
+    logprobs = job.body.get("logprobs") or 0
     if job.token_ids and job.prompt_token_ids is not None:
         prompt = [*job.prompt_token_ids, *job.token_ids]
         body = recovery.rest(job.body, len(job.token_ids))
-        return {**body, **ours, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": wanted}
-    return {**job.body, **ours, "logprobs": wanted}
+        return {**body, **fixed, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": logprobs}
+    return {**job.body, **fixed, "logprobs": logprobs}

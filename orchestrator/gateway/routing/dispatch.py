@@ -1,7 +1,7 @@
-"""A job's way from member to member until it is complete.
+"""Move a job from member to member until it is complete.
 
-A job whose node is lost goes on elsewhere from the tokens that have arrived, or starts over with its seed; either
-gives the completion that the first node would have made. Nothing fails for want of a node.
+A job whose node is lost continues on another node from the tokens that have arrived, or starts over with its seed;
+both give the completion that the first node would have made. While the fleet is empty, jobs wait.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused, ToldOtherwise, WeightsRefused
-from orchestrator.gateway.nodes.attempt import End, NodeFailed, Why
+from orchestrator.gateway.job import Finished, Job, OutputDiverged, RequestRefused, WeightsRefused
+from orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.upstream import VllmAttempt
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.routing.waiting import Place
 from policies.serving.member import Load
 from policies.serving.wire import HandOver
 
-RETRY_S = 0.05  # after the second try in a row that brought no token, doubled after each later one
+RETRY_S = 0.05  # after the second attempt in a row without a token; doubled after each further one
 RETRY_MAX_S = 1.0
-# The member was judged already, or is not at fault.
-_NO_DOUBT = frozenset({Why.LEFT, Why.SILENT, Why.DRAINED, Why.SHARED})
+# The member has been marked already, or is not at fault.
+_NOT_SUSPECT = frozenset(
+    {HandoverReason.TERM_ENDED, HandoverReason.SILENT, HandoverReason.DRAINED, HandoverReason.REBALANCED}
+)
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Since the gateway's start. Tokens that arrived are delivered or discarded in the end.
+    """Counts since the gateway's start. Every token that arrives is in the end delivered or discarded.
 
-    `saved` were kept when their job was handed over, each counted once; `replayed_prefill` were computed again as
-    prompts for that. `owed` are tokens of batches whose asker went away, which nobody was told of yet.
+    `saved` tokens were kept over a handover, each counted once; `replayed` tokens were recomputed as a prompt for
+    it. `unreported_discards` belong to batches whose trainer disconnected; the next batch reports them.
     """
 
     delivered: int = 0
     discarded: int = 0
-    owed: int = 0
+    unreported_discards: int = 0
     saved: int = 0
-    replayed_prefill: int = 0
+    replayed: int = 0
     finished: int = 0  # requests
     refused: int = 0  # requests
-    handovers_by: Counter[str] = field(default_factory=Counter)
+    handovers_by_reason: Counter[str] = field(default_factory=Counter)
 
     @property
     def handovers(self) -> int:
-        """How often a request left a member unfinished."""
-        return self.handovers_by.total()
+        """Number of times a job left a member unfinished."""
+        return self.handovers_by_reason.total()
 
 
 class Completer:
-    """Completes jobs.
+    """Completes jobs on the members.
 
     Args:
-        members: who may do it.
-        ledger: the counts; the asker counts `delivered`.
+        members: the gateway's.
+        ledger: the counts; the caller counts `delivered`.
         observe: called with each completion.
     """
 
@@ -66,79 +68,81 @@ class Completer:
         self._observe = observe
 
     async def complete(self, job: Job) -> Finished:
-        """Have the job completed, however many members that takes and however long there is none.
+        """Complete the job, moving between members and waiting while there are none.
 
-        Raises RequestRefused, CannotGoOn, QueueFull. Cancelling gives the job up and frees its place; the asker
-        then counts what arrived of it as discarded.
+        Raises RequestRefused, CannotContinue, QueueFull. Cancelling abandons the job and frees its place; the
+        caller then counts its tokens as discarded.
         """
-        asked_s = asyncio.get_running_loop().time()
-        avoid, fruitless = frozenset[str](), 0
+        requested_s = asyncio.get_running_loop().time()
+        avoid, consecutive_failures = frozenset[str](), 0
         refused: RequestRefused | None = None
         while True:
-            if refused is not None and not await self._members.places.another(job):
+            if refused is not None and not await self._members.places.wait_for_other_member(job):
                 self._ledger.refused += 1
                 raise refused
             refused = None
-            place = await self._place(job, avoid)
-            attempt = VllmAttempt(job, place.link, partial(self._members.places.begun, place))
+            place = await self._acquire_place(job, avoid)
+            attempt = VllmAttempt(job, place.link, partial(self._members.places.note_first_token, place))
             try:
                 end = await attempt.run()
             except NodeFailed as error:
-                fruitless = 0 if attempt.tokens or error.why is Why.SHARED else fruitless + 1
-                self._left(job, attempt, error)
+                is_progress = attempt.tokens or error.reason is HandoverReason.REBALANCED
+                consecutive_failures = 0 if is_progress else consecutive_failures + 1
+                self._record_handover(job, attempt, error)
                 avoid = frozenset({place.link.node})
-            except ToldOtherwise:
-                self._go_back(job)
+            except OutputDiverged:
+                self._restore_streamed(job)
                 if len(job.token_ids) >= job.max_tokens:
-                    return self._finish(job, attempt, End("length", None), asked_s)
+                    return self._finish(job, attempt, End("length", None), requested_s)
             except RequestRefused as error:
-                if attempt.continued:  # is the request itself refused? Ask from its start
+                if attempt.is_continuation:  # find out whether the original request is refused as well
                     job.recovery = "exact"
                     self._start_over(job)
                     continue
                 # Another node may take a longer prompt, now or once it has loaded the policy.
-                again = place.link.node in job.refused_by
+                is_repeated = place.link.node in job.refused_by
                 job.refused_by |= {place.link.node}
-                if again or isinstance(error, WeightsRefused):
+                if is_repeated or isinstance(error, WeightsRefused):
                     self._ledger.refused += 1
                     raise
                 refused = error
             else:
-                return self._finish(job, attempt, end, asked_s)
+                return self._finish(job, attempt, end, requested_s)
             finally:
-                self._members.places.give_back(place)
-            if fruitless > 1:
-                await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (fruitless - 2)))
+                self._members.places.release(place)
+            if consecutive_failures > 1:
+                await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (consecutive_failures - 2)))
 
-    async def _place(self, job: Job, avoid: frozenset[str]) -> Place:
-        # What one member has computed, the next must compute again.
-        replayed = 0 if job.first_token_s is None else job.prompt_tokens + len(job.token_ids)
-        place = await self._members.places.lend(job, self._load(job, replayed), avoid)
-        self._ledger.replayed_prefill += replayed
+    async def _acquire_place(self, job: Job, avoid: frozenset[str]) -> Place:
+        # The next member recomputes what the last one computed.
+        replayed = 0 if job.first_token_at_s is None else job.prompt_tokens + len(job.token_ids)
+        place = await self._members.places.acquire(job, self._load(job, replayed), avoid)
+        self._ledger.replayed += replayed
         return place
 
     def _load(self, job: Job, replayed: int) -> Load:
         expected = self._members.expected_tokens or job.max_tokens
-        to_come = max(len(job.token_ids), min(job.max_tokens, int(expected)))
-        return Load(job.group, job.prompt_tokens + to_come, replayed, job.is_turn)
+        output_tokens = max(len(job.token_ids), min(job.max_tokens, int(expected)))
+        return Load(job.group, job.prompt_tokens + output_tokens, replayed, job.is_turn)
 
-    def _left(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
-        """The job left a member unfinished."""
+    def _record_handover(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
+        """Count a job that left a member unfinished, and mark the member if it is at fault."""
+        node = attempt.link.node
         job.handovers += 1
-        job.last_failure = f"{attempt.link.node}: {error}"
-        made = attempt.tokens  # starting over takes them away
-        self._ledger.handovers_by[error.why] += 1
-        if error.why is Why.CLOSED:  # an agent may go on announcing a dead server
-            self._members.mute(attempt.link, str(error))
-        elif error.why not in _NO_DOUBT and not self._members.is_to_leave(attempt.link.node, job.policy):
-            self._members.doubt(attempt.link, str(error))
-        if job.may_continue():
-            job.saved += made
-            self._ledger.saved += made
+        job.last_failure = f"{node}: {error}"
+        attempt_tokens = attempt.tokens  # read before starting over drops them
+        self._ledger.handovers_by_reason[error.reason] += 1
+        if error.reason is HandoverReason.CLOSED:  # an agent may keep announcing a dead server
+            self._members.mark_unresponsive(attempt.link, str(error))
+        elif error.reason not in _NOT_SUSPECT and not self._members.is_changing_policy(node, job.policy):
+            self._members.suspect(attempt.link, str(error))
+        if job.can_continue():
+            job.saved += attempt_tokens
+            self._ledger.saved += attempt_tokens
         elif job.token_ids:
             self._start_over(job)
-        if made:
-            job.handed_over.append(HandOver(attempt.link.node, len(job.token_ids)))
+        if attempt_tokens:
+            job.handed_over.append(HandOver(node, len(job.token_ids)))
 
     def _start_over(self, job: Job) -> None:
         lost = job.start_over()
@@ -147,12 +151,12 @@ class Completer:
         self._ledger.saved -= job.saved
         job.saved = 0
 
-    def _go_back(self, job: Job) -> None:
-        lost = job.go_back()
+    def _restore_streamed(self, job: Job) -> None:
+        lost = job.restore_streamed()
         job.discarded += lost
         self._ledger.discarded += lost
 
-    def _finish(self, job: Job, attempt: VllmAttempt, end: End, asked_s: float) -> Finished:
+    def _finish(self, job: Job, attempt: VllmAttempt, end: End, requested_s: float) -> Finished:
         self._members.learn_length(len(job.token_ids))
         self._ledger.finished += 1
         finished = Finished(
@@ -165,8 +169,8 @@ class Completer:
             policy=job.policy,
             node=attempt.link.node,
             handovers=job.handovers,
-            first_token_s=max(0.0, (job.first_token_s or attempt.heard_s) - asked_s),
-            took_s=attempt.heard_s - asked_s,
+            first_token_s=max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s),
+            took_s=attempt.last_event_s - requested_s,
         )
         if self._observe is not None:
             self._observe(finished)

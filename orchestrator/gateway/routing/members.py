@@ -1,7 +1,7 @@
-"""The rollout nodes as one gateway knows them: what they announce, what they are told, and who of them is trusted.
+"""The gateway's members: their announcements, the replies to them, and which members are trusted.
 
-Everything runs on one event loop, so that a change of the table and what follows from it are one step. When a term
-ends, the tries that run in it end with NodeFailed.
+Everything runs on one event loop, so a change of the table and its consequences are one step. When a term ends,
+its attempts end with NodeFailed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from orchestrator.gateway.nodes.attempt import Why
+from orchestrator.gateway.nodes.attempt import HandoverReason
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
 from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.waiting import Waiting
-from orchestrator.gateway.turns import Turns
+from orchestrator.gateway.turns import TimeSlices
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.demand import Demand
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
@@ -32,20 +32,22 @@ from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, Pol
 
 log = structlog.get_logger()
 
-GONE = "it is no member any more"
-COMERS_MAX = 256  # those heard last; of one that has fallen silent the controller has yet to learn how long
+NOT_A_MEMBER = "left the membership"
+JOINING_NODES_MAX = (
+    256  # the last to report; silent nodes are kept, because the controller reads how long they are
+)
 VERSIONS_KEPT = 8
-CHANGES_MAX = 64  # of the membership that are remembered
-LENGTH_SHARE = 0.02  # of each finished completion in the mean length
+CHANGES_MAX = 64  # membership changes that are kept
+LENGTH_SHARE = 0.02  # weight of a finished completion in the mean length
 
 
 class Members:
     """One gateway's members.
 
     Args:
-        token: the run's secret, which nodes demand.
+        token: the run's secret, sent to the nodes.
         tls: for members on other machines.
-        limits: makes the silence limits of one member.
+        limits: makes the silence limits of a member.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class Members:
         self._token = token
         self._tls = tls
         self._make_limits = limits
-        self._turns = Turns()
+        self._time_slices = TimeSlices()
         self._table = Membership()
-        self._places = Places(self._table, self._connect, self._tell_if_done)
+        self._places = Places(self._table, self._connect, self._answer_if_drained)
         self._announcements = Announcements()
-        self._spreads = Spreads()
-        self.comers = Comers()
-        self._told: dict[str, AnnounceReply] = {}  # by boot
+        self._version_spreads = VersionSpreads()
+        self.joining_nodes = JoiningNodes()
+        self._last_replies: dict[str, AnnounceReply] = {}  # by boot
         self._demand = Demand()
         self._recovery: Recovery = "continue"
         self._expected_tokens = 0.0
@@ -69,27 +71,27 @@ class Members:
 
     @property
     def wanted(self) -> PolicyRef | None:
-        """The newest policy that is asked for."""
+        """The newest requested policy."""
         return self._demand.newest
 
     @property
     def recovery(self) -> Recovery:
-        """The run's."""
+        """The run's recovery mode, from the last batch or session."""
         return self._recovery
 
     @property
-    def turns(self) -> Turns:
+    def time_slices(self) -> TimeSlices:
         """Shared by all long work on this event loop."""
-        return self._turns
+        return self._time_slices
 
     @property
     def places(self) -> Places:
-        """The members' places, to be lent."""
+        """The members' places for jobs."""
         return self._places
 
     @property
     def waiting(self) -> Waiting:
-        """The jobs that have no place."""
+        """The jobs without a place."""
         return self._places.waiting
 
     @property
@@ -99,80 +101,80 @@ class Members:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Every member, in the order in which they came."""
+        """Every member, in the order of joining."""
         return self._table.rows
 
     def row(self, node: str) -> Row | None:
-        """The node's row, or None when it is not a member."""
+        """Return the node's row, or None if it is not a member."""
         return self._table.row(node)
 
     def serving(self, policy: str) -> tuple[Row, ...]:
-        """The members that hold this policy and are not leaving."""
+        """Return the members that hold this policy and are not leaving."""
         return self._table.serving(policy)
 
-    def anyone(self) -> bool:
-        """Whether a member is there that has work, or may come to serve what is wanted.
+    def has_usable_member(self) -> bool:
+        """Return whether some member is at work, or may come to hold the wanted policy.
 
-        To a gateway that has just begun those of the one before it may return.
+        True in the first SILENT_S, in which the members of the previous gateway may return.
         """
         if time.monotonic() - self._started_at_s < SILENT_S:
             return True
         return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
 
-    async def anyone_of(self, failed: Container[str]) -> Link | None:
-        """The link to a member, whatever it holds, that is not among `failed`; None where all there are are.
+    async def any_link_except(self, failed: Container[str]) -> Link | None:
+        """Return the link to the least loaded member outside `failed`, whatever it holds; None if all have failed.
 
-        Waits while there is none.
+        Waits while there are no members.
         """
         while not (rows := [row for row in self._table.rows if not row.mute]):
-            await self._places.changed()
+            await self._places.wait_for_change()
         rows = [row for row in rows if row.node not in failed]
         return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
 
     def end_session(self, session: Hashable) -> None:
-        """The session has no more turns: its member may have another."""
+        """Free the session's place on its member."""
         self._table.end_session(session)
 
-    def draining(self, node: str) -> bool:
-        """Whether the node was told to finish what it has and leave."""
+    def is_draining(self, node: str) -> bool:
+        """Return whether the node is to leave after its running requests."""
         return self._table.draining(node)
 
     @property
     def expected_tokens(self) -> float:
-        """The mean length of finished completions; 0 before the first."""
+        """The mean number of tokens of finished completions; 0 before the first."""
         return self._expected_tokens
 
     def learn_length(self, tokens: int) -> None:
-        """A completion of so many tokens is finished."""
+        """Include a finished completion in the mean length."""
         self._expected_tokens = moving_mean(self._expected_tokens, tokens, LENGTH_SHARE)
 
     @property
     def changes(self) -> list[MembershipChange]:
-        """The last changes of the table, the oldest first."""
+        """The last CHANGES_MAX changes of the table, the oldest first."""
         return list(self._changes)
 
     @property
     def versions(self) -> list[VersionSpread]:
-        """How the last policies came to the members, the oldest first."""
-        return self._spreads.last
+        """How the last policies reached the members, the oldest first."""
+        return self._version_spreads.last
 
     def status(self) -> list[MemberStatus]:
-        """Every member, in the order in which they came."""
+        """Return the status of every member, in the order of joining."""
         now_s = time.monotonic()
         held = {row.policy for row in self._table.rows if row.policy and self._demand.has(row.policy)}
         terms = {row.term for policy in held for row in self._table.serving(policy)}
         return [self._status_of(row, row.term in terms, now_s) for row in self._table.rows]
 
     def want(self, policy: PolicyRef, requests: int = 0, recovery: Recovery = "continue") -> None:
-        """So many more requests of a policy are open from now on. `recovery` is the run's."""
+        """Add open requests of a policy. `recovery` is the run's."""
         self._recovery = recovery
         if not self._demand.has(policy.label):
-            log.info("policy_wanted", policy=policy.label, requests=requests)
-            self._spreads.want(policy.label, self._table.rows, time.monotonic())
+            log.info("policy_requested", policy=policy.label, requests=requests)
+            self._version_spreads.want(policy.label, self._table.rows, time.monotonic())
         self._change_demand(lambda: self._demand.add(policy, requests))
 
     def finish(self, policy: str, requests: int) -> None:
-        """So many requests of a policy are done or given up."""
+        """Remove open requests of a policy, finished or abandoned."""
         self._change_demand(lambda: self._demand.finish(policy, requests))
 
     def _change_demand(self, change: Callable[[], None]) -> None:
@@ -185,7 +187,7 @@ class Members:
             self.divide()
 
     def divide(self) -> None:
-        """Divide the members between the policies that are asked for, and tell those that are to change."""
+        """Divide the members between the requested policies, and notify those that are to change."""
         newest = self._demand.newest
         if newest is None:
             return
@@ -197,56 +199,56 @@ class Members:
             self._announcements.answer(node)
         if changed:
             self._places.note_change()
-            self._places.fill()
+            self._places.assign()
 
     @property
-    def serves_several(self) -> bool:
-        """Whether more than one policy is asked for."""
+    def serves_several_policies(self) -> bool:
+        """Whether more than one policy is requested."""
         return self._demand.has_older
 
-    def work_at_others(self, policy: str) -> bool:
-        """Whether a member works at requests of another policy than this one, which are to end first."""
+    def is_busy_with_other_policy(self, policy: str) -> bool:
+        """Return whether a member still runs requests of another policy, which finish first."""
         return any(row.running and row.policy != policy and not row.unfit for row in self._table.rows)
 
-    def is_to_leave(self, node: str, policy: str) -> bool:
-        """Whether a member is to hold another policy than this one."""
+    def is_changing_policy(self, node: str, policy: str) -> bool:
+        """Return whether the node is to load another policy than this one."""
         row = self._table.row(node)
         return row is not None and row.target not in ("", policy)
 
-    async def announce(self, node: str, said: Announce) -> AnnounceReply:
-        """Take an announcement and return the answer: at once if it is news to that boot, else after HOLD_S."""
-        self._announcements.answer(node)  # an earlier one that is still held is superseded
+    async def announce(self, node: str, announcement: Announce) -> AnnounceReply:
+        """Apply an announcement. Return the reply when it differs from that boot's last, or after HOLD_S."""
+        self._announcements.answer(node)  # an earlier announcement that is still held is superseded
         before = self._table.row(node)
         tokens = before.engine.tokens if before is not None and before.engine is not None else None
-        self._apply(self._table.announce(node, said, time.monotonic()))
-        if tokens is not None and said.engine is not None and said.engine.tokens > tokens:
+        self._apply(self._table.announce(node, announcement, time.monotonic()))
+        if tokens is not None and announcement.engine is not None and announcement.engine.tokens > tokens:
             self._note_work(node)
-        if self._table.is_void(said.boot_id):
+        if self._table.is_void(announcement.boot_id):
             return AnnounceReply(drain=True)
-        self._spreads.hear(node, said, time.monotonic())
+        self._version_spreads.record(node, announcement, time.monotonic())
         if self._demand.newest is not None and (row := self._table.row(node)) is not None and not row.target:
             self._table.aim({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
         if before is None:
-            self.comers.forget(machine_of(node))
-        if said.stage is None:
-            self.comers.forget(node)
+            self.joining_nodes.forget(machine_of(node))
+        if announcement.stage is None:
+            self.joining_nodes.forget(node)
         else:
-            self.comers.tell(node, said.stage, time.monotonic())
-        self._places.fill()
-        if self._reply(node) == self._told.get(said.boot_id):
+            self.joining_nodes.update(node, announcement.stage, time.monotonic())
+        self._places.assign()
+        if self._reply(node) == self._last_replies.get(announcement.boot_id):
             await self._announcements.hold(
-                node, lambda: self._apply(self._table.connection_lost(node, said.boot_id))
+                node, lambda: self._apply(self._table.connection_lost(node, announcement.boot_id))
             )
-        reply = self._told[said.boot_id] = self._reply(node)
+        reply = self._last_replies[announcement.boot_id] = self._reply(node)
         return reply
 
     def leave(self, node: str, boot_id: str) -> None:
-        """The node says that this boot is over."""
+        """Remove this boot of the node, at the node's own request."""
         self._apply(self._table.leave(node, boot_id))
-        self._told.pop(boot_id, None)
+        self._last_replies.pop(boot_id, None)
 
     def remove(self, node: str) -> bool:
-        """Take the node out, or all of a machine's, for good as these boots. Returns whether there was any."""
+        """Remove the node or all of a machine's members; their boots cannot return. Return whether any existed."""
         rows = self._table.on(node)
         self._apply(self._table.remove(node))
         for row in rows:
@@ -254,53 +256,56 @@ class Members:
         return bool(rows)
 
     def drain(self, node: str) -> None:
-        """Send the node, or all of a machine's, nothing new; each is told to leave once nothing runs on it."""
+        """Send no new requests to the node, or to a machine's members; each leaves after its last request."""
         self._apply(self._table.drain(node))
         for row in self._table.on(node):
             self._announcements.answer(row.node)
 
-    def doubt(self, link: Link, why: str, *, whole: bool = False) -> None:
-        """A request failed there, or all: nothing new before the next announcement, which is asked for at once."""
+    def suspect(self, link: Link, why: str, *, whole: bool = False) -> None:
+        """Send the member nothing new until its next announcement, for a failed request; `whole`: all have failed.
+
+        The held announcement is answered immediately, so that the next one comes soon.
+        """
         self._apply(self._table.doubt(link.node, link.term, why, whole=whole))
         self._announcements.answer(link.node)
 
-    def mute(self, link: Link, why: str) -> None:
-        """The member does not answer: what runs there goes elsewhere, and nothing goes there until it does."""
+    def mark_unresponsive(self, link: Link, why: str) -> None:
+        """Move the member's requests to others, and send it nothing until it answers again."""
         self._apply(self._table.muted(link.node, link.term, why))
-        link.give_up(Why.SILENT, f"it does not answer: {why}")
+        link.fail_attempts(HandoverReason.SILENT, f"does not answer: {why}")
 
-    def unmute(self, link: Link) -> None:
-        """The member answers."""
+    def mark_responsive(self, link: Link) -> None:
+        """Send requests to the member again, because it has answered."""
         self._apply(self._table.answered(link.node, link.term))
-        self._places.fill()
+        self._places.assign()
 
     def expire(self) -> None:
-        """Take out those from whom nothing was heard for too long."""
+        """Remove members that have not announced themselves for too long."""
         self._apply(self._table.expire(time.monotonic()))
 
     async def close(self) -> None:
         """Close every connection."""
         for term in list(self.links):
-            self._places.end(term, "the gateway ends")
+            self._places.end_term(term, "the gateway stops")
         await asyncio.sleep(0)
 
     def _apply(self, change: Change) -> None:
-        """Note what happened to the table, and end what it ended."""
+        """Log and record a change of the table, and close the terms that it ended."""
         if change.news:
-            log.info("membership", change=change.reason)
+            log.info("membership_changed", change=change.reason)
             seq = self._changes[-1].seq + 1 if self._changes else 1
             at_s = time.monotonic() - self._started_at_s
             self._changes.append(MembershipChange(seq, at_s, change.reason))
             self._places.note_change()
         for term in change.ended:
-            self._places.end(term, GONE)
+            self._places.end_term(term, NOT_A_MEMBER)
 
     def _note_work(self, node: str) -> None:
-        """Its engine has computed tokens since its last word, whether an event has told of them or not."""
+        """Record that the node's engine has computed tokens since its last announcement."""
         row = self._table.row(node)
         link = None if row is None else self.links.get(row.term)
         if link is not None:
-            link.worked_s = asyncio.get_running_loop().time()
+            link.last_work_s = asyncio.get_running_loop().time()
 
     def _reply(self, node: str) -> AnnounceReply:
         row = self._table.row(node)
@@ -309,18 +314,18 @@ class Members:
         return AnnounceReply(drain=row.running == 0)
 
     def _target_on(self, machine: str, newest: str) -> str:
-        """What the other engines of a machine are to hold, which fetches one policy at a time."""
+        """Return the policy of the machine's other engines, since a machine fetches one policy at a time."""
         return next((row.target for row in self._table.on(machine) if row.target), newest)
 
-    def _tell_if_done(self, node: str) -> None:
-        """A job has left it; with the last one, a node that drains may go."""
+    def _answer_if_drained(self, node: str) -> None:
+        """Called when a job leaves a node; a draining node may leave after its last."""
         if self._table.draining(node) and self._reply(node).drain:
             self._announcements.answer(node)
 
     def _connect(self, row: Row) -> Link:
         pool = Pool(row.address, self._tls)
         return Link(
-            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._turns
+            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._time_slices
         )
 
     def _status_of(self, row: Row, serving: bool, now_s: float) -> MemberStatus:
@@ -344,7 +349,7 @@ class Members:
 
 
 class Announcements:
-    """Announcements that are held open until there is something to answer: one at most for each node."""
+    """Announcements that are held open until their reply changes; at most one per node."""
 
     def __init__(self) -> None:
         self._held: dict[str, asyncio.Future[None]] = {}
@@ -353,8 +358,8 @@ class Announcements:
         """Return when the announcement is to be answered, after HOLD_S at the latest.
 
         Args:
-            node: that announced itself; what is held of it already must have been answered.
-            lost: called when the node's connection breaks meanwhile, which cancels this.
+            node: the sender, whose earlier announcement must have been answered.
+            lost: called if the node's connection breaks meanwhile, which cancels this call.
         """
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[node] = held
@@ -369,55 +374,58 @@ class Announcements:
                 del self._held[node]
 
     def answer(self, node: str) -> None:
-        """Answer the node's announcement now, if one is held."""
+        """Answer the node's held announcement now, if there is one."""
         held = self._held.pop(node, None)
         if held is not None and not held.done():
             held.set_result(None)
 
 
-class Comers:
-    """Nodes that are not members yet: their stages, and since when they make no progress.
+class JoiningNodes:
+    """Nodes that start and are not members yet: their stages, and since when they make no progress.
 
-    `moves` counts the progress of all of them.
+    `moves` counts the progress events of all of them.
     """
 
     def __init__(self) -> None:
         self.moves = 0
-        # By node: its stage now, the one at which it last got on, and when that was.
-        self._told: dict[str, tuple[Stage, Stage, float]] = {}
+        # By node: its stage, the stage at its last progress, and when that was.
+        self._stages: dict[str, tuple[Stage, Stage, float]] = {}
 
-    def tell(self, node: str, stage: Stage, now_s: float) -> None:
-        """A node says what it is at."""
-        before = self._told.pop(node, None)
+    def update(self, node: str, stage: Stage, now_s: float) -> None:
+        """Record a node's stage."""
+        before = self._stages.pop(node, None)
         if before is None or gets_on(before[1], stage):
-            self._told[node] = stage, stage, now_s
+            self._stages[node] = stage, stage, now_s
             self.moves += 1
         else:
-            self._told[node] = stage, *before[1:]
-        while len(self._told) > COMERS_MAX:
-            del self._told[next(iter(self._told))]
+            self._stages[node] = stage, *before[1:]
+        while len(self._stages) > JOINING_NODES_MAX:
+            del self._stages[next(iter(self._stages))]
 
     def forget(self, node: str) -> None:
-        """It is of use: should it have to come again, it begins anew."""
-        self._told.pop(node, None)
+        """Drop a node that has become a member or finished its stage."""
+        self._stages.pop(node, None)
 
     def status(self, machines: Container[str], now_s: float) -> list[Coming]:
-        """Those that are not on these machines, which have members."""
-        told = [(node, *told) for node, told in self._told.items() if machine_of(node) not in machines]
-        return [Coming(node, stage, now_s - at_s) for node, stage, _, at_s in told]
+        """Return the nodes outside `machines`, the machines that have members."""
+        return [
+            Coming(node, stage, now_s - progress_at_s)
+            for node, (stage, _, progress_at_s) in self._stages.items()
+            if machine_of(node) not in machines
+        ]
 
 
 @dataclass(slots=True)
 class _Version:
     spread: VersionSpread
     wanted_at_s: float
-    waited_for: set[str]  # nodes
+    pending: set[str]  # nodes
 
 
-class Spreads:
-    """How the last policies reached the members: after how long, and in which stages.
+class VersionSpreads:
+    """How the last policies reached the members: times and stages.
 
-    `now_s` is any clock that does not go back. A node that joins later is not waited for: it reports `join_s`.
+    `now_s` is on any monotonic clock. Nodes that join later do not count; they report `join_s`.
     """
 
     def __init__(self) -> None:
@@ -425,24 +433,25 @@ class Spreads:
 
     @property
     def last(self) -> list[VersionSpread]:
-        """The last policies that were wanted, the oldest first."""
-        return [one.spread for one in self._last]
+        """The last wanted policies, the oldest first."""
+        return [version.spread for version in self._last]
 
     def want(self, label: str, rows: Iterable[Row], now_s: float) -> None:
-        """A policy is wanted, of members that may hold it already."""
-        if all(one.spread.policy != label for one in self._last):
+        """Start recording a policy; members that hold it already do not count."""
+        if all(version.spread.policy != label for version in self._last):
             nodes = {row.node for row in rows if row.policy != label}
             self._last.append(_Version(VersionSpread(label, len(nodes)), now_s, nodes))
 
-    def hear(self, node: str, said: Announce, now_s: float) -> None:
-        """A member says what it holds."""
-        for one in self._last:
-            if one.spread.policy == said.policy and node in one.waited_for:
-                one.waited_for.remove(node)
-                one.spread = _with(one.spread, said.stages or PolicyStages(""), now_s - one.wanted_at_s)
+    def record(self, node: str, announcement: Announce, now_s: float) -> None:
+        """Record the policy that a member holds."""
+        for version in self._last:
+            if version.spread.policy == announcement.policy and node in version.pending:
+                version.pending.remove(node)
+                stages = announcement.stages or PolicyStages("")
+                version.spread = _with_member(version.spread, stages, now_s - version.wanted_at_s)
 
 
-def _with(spread: VersionSpread, took: PolicyStages, ready_s: float) -> VersionSpread:
+def _with_member(spread: VersionSpread, took: PolicyStages, ready_s: float) -> VersionSpread:
     return replace(
         spread,
         ready=spread.ready + 1,

@@ -1,4 +1,4 @@
-"""Places on members, lent to jobs: who gets one, who waits for one, and the links over which the jobs then run."""
+"""Assign jobs to places on members, keep the queue of waiting jobs, and hold the links to the members."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
 from policies.serving.member import Load, Row
 from policies.serving.membership import Membership
 
-# For so long the first member with a new policy gets no more than its share while others load it. What it got
-# beyond that and they take back would cost a connection each, and what was computed of their prompts.
-SHARES_S = 0.25
+# While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
+# this long. Moving surplus jobs to the others later would cost a connection each, and their computed prompts.
+SHARE_LIMIT_S = 0.25
 
 
 class Places:
-    """Lends the members' places.
+    """Assigns the members' places to jobs.
 
     Args:
         table: the members.
-        connect: makes the link to a member, in its term.
-        left: called with the node's name whenever a job has left a member.
+        connect: makes the link to a member for its current term.
+        on_release: called with the node's name whenever a job has left a member.
     """
 
-    def __init__(self, table: Membership, connect: Callable[[Row], Link], left: Callable[[str], None]) -> None:
+    def __init__(
+        self, table: Membership, connect: Callable[[Row], Link], on_release: Callable[[str], None]
+    ) -> None:
         self._table = table
         self._connect = connect
-        self._left = left
+        self._on_release = on_release
         self._links: dict[int, Link] = {}
-        self._queues: dict[str, Queue] = {}  # by the policy that is asked for
-        self._wanted = ""  # the policy
+        self._queues: dict[str, Queue] = {}  # by policy label
+        self._wanted = ""  # the newest policy's label
         self._changed = asyncio.Event()  # set once, by the next change
-        self._shares_until_s: float | None = 0.0  # while members load; None: nobody serves yet
+        self._share_limit_until_s: float | None = 0.0  # None: no member serves the wanted policy yet
         self.waiting = Waiting()
 
     @property
@@ -44,36 +46,36 @@ class Places:
         return MappingProxyType(self._links)
 
     def want(self, policy: str) -> None:
-        """Members are told to hold this policy from now on."""
+        """Set the policy that members are to hold from now on."""
         self._wanted = policy
-        self._shares_until_s = None
+        self._share_limit_until_s = None
         self._table.forget_groups()
         self.note_change()
 
     def link(self, row: Row) -> Link:
-        """The link to a member, in its term."""
+        """Return the link to a member for its current term, made on the first call."""
         link = self._links.get(row.term)
         if link is None:
             link = self._links[row.term] = self._connect(row)
         return link
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Return after the next change of the table."""
         await self._changed.wait()
 
     def note_change(self) -> None:
-        """The table has changed, or what is wanted."""
+        """Wake those that wait for a change of the table or of the wanted policy."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def end(self, term: int, why: str) -> None:
-        """The term is over: what runs in it goes elsewhere."""
+    def end_term(self, term: int, why: str) -> None:
+        """Close the link of a term that has ended; its jobs move to other members."""
         link = self._links.pop(term, None)
         if link is not None:
             link.close(why)
 
-    async def lend(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
-        """Return a place on a member that may serve the job, waiting for as long as there is none.
+    async def acquire(self, job: Job, load: Load, avoid: frozenset[str]) -> Place:
+        """Return a place on a member that may serve the job, waiting until one is free.
 
         Raises QueueFull.
         """
@@ -81,89 +83,90 @@ class Places:
             row = self._choose(job, load, avoid)
             if row is not None:
                 return self._place_on(row, load)
-        with self.waiting.with_one_more(job):
+        with self.waiting.counting(job):
             waiter = Waiter(job, load, avoid, asyncio.get_running_loop().create_future())
             self._queues.setdefault(job.policy, Queue()).add(waiter)
-            self._serve_waiting()  # those before it may have gone away
+            self._assign_places()  # jobs ahead of it may have been cancelled
             try:
                 return await waiter.place
             except asyncio.CancelledError:
                 if waiter.place.done() and not waiter.place.cancelled():
-                    self.give_back(waiter.place.result())
+                    self.release(waiter.place.result())
                 raise
 
-    def begun(self, place: Place) -> None:
-        """The job at this place got its first token there."""
-        place.begun = True
+    def note_first_token(self, place: Place) -> None:
+        """Record that the job at this place got its first token there."""
+        place.has_first_token = True
         self._table.first_token(place.link.node, place.link.term, place.load)
-        self._serve_waiting()
+        self._assign_places()
 
-    def give_back(self, place: Place) -> None:
-        """A job has left its place, in whatever way."""
-        self._table.finished(place.link.node, place.link.term, place.load, begun=place.begun)
-        self._left(place.link.node)
-        self._serve_waiting()
+    def release(self, place: Place) -> None:
+        """Free the place of a job that has left it, finished or not."""
+        self._table.finished(place.link.node, place.link.term, place.load, begun=place.has_first_token)
+        self._on_release(place.link.node)
+        self._assign_places()
 
-    async def another(self, job: Job) -> bool:
-        """Return whether a member that has not refused the job may serve it, waiting while one loads what the job
-        wants and none serves.
+    async def wait_for_other_member(self, job: Job) -> bool:
+        """Return whether some member that has not refused the job can serve it.
 
-        Raises QueueFull.
+        Waits while such a member still loads the job's policy. Raises QueueFull.
         """
-        if _not_refused(job, self._table.serving(job.policy)):
+        if _any_accepts(job, self._table.serving(job.policy)):
             return True
-        with self.waiting.with_one_more(job):
-            while _not_refused(job, self._table.loading(job.policy)):
-                await self.changed()
-                if _not_refused(job, self._table.serving(job.policy)):
+        with self.waiting.counting(job):
+            while _any_accepts(job, self._table.loading(job.policy)):
+                await self.wait_for_change()
+                if _any_accepts(job, self._table.serving(job.policy)):
                     return True
         return False
 
-    def awaited(self, policy: str) -> bool:
-        """Whether a job waits for a place on a member with this policy."""
+    def has_waiting(self, policy: str) -> bool:
+        """Return whether a job waits for a place on a member with this policy."""
         return policy in self._queues
 
-    def fill(self) -> None:
-        """Members have more room, or there are more of them: lend it to those who wait."""
-        if self._shares_until_s is None and self._wanted and self._table.serving(self._wanted):
-            # The first member that serves a new policy gets its share; the others may be there in a moment.
-            self._shares_until_s = time.monotonic() + SHARES_S
-            asyncio.get_running_loop().call_later(SHARES_S, self._serve_waiting)
-        self._serve_waiting()
+    def assign(self) -> None:
+        """Give free places to waiting jobs, after members joined or changed."""
+        if self._share_limit_until_s is None and self._wanted and self._table.serving(self._wanted):
+            # The first member with a new policy gets only its share; others may follow within SHARE_LIMIT_S.
+            self._share_limit_until_s = time.monotonic() + SHARE_LIMIT_S
+            asyncio.get_running_loop().call_later(SHARE_LIMIT_S, self._assign_places)
+        self._assign_places()
 
-    def _serve_waiting(self) -> None:
-        """Give places to those who wait, in their order, for as long as there are any."""
+    def _assign_places(self) -> None:
+        """Give free places to waiting jobs, in order."""
         for policy, queue in list(self._queues.items()):
             for waiters in (queue.handed_over, queue.new):
-                aside = []  # what one member has refused does not keep the others from that member
+                skipped = []  # a job that one member refused must not keep the next jobs from that member
                 while waiters:
                     waiter = waiters[0]
                     if not waiter.place.done():
                         row = self._choose(waiter.job, waiter.load, waiter.avoid)
                         if row is None and waiter.job.refused_by:
-                            aside.append(waiters.popleft())
+                            skipped.append(waiters.popleft())
                             continue
                         if row is None:
                             break
                         waiter.place.set_result(self._place_on(row, waiter.load))
                     queue.tokens -= waiters.popleft().load.tokens
-                waiters.extendleft(reversed(aside))
+                waiters.extendleft(reversed(skipped))
             if not queue:
                 del self._queues[policy]
 
     def _choose(self, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
         row = self._table.choose(job.policy, load, avoid, job.refused_by)
-        return None if row is not None and not load.replayed and self._has_its_share(job.policy, row) else row
+        if row is not None and not load.replayed and self._has_full_share(job.policy, row):
+            return None
+        return row
 
-    def _has_its_share(self, policy: str, row: Row) -> bool:
-        """Whether the rest is kept for members that load."""
-        if self._shares_until_s is None or time.monotonic() >= self._shares_until_s:
+    def _has_full_share(self, policy: str, row: Row) -> bool:
+        """Return whether the member has its share, and the rest is reserved for members that still load."""
+        if self._share_limit_until_s is None or time.monotonic() >= self._share_limit_until_s:
             return False
         serving, loading = self._table.serving(policy), self._table.loading(policy)
         if not loading:
             return False
         queue = self._queues.get(policy)
-        tokens = sum(one.outstanding for one in serving) + (queue.tokens if queue else 0)
+        tokens = sum(member.outstanding for member in serving) + (queue.tokens if queue else 0)
         return row.outstanding * (len(serving) + len(loading)) >= tokens
 
     def _place_on(self, row: Row, load: Load) -> Place:
@@ -171,5 +174,5 @@ class Places:
         return Place(self.link(row), load)
 
 
-def _not_refused(job: Job, rows: tuple[Row, ...]) -> bool:
+def _any_accepts(job: Job, rows: tuple[Row, ...]) -> bool:
     return any(row.node not in job.refused_by for row in rows)

@@ -1,4 +1,4 @@
-"""Jobs that wait for a place on a member, in their order, and how many may."""
+"""The queue of jobs that wait for a place on a member, and its limits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from orchestrator.gateway.job import Job, QueueFull
 from orchestrator.gateway.nodes.link import Link
 from policies.serving.member import Load
 
-# A trainer's batch of 4,096 requests waits whole while there is no node, and so do those of some impatient
-# clients; beyond this somebody asks in a loop.
+# While the fleet is empty, a trainer's whole batch of 4,096 requests waits, and those of some clients. More than
+# this comes from a client that sends requests in a loop.
 WAITING_MAX = 65_536
-# Their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
+# Of their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
 WAITING_SIZE_MAX = 1024**3
 TOKEN_SIZE = 8
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A job's place on a member, to be given back with `Places.give_back`."""
+    """A job's place on a member, to be freed with `Places.release`."""
 
     link: Link
     load: Load
-    begun: bool = False
+    has_first_token: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A job, and the place that it will get."""
+    """A waiting job, and the place that it will get."""
 
     job: Job
     load: Load
@@ -40,10 +40,10 @@ class Waiter:
 
 
 class Queue:
-    """The jobs that wait for one policy, and their `tokens`.
+    """The jobs that wait for one policy, and the sum of their `tokens`.
 
-    A job that was handed over has waited once already and comes first; but what holds it back, the limit to tokens
-    that are computed again, does not hold back new ones.
+    Jobs that were handed over come first, since they have waited before. The limit on recomputed tokens holds back
+    only them, not new jobs.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Queue:
 
 
 class Waiting:
-    """How many jobs wait, and how many more may."""
+    """Counts the waiting jobs and enforces the queue's limits."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -68,33 +68,34 @@ class Waiting:
 
     @property
     def count(self) -> int:
-        """How many jobs have no place."""
+        """Number of jobs without a place."""
         return self._count
 
     @property
     def size_bytes(self) -> int:
-        """The size of their prompts."""
+        """Total size of their prompts."""
         return self._size_bytes
 
-    def check_room(self, size_bytes: int = 0) -> None:
-        """Raise QueueFull if no more may wait, with prompts of so many bytes."""
+    def check_capacity(self, size_bytes: int = 0) -> None:
+        """Raise QueueFull if a job with a prompt of `size_bytes` cannot wait."""
         if self._count >= WAITING_MAX or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
             raise QueueFull(
-                f"{self._count} requests of {self._size_bytes >> 20} MiB wait for a node: no more are taken"
+                f"the queue is full: {self._count} requests ({self._size_bytes >> 20} MiB) wait for a node; "
+                "retry later"
             )
 
     @contextmanager
-    def with_one_more(self, job: Job) -> Iterator[None]:
-        """The job waits for as long as the block runs. Raises QueueFull."""
+    def counting(self, job: Job) -> Iterator[None]:
+        """Count the job as waiting while the block runs. Raises QueueFull."""
         size_bytes = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
-        if not job.admitted:
-            self.check_room(size_bytes)
+        if not job.is_admitted:
+            self.check_capacity(size_bytes)
         self._count += 1
         self._size_bytes += size_bytes
-        job.waiting = True
+        job.is_waiting = True
         try:
             yield
         finally:
             self._count -= 1
             self._size_bytes -= size_bytes
-            job.waiting = False
+            job.is_waiting = False

@@ -1,6 +1,6 @@
-"""The gateway's HTTP surface: it checks who asks, then what they send, and hands that on.
+"""The gateway's HTTP API: authorize a request, validate its body, pass it on.
 
-Its contracts are in `policies.serving.wire` and docs/gateway.md. Nobody without the run's secret is told anything.
+`policies.serving.wire` and docs/gateway.md define the API. Requests without the run's secret get a bare 401.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from orchestrator.gateway.job import QueueFull
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.chat import Translator
 from orchestrator.gateway.surface.describe import describe
-from orchestrator.gateway.surface.kept import Kept
+from orchestrator.gateway.surface.kept import OrphanedRequests
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
 from orchestrator.gateway.surface.session_log import SessionLog
@@ -40,12 +40,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """The handlers and what they share.
+    """The handlers and their shared state.
 
     Args:
-        boot_id: names this process.
+        boot_id: identifies this process.
         token: the run's secret.
-        session_log: where turns of sessions are recorded.
+        session_log: records the turns of sessions.
     """
 
     def __init__(self, boot_id: str, token: str, session_log: SessionLog) -> None:
@@ -55,24 +55,24 @@ class Gateway:
         self._ledger = Ledger()
         self._metrics = Metrics(self.members, self._ledger)
         self._completer = Completer(self.members, self._ledger, self._metrics.observe)
-        self.kept = Kept(self.members, self._completer, self._ledger)
+        self.orphans = OrphanedRequests(self.members, self._completer, self._ledger)
         self._translator = Translator(self.members)
         self.sessions = Sessions(self.members, self._completer, self._ledger, self._translator, session_log)
         self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._answer])
         app.on_response_prepare.append(_hide_server)
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/metrics", self._tell_metrics),
+                web.get("/metrics", self._serve_metrics),
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
-                web.post(f"{COMERS}/{{node}}", self._tell_stage),
-                *Admin(self.members).routes(),
-                *SessionDesk(self.sessions).routes(),
+                web.post(f"{COMERS}/{{node}}", self._update_stage),
+                *MemberHandlers(self.members).routes(),
+                *SessionHandlers(self.sessions).routes(),
                 *OpenAI(
                     self.members,
                     self._completer,
@@ -86,7 +86,7 @@ class Gateway:
         return app
 
     def status(self) -> GatewayStatus:
-        """What there is to know of this gateway now; `seq` is left to whoever writes it down."""
+        """Return the gateway's current status. The writer sets `seq`."""
         wanted, members, now_s = self.members.wanted, self.members.status(), time.monotonic()
         return GatewayStatus(
             boot_id=self.boot_id,
@@ -97,24 +97,24 @@ class Gateway:
             tokens_discarded=self._ledger.discarded,
             handovers=self._ledger.handovers,
             tokens_saved=self._ledger.saved,
-            tokens_replayed=self._ledger.replayed_prefill,
+            tokens_replayed=self._ledger.replayed,
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self.members.comers.status({machine_of(one.node) for one in members}, now_s),
+            coming=self.members.joining_nodes.status({machine_of(member.node) for member in members}, now_s),
         )
 
-    def knows(self, request: web.BaseRequest) -> bool:
-        """Whether it comes from one who has the secret."""
-        shown = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
-        known = hmac.compare_digest(shown, self._expected)
-        if not known:
+    def is_authorized(self, request: web.BaseRequest) -> bool:
+        """Return whether the request carries the run's secret. Counts the answer if not."""
+        header = request.headers.get(hdrs.AUTHORIZATION, "").encode(errors="surrogateescape")
+        is_authorized = hmac.compare_digest(header, self._expected)
+        if not is_authorized:
             self._metrics.answers["unknown", 401] += 1
-        return known
+        return is_authorized
 
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer, and count the answer."""
+        """Answer a request and count the answer."""
         response = await self._answer_or_refuse(request, handler)
         resource = request.match_info.route.resource
         self._metrics.answers["unknown" if resource is None else resource.canonical, response.status] += 1
@@ -123,48 +123,47 @@ class Gateway:
     async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Refused as error:
+        except ApiError as error:
             return _refusal(request, error)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
-            response = _refusal(request, Refused(405, f"only {allowed} here"))
+            response = _refusal(request, ApiError(405, f"method not allowed; use {allowed}"))
             response.headers[hdrs.ALLOW] = allowed
             return response
         except web.HTTPException as error:
-            return _refusal(request, Refused(error.status, f"nothing is at {request.rel_url.raw_path[:200]}"))
+            return _refusal(request, ApiError(error.status, f"no such path: {request.rel_url.raw_path[:200]}"))
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200)
 
-    async def _tell_metrics(self, _: web.Request) -> web.Response:
+    async def _serve_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _announce(self, request: web.Request) -> web.Response:
         node = node_of(request)
-        said = admission.decode(
-            await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _announce, "an Announce"
-        )
-        admission.check_announce(said)
-        return _json(await self.members.announce(node, said))
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        announcement = admission.decode(body, _announce, "announcement")
+        admission.check_announce(announcement)
+        return _json(await self.members.announce(node, announcement))
 
-    async def _tell_stage(self, request: web.Request) -> web.Response:
+    async def _update_stage(self, request: web.Request) -> web.Response:
         node = node_of(request)
-        said = admission.decode(await admission.read(request, admission.ANNOUNCE_SIZE_MAX), _stage, "a Stage")
-        admission.check_stage(said)
-        self.members.comers.tell(node, said, time.monotonic())
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        stage = admission.decode(body, _stage, "stage")
+        admission.check_stage(stage)
+        self.members.joining_nodes.update(node, stage, time.monotonic())
         return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.members.waiting.check_room()
+            self.members.waiting.check_capacity()
         except QueueFull as error:
-            raise Refused(503, str(error)) from error
-        batch, prompts = await admission.read_batch(request, self.members.turns)
+            raise ApiError(503, str(error)) from error
+        batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.kept)
-        # When the trainer goes away, this handler is cancelled or its next write fails: either closes the
-        # iterator.
+        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.orphans)
+        # If the trainer disconnects, this handler is cancelled or its next write fails; both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
                 await response.write(chunk)
@@ -172,10 +171,10 @@ class Gateway:
         return response
 
 
-def _refusal(request: web.Request, error: Refused) -> web.Response:
-    """An error as the path's clients expect it."""
-    is_clients = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
-    if is_clients:
+def _refusal(request: web.Request, error: ApiError) -> web.Response:
+    """Return an error in the format of the path: OpenAI's, or plain text."""
+    is_openai = request.path.startswith(("/v1/", f"{SESSIONS}/")) and request.path != ROLLOUTS
+    if is_openai:
         return _json(error_document(error), error.status)
     return web.Response(status=error.status, text=f"{error}\n")
 
@@ -188,31 +187,28 @@ async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
 
 
-# Sessions, for the trainer whose agents they belong to.
-
-
-class SessionDesk:
-    """The handlers."""
+class SessionHandlers:
+    """Open, read and drop sessions, for the trainer whose agents use them."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths and their handlers."""
+        """Return the paths and their handlers."""
         path = f"{SESSIONS}/{{session}}"
         return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
 
     async def _open(self, request: web.Request) -> web.Response:
         body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        said = admission.decode(body, _open, "an OpenSession")
-        admission.check_session(said)
-        self._sessions.open(_session_of(request), said)
+        parameters = admission.decode(body, _open, "session")
+        admission.check_session(parameters)
+        self._sessions.open(_session_of(request), parameters)
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
         trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
         if form not in (None, "openenv"):
-            raise Refused(400, f"form is {form[:40]!a}: expected openenv, or none")
+            raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
         return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
@@ -224,17 +220,14 @@ def _session_of(request: web.Request) -> str:
     return admission.name_of(HEADER_SESSION, request.match_info["session"])
 
 
-# The gateway's members, for those who look after them: list, drain, remove, and what happened to them.
-
-
-class Admin:
-    """The handlers."""
+class MemberHandlers:
+    """List, drain and remove members, and list membership changes, for operators."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths and their handlers."""
+        """Return the paths and their handlers."""
         return [
             web.get("/members", self._list),
             web.get("/events", self._events),
@@ -251,20 +244,20 @@ class Admin:
         return _json({"changes": self._members.changes})
 
     async def _drain(self, request: web.Request) -> web.Response:
-        """A node that is no member is drained as soon as it comes."""
+        """Drain a node; one that is not a member yet is drained when it joins."""
         self._members.drain(node_of(request))
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        """With `?boot=ID` that boot leaves, as its own agent says; without it, whatever boot is there."""
+        """Remove the node; with `?boot=ID`, as its agent sends it, only that boot."""
         node, boot_id = node_of(request), request.query.get("boot")
         if boot_id is not None:
             self._members.leave(node, admission.name_of("boot", boot_id))
         elif not self._members.remove(node):
-            raise Refused(404, f"{node} is no member")
+            raise ApiError(404, f"{node} is not a member")
         return web.Response(status=204)
 
 
 def node_of(request: web.Request) -> str:
-    """The node that the path names. Raises Refused."""
+    """Return the node that the path names. Raises ApiError."""
     return admission.name_of("node", request.match_info["node"])

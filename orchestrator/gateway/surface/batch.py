@@ -1,7 +1,7 @@
-"""A trainer's batch: each of its requests is a job, and the answer is written line by line as they finish.
+"""A trainer's batch: each request is a job, and the answer is written line by line as jobs finish.
 
-A trainer that dies loses nothing of it: its requests go on, and when it asks for the same again, which it does
-since what it asks for follows from seed, data and policies, they are its own again (`kept.py`).
+If the trainer dies, its requests keep running. The restarted trainer makes the same requests, since they follow
+from seed, data and policies, and takes them over (`kept.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefus
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.kept import AT_ONCE, Asked, Kept, begin, cancel, group_of, job_of, key_of
+from orchestrator.gateway.surface.kept import (
+    CHUNK_REQUESTS,
+    BatchRequest,
+    OrphanedRequests,
+    begin,
+    cancel,
+    group_of,
+    job_of,
+    key_of,
+)
 from policies.serving.member import Row
 from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
@@ -31,15 +40,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BatchRun:
-    """One batch under way.
+    """One running batch.
 
     Args:
-        batch: what is asked for, but for its prompts.
+        batch: the batch, without its prompts.
         prompts: the prompts.
-        members: who may do it.
-        completer: has it done.
-        ledger: the gateway's counts; this batch tells what was owed.
-        kept: what earlier batches left.
+        members: the gateway's.
+        completer: completes the jobs.
+        ledger: the gateway's counts; this batch reports and clears `unreported_discards`.
+        orphans: requests that earlier batches left.
     """
 
     def __init__(
@@ -49,7 +58,7 @@ class BatchRun:
         members: Members,
         completer: Completer,
         ledger: Ledger,
-        kept: Kept,
+        orphans: OrphanedRequests,
     ) -> None:
         self._batch = batch
         self._policy = batch.policy.label
@@ -58,78 +67,81 @@ class BatchRun:
         self._ledger = ledger
         self._prompts = prompts
         self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
-        self._kept = kept
-        self._kept_tokens = 0
-        self._gave_way = 0  # how often members were at work for another policy, and none for this one
-        self._asked: list[Asked] = []
+        self._orphans = orphans
+        self._resumed_tokens = 0
+        self._busy_elsewhere = 0  # times that no member served this policy while some finished another one
+        self._requests: list[BatchRequest] = []
         self._sampling = msgspec.json.encode(batch.sampling)
-        self._closed = False
+        self._is_closed = False
         self._lines: list[BatchLine] = []
         self._news = asyncio.Event()
-        self._owed, ledger.owed = ledger.owed, 0
-        self._complete = False
+        self._unreported, ledger.unreported_discards = ledger.unreported_discards, 0
+        self._is_complete = False
         self._patience_s = math.inf if batch.patience_s is None else batch.patience_s
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer in whole lines: completions as they are done, progress in between, at last `end` or
-        `error`; before the end of one that nobody was there for, what there is of each.
+        """Yield the answer in whole lines: completions as they finish, progress in between, then `end` or `error`.
 
-        Closing the iterator early leaves the batch to the next trainer that asks for it.
+        After `patience_s` without a usable member, the partial completions come before `end`. Closing the iterator
+        early leaves the requests for the next trainer that makes the same ones.
         """
         self._members.want(self._batch.policy, self._count, self._batch.recovery)
-        self._kept.ask(self._policy)
+        self._orphans.expire_superseded(self._policy)
         starting = asyncio.ensure_future(self._start())
-        starting.add_done_callback(self._say_if_broken)
+        starting.add_done_callback(self._report_failure)
         loop = asyncio.get_running_loop()
-        left, ended = self._count, False  # with an error
-        most, moves, moved_at_s = 0, 0, loop.time()
-        progress_at_s, there_at_s = moved_at_s + PROGRESS_S, moved_at_s
+        remaining, has_failed = self._count, False
+        most_tokens, moves, moved_at_s = 0, 0, loop.time()
+        progress_at_s, usable_at_s = moved_at_s + PROGRESS_S, moved_at_s
         try:
-            while left and not ended:
+            while remaining and not has_failed:
                 lines = await self._next(progress_at_s - loop.time())
-                now_s, left = loop.time(), left - len(lines)
-                ended = any(line.error is not None for line in lines)
+                now_s, remaining = loop.time(), remaining - len(lines)
+                has_failed = any(line.error is not None for line in lines)
                 if lines:
                     moved_at_s = now_s
-                if now_s >= progress_at_s and left and not ended:
+                if now_s >= progress_at_s and remaining and not has_failed:
                     progress = self._progress()
-                    if progress.tokens > most or progress.moves != moves:
-                        most, moves, moved_at_s = max(most, progress.tokens), progress.moves, now_s
-                    there_at_s = now_s if self._members.anyone() else max(there_at_s, moved_at_s)
-                    ended = now_s - moved_at_s > self._batch.deadline_s
-                    lines.append(BatchLine(error=self._too_late()) if ended else BatchLine(progress=progress))
-                    if not ended and now_s - there_at_s > self._patience_s:
-                        lines += self._cut()
-                        left = 0
+                    if progress.tokens > most_tokens or progress.moves != moves:
+                        most_tokens, moves, moved_at_s = max(most_tokens, progress.tokens), progress.moves, now_s
+                    usable_at_s = now_s if self._members.has_usable_member() else max(usable_at_s, moved_at_s)
+                    if now_s - moved_at_s > self._batch.deadline_s:
+                        has_failed = True
+                        lines.append(BatchLine(error=self._deadline_message()))
+                    else:
+                        lines.append(BatchLine(progress=progress))
+                        if now_s - usable_at_s > self._patience_s:
+                            lines += self._partial_lines()
+                            remaining = 0
                     progress_at_s = now_s + PROGRESS_S
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
-            if not ended:
-                self._complete = True
-                for one in self._asked:
-                    self._deliver(one)
+            if not has_failed:
+                self._is_complete = True
+                for request in self._requests:
+                    self._deliver(request)
                 yield _encode(BatchLine(end=self._progress())) + b"\n"
         finally:
             starting.cancel()
-            self._closed = True
-            if self._complete or ended:
+            self._is_closed = True
+            if self._is_complete or has_failed:
                 self._finish(self._open)
-                if ended:
-                    self._give_up()
-                self._kept.keep(self._batch, [one for one in self._asked if one.task.done()])
-                await cancel(self._asked)
+                if has_failed:
+                    self._abandon()
+                self._orphans.keep(self._batch, [request for request in self._requests if request.task.done()])
+                await cancel(self._requests)
             else:
-                self._leave()
+                self._orphan()
 
     def _finish(self, requests: int) -> None:
-        """So many more requests are done: fewer members need the policy."""
-        done = min(requests, self._open)
-        self._open -= done
-        if done:
-            self._members.finish(self._policy, done)
+        """Remove finished requests from the policy's demand."""
+        finished = min(requests, self._open)
+        self._open -= finished
+        if finished:
+            self._members.finish(self._policy, finished)
 
     async def _next(self, timeout_s: float) -> list[BatchLine]:
-        """Return the lines that there are, waiting `timeout_s` for the first."""
+        """Return the available lines, waiting up to `timeout_s` for the first."""
         if not self._lines:
             self._news.clear()
             try:
@@ -141,46 +153,46 @@ class BatchRun:
         return lines
 
     async def _start(self) -> None:
-        """Begin all requests, some at a time; those that are under way already are taken over."""
+        """Start all requests, CHUNK_REQUESTS at a time, or take over those that are already running."""
         for prompt in self._prompts:
             group = group_of(prompt.token_ids)
             for number, sample in enumerate(prompt.samples):
-                if len(self._asked) % AT_ONCE == 0:
+                if len(self._requests) % CHUNK_REQUESTS == 0:
                     await asyncio.sleep(0)
                 size = 0 if number else PROMPT_TOKEN_SIZE * len(prompt.token_ids)
-                asked = self._begin(prompt.token_ids, sample, group, size)
-                self._asked.append(asked)
-                asked.task.add_done_callback(partial(self._done, sample.index, asked))
+                request = self._begin(prompt.token_ids, sample, group, size)
+                self._requests.append(request)
+                request.task.add_done_callback(partial(self._done, sample.index, request))
 
-    def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> Asked:
+    def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> BatchRequest:
         key = key_of(self._batch, self._sampling, group, sample.seed)
-        if (found := self._kept.take(key)) is not None:
-            self._kept_tokens += len(found.job.token_ids)
-            found.job.prompt_token_ids = found.job.body["prompt"] = prompt  # its own, since that one is emptied
-            return found
+        if (orphan := self._orphans.take(key)) is not None:
+            self._resumed_tokens += len(orphan.job.token_ids)
+            orphan.job.prompt_token_ids = orphan.job.body["prompt"] = prompt  # the old array will be emptied
+            return orphan
         job = job_of(self._batch, prompt, group, sample.seed, size)
         return begin(self._completer, key, job)
 
-    def _done(self, index: int, asked: Asked, task: asyncio.Future[Finished]) -> None:
-        """Put a request's line into the answer."""
-        if not (self._closed or task.cancelled()):
-            line = _line(index, asked.job, task)
+    def _done(self, index: int, request: BatchRequest, task: asyncio.Future[Finished]) -> None:
+        """Add a finished request's line to the answer."""
+        if not (self._is_closed or task.cancelled()):
+            line = _line(index, request.job, task)
             if line.completion is not None:
-                self._deliver(asked)
-            self._say(line)
+                self._deliver(request)
+            self._emit(line)
 
-    def _cut(self) -> list[BatchLine]:
-        """What there is of each that is not done. All of them wait, and may be gone on with."""
+    def _partial_lines(self) -> list[BatchLine]:
+        """Return the partial completions, all of which wait for a place and may be continued."""
         samples = (sample for prompt in self._prompts for sample in prompt.samples)
-        begun = zip(samples, self._asked, strict=False)  # not all may have been begun
+        started = zip(samples, self._requests, strict=False)
         return [
-            BatchLine(cut=_cut(sample.index, one.job))
-            for sample, one in begun
-            if one.job.token_ids and not one.task.done()
+            BatchLine(cut=_partial(sample.index, request.job))
+            for sample, request in started
+            if request.job.token_ids and not request.task.done()
         ]
 
-    def _say(self, line: BatchLine) -> None:
-        self._finish(int(line.completion is not None))  # whether its asker reads it yet or not
+    def _emit(self, line: BatchLine) -> None:
+        self._finish(int(line.completion is not None))  # before the trainer reads the line
         self._lines.append(line)
         self._news.set()
 
@@ -188,60 +200,60 @@ class BatchRun:
         return len(self._members.serving(self._policy))
 
     def _tokens(self) -> int:
-        return sum(len(one.job.token_ids) for one in self._asked)
+        return sum(len(request.job.token_ids) for request in self._requests)
 
     def _discarded(self) -> int:
-        return self._owed + sum(one.job.discarded for one in self._asked)
+        return self._unreported + sum(request.job.discarded for request in self._requests)
 
     def _progress(self) -> Progress:
-        waiting = sum(one.job.waiting for one in self._asked) + self._count - len(self._asked)
+        waiting = sum(request.job.is_waiting for request in self._requests) + self._count - len(self._requests)
         serving = self._serving()
-        self._gave_way += not serving and self._members.work_at_others(self._policy)
-        moves = self._members.comers.moves + self._gave_way
-        return Progress(self._tokens(), self._discarded(), serving, waiting, moves, self._kept_tokens)
+        self._busy_elsewhere += not serving and self._members.is_busy_with_other_policy(self._policy)
+        moves = self._members.joining_nodes.moves + self._busy_elsewhere
+        return Progress(self._tokens(), self._discarded(), serving, waiting, moves, self._resumed_tokens)
 
-    def _too_late(self) -> str:
+    def _deadline_message(self) -> str:
         policy, within = self._policy, f"within {self._batch.deadline_s:g} s (`rollout.deadline_s`)"
-        last = next((one.job.last_failure for one in self._asked if one.job.last_failure), "")
-        failure = f"; a failure was {last}" if last else ""
+        failures = (request.job.last_failure for request in self._requests)
+        failure = next((f"; last failure: {failure}" for failure in failures if failure), "")
         if not self._serving():
-            held = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.rows)
-            return f"no node could serve policy {policy} {within}; {held or 'there is no member'}{failure}"
-        return f"policy {policy}: no token came {within}{failure}"
+            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.rows)
+            return f"no node served policy {policy} {within}; {members or 'the fleet is empty'}{failure}"
+        return f"no token of policy {policy} arrived {within}{failure}"
 
-    def _deliver(self, asked: Asked) -> None:
-        """Its line is on its way. Its asker may store it before the batch is over, and not ask for it again."""
-        self._ledger.delivered += 0 if asked.delivered else len(asked.job.token_ids)
-        asked.delivered = True
+    def _deliver(self, request: BatchRequest) -> None:
+        """Count a request as delivered, once. The trainer may store its line before the batch ends."""
+        self._ledger.delivered += 0 if request.delivered else len(request.job.token_ids)
+        request.delivered = True
 
-    def _give_up(self) -> None:
-        """It ends with an error, and what is under way with it."""
-        tokens = sum(len(one.job.token_ids) for one in self._asked if not one.task.done())
+    def _abandon(self) -> None:
+        """Count the tokens of running requests as discarded, because the batch failed."""
+        tokens = sum(len(request.job.token_ids) for request in self._requests if not request.task.done())
         self._ledger.discarded += tokens
-        self._owe(tokens)
+        self._carry_discards(tokens)
 
-    def _owe(self, tokens: int = 0) -> None:
-        """Its asker was told of nothing that was lost: the next batch tells it, and of these tokens."""
-        self._ledger.owed += tokens + self._discarded()
-        for one in self._asked:
-            one.job.discarded = 0
+    def _carry_discards(self, tokens: int = 0) -> None:
+        """Leave the discarded tokens of this batch, and `tokens`, for the next batch to report."""
+        self._ledger.unreported_discards += tokens + self._discarded()
+        for request in self._requests:
+            request.job.discarded = 0
 
-    def _leave(self) -> None:
-        """Its asker has gone."""
-        self._owe()
-        running = sum(not one.task.done() for one in self._asked)
+    def _orphan(self) -> None:
+        """Keep the requests running, because the trainer has disconnected."""
+        self._carry_discards()
+        running = sum(not request.task.done() for request in self._requests)
         self._finish(self._open - running)
-        self._kept.keep(self._batch, self._asked)
-        log.warning("batch_left", policy=self._policy, tokens=self._tokens(), running=running)
+        self._orphans.keep(self._batch, self._requests)
+        log.warning("batch_orphaned", policy=self._policy, tokens=self._tokens(), running=running)
 
-    def _say_if_broken(self, task: asyncio.Task[None]) -> None:
-        """A fault of this program ends the batch by name, not in silence."""
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        """End the batch with an error if starting its requests failed."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(_broken(error))
+            self._emit(_failed(error))
 
 
 def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
-    """What came of a request that is done."""
+    """Return the line of a finished request."""
     match task.exception():
         case None:
             got = task.result()
@@ -270,17 +282,16 @@ def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
             )
             return BatchLine(completion=refused)
         case error:
-            return _broken(error)
+            return _failed(error)
 
 
-def _broken(error: BaseException) -> BatchLine:
-    log.error("request_broke", exc_info=error)
-    return BatchLine(error=f"the gateway failed: {error!r}")
+def _failed(error: BaseException) -> BatchLine:
+    log.error("request_failed", exc_info=error)
+    return BatchLine(error=f"internal error of the gateway: {error!r}")
 
 
-def _cut(index: int, job: Job) -> Completion:
-    made = job.token_ids, job.logprobs
-    return Completion(index, *made, CUT, job.policy, "", handed_over=job.handed_over)
+def _partial(index: int, job: Job) -> Completion:
+    return Completion(index, job.token_ids, job.logprobs, CUT, job.policy, "", handed_over=job.handed_over)
 
 
 def _holds(row: Row) -> str:

@@ -1,7 +1,7 @@
-"""Chats as tokens: any member's vLLM renders messages into a prompt and parses an answer into a message.
+"""Translate between messages and tokens: a member's vLLM renders prompts and parses answers.
 
-The gateway has no tokenizer, no chat template and no parser. vLLM's `/render` and `/derender` have them all,
-need no weights, and give the same at every member.
+The gateway has no tokenizer, chat template or parser. vLLM's `/render` and `/derender` have them, need no weights,
+and give the same result on every member.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
 from orchestrator.gateway.nodes.attempt import NodeFailed
 from orchestrator.gateway.nodes.upstream import RETRYABLE
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import Refused
+from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.openai_request import Chat, Token
 from policies.serving.wire import DERENDER, MODEL, RENDER
 
-UNREADABLE_MAX = 5  # answers that make no sense, from any members: another version of vLLM gives them all
-# Answers of 500: no engine takes part, so the chat is at fault, as where a template fails over it. 502 to 504 are
-# a server that is not there, and pass.
-STUMBLED_MAX = 3
-AGAIN_S = 0.2  # after every member has failed at it
-AVOIDED_S = 60.0  # that one is asked last after it has failed: it may take ASK_S to fail again
+INVALID_RESPONSES_MAX = 5  # from any members; another version of vLLM would never send a valid one
+# Responses with status 500. No engine takes part, so the chat is at fault, such as one on which the template
+# fails. 502 to 504 mean that the server is down for now.
+SERVER_ERRORS_MAX = 3
+RETRY_S = 0.2  # after all members have failed
+AVOID_S = 60.0  # how long a member that failed is tried last; it may take REQUEST_TIMEOUT_S to fail again
 REFUSAL_SIZE_MAX = 2000
 log = structlog.get_logger()
 _encode = msgspec.json.Encoder().encode
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Sampling(msgspec.Struct):
-    # vLLM leaves out what is its default.
+    # vLLM omits parameters that have its defaults.
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = VLLM_DEFAULT_TOKENS
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: list[int] | None = None
@@ -79,21 +79,21 @@ class Prompt:
     """A chat's prompt.
 
     Args:
-        token_ids: of all messages, up to where the answer begins.
-        room_tokens: that the answer may get: as many as the chat asks for, or as the model's context has room for.
-        sampling: vLLM's parameters that follow from the chat: of a grammar for its answer, of where it stops.
-        is_parsed: whether the answer's text is more than a message's content.
+        token_ids: of all messages, up to the beginning of the answer.
+        max_tokens: the answer's limit: the chat's own, or what the model's context leaves.
+        sampling: vLLM's parameters that follow from the chat: the answer's grammar and stop tokens.
+        is_parsed: the answer's text must be parsed, for reasoning or tool calls.
     """
 
     token_ids: list[int]
-    room_tokens: int
+    max_tokens: int
     sampling: dict[str, Any]
     is_parsed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said, in OpenAI's form: a message, and the log-probabilities where they were asked for."""
+    """The model's answer in OpenAI's format: a message, and log-probabilities if requested."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -101,102 +101,108 @@ class Answer:
 
 
 class Translator:
-    """Has chats rendered and parsed by the members, whichever answers."""
+    """Lets the members render and parse chats, retrying until one answers."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._failed: dict[str, float] = {}  # members, and when they last did
+        self._failed: dict[str, float] = {}  # when each member last failed
 
     async def prompt(self, chat: Chat) -> Prompt:
-        """Return the prompt of a chat, however long there is no member. Raises Refused for one that has none."""
-        found = await self._render(chat.document)
-        if found.features is not None:
-            raise Refused(400, "messages are text: images and sound are not supported", "messages")
-        params = found.sampling_params
-        limits = {name: value for name, value in (params.structured_outputs or {}).items() if _is_set(name, value)}
-        sampling: dict[str, Any] = {"structured_outputs": limits} if limits else {}
+        """Return a chat's prompt, waiting while there are no members. Raises ApiError for an invalid chat."""
+        rendered = await self._render(chat.document)
+        if rendered.features is not None:
+            raise ApiError(400, "only text messages are supported, no images or audio", "messages")
+        params = rendered.sampling_params
+        grammar = {
+            name: value for name, value in (params.structured_outputs or {}).items() if _is_set(name, value)
+        }
+        sampling: dict[str, Any] = {"structured_outputs": grammar} if grammar else {}
         if params.stop_token_ids:
             sampling["stop_token_ids"] = params.stop_token_ids
-        is_parsed = bool(chat.said.tools) or found.reasoning_parser_kwargs is not None
-        return Prompt(found.token_ids, params.max_tokens, sampling, is_parsed)
+        is_parsed = bool(chat.parameters.tools) or rendered.reasoning_parser_kwargs is not None
+        return Prompt(rendered.token_ids, params.max_tokens, sampling, is_parsed)
 
     async def tokens(self, chat: Chat, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the tokens of other messages under the same chat's template, without the beginning of an answer.
+        """Return the tokens of other messages under the chat's template, without the answer's beginning.
 
-        Raises Refused.
+        Raises ApiError.
         """
         document = {**chat.document, "messages": messages, "add_generation_prompt": False}
         return (await self._render(document)).token_ids
 
     async def answer(self, chat: Chat, prompt: list[int], got: Finished) -> Answer:
-        """Return the message that an answer's tokens are. Raises Refused."""
-        # As its engine does, vLLM's parsers do not see the token that ended the answer.
+        """Parse an answer's tokens into a message. Raises ApiError."""
+        # vLLM's parsers do not get the token that ended the answer, as in its own server.
         ended = got.finish_reason == "stop" and not isinstance(got.stop_reason, str)
         token_ids = got.token_ids[:-1] if ended else got.token_ids
         if not token_ids:
             return Answer(
                 {"role": "assistant", "content": ""},
                 got.finish_reason,
-                {"content": []} if chat.said.logprobs else None,
+                {"content": []} if chat.parameters.logprobs else None,
             )
         choice: dict[str, Any] = {"index": 0, "token_ids": token_ids, "finish_reason": got.finish_reason}
-        if chat.said.logprobs:
+        if chat.parameters.logprobs:
             content = zip(got.token_ids, got.logprobs, strict=True)
-            choice["logprobs"] = {"content": [{"token_id": one, "logprob": value} for one, value in content]}
-        asked = {
+            choice["logprobs"] = {"content": [{"token_id": token, "logprob": value} for token, value in content]}
+        document = {
             "model": MODEL,
             "generate_response": {"request_id": "answer", "choices": [choice], "prompt_token_ids": prompt},
             "chat_request": chat.document,
         }
-        [found] = (await self._ask(DERENDER, asked, _derendered)).choices
-        message: dict[str, Any] = {"role": "assistant", "content": found.message.content}
-        if isinstance(got.stop_reason, str) and found.message.content:
-            message["content"] = found.message.content.partition(got.stop_reason)[0]
-        if found.message.reasoning is not None:
-            message["reasoning"] = found.message.reasoning
-        if found.message.tool_calls:
-            message["tool_calls"] = found.message.tool_calls
-        calls = found.message.tool_calls and got.finish_reason == "stop"
-        return Answer(message, "tool_calls" if calls else got.finish_reason, found.logprobs)
+        [derendered] = (await self._request(DERENDER, document, _derendered)).choices
+        parsed = derendered.message
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if isinstance(got.stop_reason, str) and parsed.content:
+            message["content"] = parsed.content.partition(got.stop_reason)[0]
+        if parsed.reasoning is not None:
+            message["reasoning"] = parsed.reasoning
+        if parsed.tool_calls:
+            message["tool_calls"] = parsed.tool_calls
+        calls_tools = parsed.tool_calls and got.finish_reason == "stop"
+        return Answer(message, "tool_calls" if calls_tools else got.finish_reason, derendered.logprobs)
 
     async def _render(self, document: dict[str, Any]) -> _Rendered:
-        return await self._ask(RENDER, document, _rendered)
+        return await self._request(RENDER, document, _rendered)
 
-    async def _ask(self, path: str, document: dict[str, Any], decoder: msgspec.json.Decoder[T]) -> T:
-        """What the first member answers that does. Raises Refused for what vLLM finds wrong with the chat."""
+    async def _request(self, path: str, document: dict[str, Any], decoder: msgspec.json.Decoder[T]) -> T:
+        """Return the first valid response of any member. Raises ApiError if vLLM rejects the chat."""
         try:
             body = _encode(document)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise Refused(400, f"it cannot be sent to a node: {error}") from error
+            raise ApiError(400, f"the chat cannot be encoded for a node: {error}") from error
         now = asyncio.get_running_loop().time
-        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOIDED_S}
-        failed, again, unreadable, stumbled = set(self._failed), False, 0, 0
+        self._failed = {node: at_s for node, at_s in self._failed.items() if now() - at_s < AVOID_S}
+        failed, has_paused = set(self._failed), False
+        invalid_responses, server_errors = 0, 0
         while True:
-            link = await self._members.anyone_of(failed)
+            link = await self._members.any_link_except(failed)
             if link is None:
                 failed.clear()
-                await asyncio.sleep(AGAIN_S if again else 0.0)
-                again = True
+                await asyncio.sleep(RETRY_S if has_paused else 0.0)
+                has_paused = True
                 continue
             try:
-                status, said = await link.ask(path, body)
+                status, response = await link.request(path, body)
                 if status == 200:
-                    found = decoder.decode(said)
+                    decoded = decoder.decode(response)
                     self._failed.pop(link.node, None)
-                    return found
+                    return decoded
             except NodeFailed:
                 status = 0
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                status, unreadable = 0, unreadable + 1
-                log.warning("chat_answer_not_read", node=link.node, path=path, why=str(error)[:REFUSAL_SIZE_MAX])
-                if unreadable == UNREADABLE_MAX:
-                    raise Refused(502, f"{link.node} answered {path} with what is no answer: {error}") from error
+                status, invalid_responses = 0, invalid_responses + 1
+                log.warning(
+                    "chat_response_invalid", node=link.node, path=path, error=str(error)[:REFUSAL_SIZE_MAX]
+                )
+                if invalid_responses == INVALID_RESPONSES_MAX:
+                    raise ApiError(502, f"{link.node} sent an invalid response to {path}: {error}") from error
             if 400 <= status < 500 and status not in RETRYABLE:
-                raise Refused(status, _why(said))
+                raise ApiError(status, _error_message(response))
             if status == 500:
-                stumbled += 1
-                if stumbled == STUMBLED_MAX:
-                    raise Refused(422, f"no node can read the chat: {_why(said)}")
+                server_errors += 1
+                if server_errors == SERVER_ERRORS_MAX:
+                    raise ApiError(422, f"the nodes fail on this chat: {_error_message(response)}")
             failed.add(link.node)
             self._failed[link.node] = now()
 
@@ -205,8 +211,8 @@ def _is_set(name: str, value: Any) -> bool:
     return not name.startswith("_") and value not in (None, False)
 
 
-def _why(said: bytes) -> str:
+def _error_message(response: bytes) -> str:
     try:
-        return msgspec.json.decode(said, type=_Errors).error.message[:REFUSAL_SIZE_MAX]
+        return msgspec.json.decode(response, type=_Errors).error.message[:REFUSAL_SIZE_MAX]
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return said[:REFUSAL_SIZE_MAX].decode(errors="replace")
+        return response[:REFUSAL_SIZE_MAX].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A gateway's members as people are shown them, the same by its API, the command line and metrics."""
+"""A gateway's members in the form that its API, the command line and its metrics show."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from policies.serving.gateway_status import MembershipChange, MemberStatus
 
 
 class State(StrEnum):
-    """What a member is to the gateway."""
+    """A member's state, as the gateway sees it."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    IN_DOUBT = "in doubt"  # holds what is wanted, but a request failed there, or it does not answer
-    BEHIND = "behind"  # holds other weights than are wanted
-    UNFIT = "unfit"  # the same, and has stopped trying
+    IN_DOUBT = "in doubt"  # holds the wanted policy, but a request failed there, or it does not answer
+    BEHIND = "behind"  # does not hold the wanted policy yet
+    UNFIT = "unfit"  # cannot hold the wanted policy, and has stopped trying
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLine:
-    """One member. Not a MemberStatus, for its JSON is what `GET /members` and `members ls` promise: a state in one
-    word where the gateway's document has what it follows from, and the last thing that happened to the member."""
+    """One member, with a state in one word and its last change.
+
+    Its JSON is the public format of `GET /members` and `members ls`; MemberStatus is the internal one.
+    """
 
     node: str
     state: State
-    reason: str  # in words; empty when it is long forgotten
+    reason: str  # the last change; empty if it is no longer recorded
     policy: str | None
     address: str
     boot_id: str
     requests_running: int
     seen_s_ago: float
-    unfit: str  # why it cannot hold what is wanted; empty where it can
+    unfit: str  # why it cannot hold the wanted policy; empty if it can
 
 
 def state_of(member: MemberStatus, wanted: str | None) -> State:
-    """`wanted`: the label that the gateway wants of its members."""
+    """Return the member's state. `wanted` is the label of the policy that members are to hold."""
     if member.draining:
         return State.DRAINING
     if member.serving:
@@ -49,19 +51,19 @@ def state_of(member: MemberStatus, wanted: str | None) -> State:
 def describe(
     members: Sequence[MemberStatus], changes: Sequence[MembershipChange], wanted: str | None
 ) -> list[MemberLine]:
-    """Describe each of them, in their order."""
-    last = {node: change.what for change in changes for node in change.nodes}
+    """Describe the members, in their order."""
+    last_changes = {node: change.what for change in changes for node in change.nodes}
     return [
         MemberLine(
-            node=one.node,
-            state=state_of(one, wanted),
-            reason=f"unfit: {one.unfit}" if one.unfit else last.get(one.node, ""),
-            policy=one.policy,
-            address=one.address,
-            boot_id=one.boot_id,
-            requests_running=one.requests_running,
-            seen_s_ago=one.seen_s_ago,
-            unfit=one.unfit,
+            node=member.node,
+            state=state_of(member, wanted),
+            reason=f"unfit: {member.unfit}" if member.unfit else last_changes.get(member.node, ""),
+            policy=member.policy,
+            address=member.address,
+            boot_id=member.boot_id,
+            requests_running=member.requests_running,
+            seen_s_ago=member.seen_s_ago,
+            unfit=member.unfit,
         )
-        for one in members
+        for member in members
     ]

@@ -1,7 +1,7 @@
-"""Requests whose trainer has gone, kept for the next trainer, which makes the same requests.
+"""Running requests whose trainer has disconnected, kept for the next trainer, which makes the same requests.
 
-A gateway ends with its trainer. It leaves its requests in a file of the machine, and the next gateway continues
-them. The tokens so far are in the file, so a node computes only a prefill again.
+A gateway stops with its trainer. It saves its requests in a file on the machine, and the next gateway continues
+them. The file has the tokens so far, so a node recomputes only a prefill.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ from policies.serving.wire import Batch, HandOver, labelled_version
 
 log = structlog.get_logger()
 
-AT_ONCE = 100  # requests that begin, or end, in one round of the event loop
-# A trainer that is started again loads its model and replays what is stored before it asks.
-KEPT_S = 1800.0
-# One that asks for a newer policy may ask for an older one beside it, at the same moment.
-PASSED_S = 30.0
+CHUNK_REQUESTS = 100  # requests started or cancelled in one round of the event loop
+# A restarted trainer loads its model and replays stored steps before it makes requests.
+ORPHAN_TTL_S = 1800.0
+# A trainer that requests a newer policy may request an older one at the same time.
+SUPERSEDED_TTL_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
-    """One request under way. `key` is what it asks for."""
+class BatchRequest:
+    """One request of a batch. Requests for the same completion have the same `key`."""
 
     key: Hashable
     job: Job
     task: asyncio.Future[Finished]
-    delivered: bool = False  # all of it, to some asker
+    delivered: bool = False  # its whole completion, to some trainer
 
 
-def begin(completer: Completer, key: Hashable, job: Job) -> Asked:
-    """Have a job completed. What it fails with is told to its asker, if there is one by then."""
+def begin(completer: Completer, key: Hashable, job: Job) -> BatchRequest:
+    """Start completing a job. Its error goes to its trainer, if it has one by then."""
     task = asyncio.ensure_future(completer.complete(job))
-    task.add_done_callback(_hear)
-    return Asked(key, job, task)
+    task.add_done_callback(_retrieve_exception)
+    return BatchRequest(key, job, task)
 
 
-def _hear(task: asyncio.Future[Finished]) -> None:
+def _retrieve_exception(task: asyncio.Future[Finished]) -> None:
+    """Keep asyncio from logging the exception of an orphaned request."""
     if not task.cancelled():
         task.exception()
 
 
 def key_of(batch: Batch, sampling: bytes, group: int, seed: int) -> Hashable:
-    """What a request asks for; `sampling` is the batch's, encoded, and `group` tells its prompt from others."""
+    """Return the identity of a request; `sampling` is the batch's, encoded, and `group` identifies the prompt."""
     return batch.policy.label, sampling, batch.recovery, group, seed
 
 
 def group_of(prompt: array[int]) -> int:
-    """What all requests of a prompt have in common, in this process."""
+    """Return the group of all requests of a prompt, valid in this process."""
     return hash(prompt.tobytes())
 
 
 def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size: int) -> Job:
-    """The job of a batch's request; as Job has it."""
+    """Return the job of a batch's request."""
     return Job(
         body={**batch.sampling, "prompt": prompt, "seed": seed},
         policy=batch.policy.label,
@@ -73,16 +74,16 @@ def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size:
         prompt_tokens=len(prompt),
         recovery=batch.recovery,
         prompt_token_ids=prompt,
-        admitted=True,
+        is_admitted=True,
         prompt_size=prompt_size,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    """A request as one gateway leaves it to the next. Without a finish reason it is under way."""
+class _SavedRequest:
+    """A request that one gateway saves for the next. Without a finish reason it is still running."""
 
-    batch: Batch  # but for its requests
+    batch: Batch  # without its requests
     prompt_token_ids: list[int]
     seed: int
     token_ids: list[int]
@@ -94,199 +95,205 @@ class _Saved:
 
 
 @dataclass(slots=True, eq=False)
-class _Left:
-    """What a trainer left of one batch."""
+class _OrphanedBatch:
+    """The requests that a trainer left of one batch."""
 
     batch: Batch
-    requests: dict[Hashable, Asked]
-    open: set[Asked]  # those that are counted: a task is done a little before its callbacks are called
-    ends: asyncio.TimerHandle | None = None
+    requests: dict[Hashable, BatchRequest]
+    open: set[BatchRequest]  # counted in the policy's demand; a task is done shortly before its callbacks run
+    timer: asyncio.TimerHandle | None = None
 
 
-class Kept:
-    """The requests of batches that are over, or whose trainer went away.
+class OrphanedRequests:
+    """The requests of batches that are over, or whose trainer has disconnected.
 
-    Those under way continue. Finished ones stay too: a trainer may die before it has stored what it was given. A
+    Running requests continue. Finished ones stay too, since a trainer may die before it has stored their lines. A
     trainer that makes the same request takes it over.
 
-    What nobody takes over is dropped after KEPT_S, or PASSED_S after a newer policy is requested. It is dropped at
-    once when another timeline is requested, or other weights of the same version.
+    Requests are dropped after ORPHAN_TTL_S, or SUPERSEDED_TTL_S after a newer policy is requested; and immediately
+    when another timeline is requested, or other weights of the same version.
     """
 
     def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
-        self._left: list[_Left] = []
+        self._batches: list[_OrphanedBatch] = []
         self._ending: set[asyncio.Task[None]] = set()
 
-    def keep(self, batch: Batch, requests: list[Asked]) -> None:
-        """Go on with these, which are counted as open requests of the policy where they are not done."""
-        left = _Left(batch, {one.key: one for one in requests}, {one for one in requests if not one.task.done()})
-        for one in left.open:
-            one.task.add_done_callback(partial(self._done, left, one))
-        self._left.append(left)
-        self._end_after(left, KEPT_S)
+    def keep(self, batch: Batch, requests: list[BatchRequest]) -> None:
+        """Keep these requests. The caller has counted the running ones in the policy's demand."""
+        running = {request for request in requests if not request.task.done()}
+        orphaned = _OrphanedBatch(batch, {request.key: request for request in requests}, running)
+        for request in running:
+            request.task.add_done_callback(partial(self._done, orphaned, request))
+        self._batches.append(orphaned)
+        self._end_after(orphaned, ORPHAN_TTL_S)
 
-    def take(self, key: Hashable) -> Asked | None:
-        """Hand over a request; its new asker counts it."""
-        for left in self._left:
-            if (found := left.requests.pop(key, None)) is not None:
-                self._finish(left, {found})
-                if found.task.done() and found.task.exception() is not None:
-                    return None  # whatever it was, the answer of today counts
-                return found
+    def take(self, key: Hashable) -> BatchRequest | None:
+        """Remove and return a request; the caller counts it in the demand."""
+        for orphaned in self._batches:
+            if (request := orphaned.requests.pop(key, None)) is not None:
+                self._finish(orphaned, {request})
+                if request.task.done() and request.task.exception() is not None:
+                    return None  # try again instead of returning an old error
+                return request
         return None
 
-    def ask(self, policy: str) -> None:
-        """A policy is asked for: what is left of others may be over."""
-        asked = labelled_version(policy)
-        for left in list(self._left):
-            label = left.batch.policy.label
+    def expire_superseded(self, policy: str) -> None:
+        """Shorten the time to live of requests that the newly requested `policy` supersedes."""
+        requested = labelled_version(policy)
+        for orphaned in list(self._batches):
+            label = orphaned.batch.policy.label
             version = labelled_version(label)
-            if not left.requests:
-                self._forget(left)
-            elif version.timeline != asked.timeline or (version == asked and label != policy):
-                self._end_after(left, 0.0)
-            elif version < asked:
-                self._end_after(left, PASSED_S)
+            if not orphaned.requests:
+                self._forget(orphaned)
+            elif version.timeline != requested.timeline or (version == requested and label != policy):
+                self._end_after(orphaned, 0.0)
+            elif version < requested:
+                self._end_after(orphaned, SUPERSEDED_TTL_S)
 
     def save(self, path: Path) -> None:
-        """Write down all there is, for the gateway that comes next. Nothing but a warning where that fails."""
-        saved = [one for left in self._left for one in _saved(left)]
+        """Save all requests for the next gateway. Only logs a warning if that fails."""
+        saved = [request for orphaned in self._batches for request in _saved(orphaned)]
         try:
             path.write_bytes(msgspec.msgpack.encode(saved))
         except OSError as error:
-            log.warning("requests_not_saved", why=str(error), requests=len(saved))
+            log.warning("requests_save_failed", error=str(error), requests=len(saved))
             path.unlink(missing_ok=True)
 
     def load(self, path: Path, timeline: int) -> None:
-        """Go on with what a gateway before this one has left, on a timeline; once."""
+        """Resume the requests that the previous gateway saved, those of `timeline`, and delete the file."""
         try:
             age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
             path.unlink()
-            saved = msgspec.msgpack.decode(data, type=list[_Saved]) if age_s < KEPT_S else []
+            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < ORPHAN_TTL_S else []
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("requests_not_loaded", why=str(error))
+            log.warning("requests_load_failed", error=str(error))
             return
-        batches: dict[bytes, list[_Saved]] = {}
-        for one in sorted(saved, key=_version):  # the newest is wanted last
-            if _version(one).timeline == timeline:
-                batches.setdefault(msgspec.json.encode(one.batch), []).append(one)
-        for of_batch in batches.values():
-            batch, asked = of_batch[0].batch, [self._begin(one) for one in of_batch]
-            running = sum(not one.task.done() for one in asked)
+        batches: dict[bytes, list[_SavedRequest]] = {}
+        for request in sorted(saved, key=_version):  # the newest policy must be wanted last
+            if _version(request).timeline == timeline:
+                batches.setdefault(msgspec.json.encode(request.batch), []).append(request)
+        for saved_requests in batches.values():
+            batch = saved_requests[0].batch
+            requests = [self._resume(request) for request in saved_requests]
+            running = sum(not request.task.done() for request in requests)
             self._members.want(batch.policy, running, batch.recovery)
-            self.keep(batch, asked)
-            tokens = sum(len(one.job.token_ids) for one in asked)
-            log.info("batch_taken_over", policy=batch.policy.label, tokens=tokens, running=running)
+            self.keep(batch, requests)
+            tokens = sum(len(request.job.token_ids) for request in requests)
+            log.info("batch_resumed", policy=batch.policy.label, tokens=tokens, running=running)
 
-    def _begin(self, one: _Saved) -> Asked:
-        prompt = array("I", one.prompt_token_ids)
+    def _resume(self, saved: _SavedRequest) -> BatchRequest:
+        prompt = array("I", saved.prompt_token_ids)
         group = group_of(prompt)
-        job = job_of(one.batch, prompt, group, one.seed, prompt.itemsize * len(prompt))
-        job.token_ids, job.logprobs, job.handed_over = one.token_ids, one.logprobs, one.handed_over
-        key = key_of(one.batch, msgspec.json.encode(one.batch.sampling), group, one.seed)
+        job = job_of(saved.batch, prompt, group, saved.seed, prompt.itemsize * len(prompt))
+        job.token_ids, job.logprobs, job.handed_over = saved.token_ids, saved.logprobs, saved.handed_over
+        key = key_of(saved.batch, msgspec.json.encode(saved.batch.sampling), group, saved.seed)
         loop = asyncio.get_running_loop()
-        if one.finish_reason:
+        if saved.finish_reason:
             task: asyncio.Future[Finished] = loop.create_future()
-            task.set_result(_finished(job, one))
-            return Asked(key, job, task, one.delivered)
-        if job.may_continue():
-            job.first_token_s = loop.time()
+            task.set_result(_finished(job, saved))
+            return BatchRequest(key, job, task, saved.delivered)
+        if job.can_continue():
+            job.first_token_at_s = loop.time()
         else:
             job.discarded = job.start_over()
             self._ledger.discarded += job.discarded
         return begin(self._completer, key, job)
 
-    def _end_after(self, left: _Left, seconds: float) -> None:
+    def _end_after(self, orphaned: _OrphanedBatch, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         at_s = loop.time() + seconds
-        if left.ends is not None:
-            at_s = min(at_s, left.ends.when())
-            left.ends.cancel()
-        left.ends = loop.call_at(at_s, self._end, left)
+        if orphaned.timer is not None:
+            at_s = min(at_s, orphaned.timer.when())
+            orphaned.timer.cancel()
+        orphaned.timer = loop.call_at(at_s, self._end, orphaned)
 
-    def _forget(self, left: _Left) -> None:
-        if left.ends is not None:
-            left.ends.cancel()
-        self._left.remove(left)
+    def _forget(self, orphaned: _OrphanedBatch) -> None:
+        if orphaned.timer is not None:
+            orphaned.timer.cancel()
+        self._batches.remove(orphaned)
 
-    def _end(self, left: _Left) -> None:
-        """Nobody came: what was made is told as lost by the next batch."""
-        requests = list(left.requests.values())
-        left.requests.clear()
-        self._forget(left)
-        tokens = sum(len(one.job.token_ids) for one in requests if not one.delivered)
+    def _end(self, orphaned: _OrphanedBatch) -> None:
+        """Drop the requests that no trainer took over. The next batch reports their tokens as discarded."""
+        requests = list(orphaned.requests.values())
+        orphaned.requests.clear()
+        self._forget(orphaned)
+        tokens = sum(len(request.job.token_ids) for request in requests if not request.delivered)
         self._ledger.discarded += tokens
-        self._ledger.owed += tokens
+        self._ledger.unreported_discards += tokens
         if tokens:
-            log.warning("batch_given_up", policy=left.batch.policy.label, tokens=tokens)
-        self._finish(left, set(requests))
-        ending = asyncio.ensure_future(_end_all(requests))
+            log.warning("batch_expired", policy=orphaned.batch.policy.label, tokens=tokens)
+        self._finish(orphaned, set(requests))
+        ending = asyncio.ensure_future(_cancel_and_empty(requests))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _done(self, left: _Left, asked: Asked, _: asyncio.Future[Finished]) -> None:
-        self._finish(left, {asked})
+    def _done(self, orphaned: _OrphanedBatch, request: BatchRequest, _: asyncio.Future[Finished]) -> None:
+        self._finish(orphaned, {request})
 
-    def _finish(self, left: _Left, requests: set[Asked]) -> None:
-        """These are done, or somebody else's: they are counted no more."""
-        if counted := left.open & requests:
-            left.open -= counted
-            self._members.finish(left.batch.policy.label, len(counted))
+    def _finish(self, orphaned: _OrphanedBatch, requests: set[BatchRequest]) -> None:
+        """Remove finished or taken requests from the policy's demand."""
+        if counted := orphaned.open & requests:
+            orphaned.open -= counted
+            self._members.finish(orphaned.batch.policy.label, len(counted))
 
 
-async def cancel(requests: list[Asked]) -> None:
-    """End those that are under way, some at a time: first those that wait, or they would get what becomes free."""
-    left = [one.task for one in reversed(requests) if not one.task.done()]
-    for first in range(0, len(left), AT_ONCE):
-        for task in left[first : first + AT_ONCE]:
+async def cancel(requests: list[BatchRequest]) -> None:
+    """Cancel the running requests, CHUNK_REQUESTS at a time.
+
+    The last ones first: they wait, and would otherwise get the places that become free.
+    """
+    tasks = [request.task for request in reversed(requests) if not request.task.done()]
+    for start in range(0, len(tasks), CHUNK_REQUESTS):
+        for task in tasks[start : start + CHUNK_REQUESTS]:
             task.cancel()
         await asyncio.sleep(0)
-    for task in left:  # all at once would be a long piece of work by itself
+    for task in tasks:  # waiting for all in one call would block the event loop
         if not task.done():
             await asyncio.wait([task])
 
 
-async def _end_all(requests: list[Asked]) -> None:
+async def _cancel_and_empty(requests: list[BatchRequest]) -> None:
     await cancel(requests)
-    for one in requests:  # the frames of cancelled tasks hold each other, and garbage is looked for rarely
-        del one.job.body["prompt"][:]
+    for request in requests:  # frames of cancelled tasks form cycles, and garbage collection runs rarely
+        del request.job.body["prompt"][:]
 
 
-def _saved(left: _Left) -> Iterator[_Saved]:
-    batch = replace(left.batch, requests=[])
-    for one in left.requests.values():
-        job, failed = one.job, one.task.done() and (one.task.cancelled() or one.task.exception() is not None)
-        if not failed:
-            made = _Saved(
-                batch,
-                list(job.body["prompt"]),
-                job.body["seed"],
-                job.token_ids,
-                job.logprobs,
-                job.handed_over,
-                delivered=one.delivered,
-            )
-            got = one.task.result() if one.task.done() else None
-            yield made if got is None else replace(made, finish_reason=got.finish_reason, node=got.node)
+def _saved(orphaned: _OrphanedBatch) -> Iterator[_SavedRequest]:
+    batch = replace(orphaned.batch, requests=[])
+    for request in orphaned.requests.values():
+        job, task = request.job, request.task
+        if task.done() and (task.cancelled() or task.exception() is not None):
+            continue
+        saved = _SavedRequest(
+            batch,
+            list(job.body["prompt"]),
+            job.body["seed"],
+            job.token_ids,
+            job.logprobs,
+            job.handed_over,
+            delivered=request.delivered,
+        )
+        got = task.result() if task.done() else None
+        yield saved if got is None else replace(saved, finish_reason=got.finish_reason, node=got.node)
 
 
-def _version(one: _Saved) -> PolicyVersion:
-    return labelled_version(one.batch.policy.label)
+def _version(saved: _SavedRequest) -> PolicyVersion:
+    return labelled_version(saved.batch.policy.label)
 
 
-def _finished(job: Job, one: _Saved) -> Finished:
+def _finished(job: Job, saved: _SavedRequest) -> Finished:
     return Finished(
         token_ids=job.token_ids,
         logprobs=job.logprobs,
-        finish_reason=one.finish_reason,
+        finish_reason=saved.finish_reason,
         stop_reason=None,
         text=None,
         prompt_token_ids=job.prompt_token_ids,
         policy=job.policy,
-        node=one.node,
+        node=saved.node,
         handovers=0,
         first_token_s=0.0,
         took_s=0.0,

@@ -1,4 +1,4 @@
-"""The gateway's listening socket: aiohttp's server with limits, and without a word of what it is."""
+"""The listening socket: aiohttp's server with limits, and without headers or texts that name the software."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aiohttp import hdrs, web
 log = structlog.get_logger()
 
 BACKLOG = 4096
-SHUTDOWN_S = 1.0  # held announcements and batches are cut after this: both sides try again elsewhere
-# A connection must have sent a whole head within this, its first or the next.
+SHUTDOWN_S = 1.0  # then held announcements and batches are cut; their senders retry at the next gateway
+# Limit for a request's whole head, from the start of the connection or the end of the last request.
 HEAD_S = 30.0
 HANDSHAKE_S = 10.0
 LINE_SIZE_MAX = 8192  # the request line, and each header
@@ -23,8 +23,7 @@ HEADERS_MAX = 64
 
 
 class Connection(web.RequestHandler):
-    """One client's connection. What is not HTTP, and what breaks in here, is answered without aiohttp's own words,
-    which name it and its version."""
+    """One client's connection. Errors get a bare status, since aiohttp's own pages name it and its version."""
 
     __slots__ = ()
 
@@ -35,25 +34,25 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002  # aiohttp's signature
     ) -> web.StreamResponse:
-        """Answer with the bare status, and close."""
+        """Answer with the bare status and close."""
         if status >= 500:
-            log.error("handler_broke", path=request.path, exc_info=exc)
+            log.error("handler_failed", path=request.path, exc_info=exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer was begun already")
+            raise ConnectionError("the response has already started")
         return _bare(status)
 
 
 @asynccontextmanager
 async def listening(
     app: web.Application,
-    knows: Callable[[web.BaseRequest], bool],
+    is_authorized: Callable[[web.BaseRequest], bool],
     sock: socket.socket,
     tls: ssl.SSLContext | None,
     head_s: float = HEAD_S,
 ) -> AsyncIterator[None]:
-    """Serve the application on the socket for as long as the block runs, to those that `knows` lets in.
+    """Serve the application on the socket while the block runs, for requests that `is_authorized` accepts.
 
-    A handler whose client goes away is cancelled. Where no handler reads the body, the connection is closed.
+    A handler is cancelled if its client disconnects. If no handler reads the body, the connection is closed.
     """
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
@@ -62,8 +61,8 @@ async def listening(
     handle = manager.request_handler
 
     async def handle_known(request: web.BaseRequest) -> web.StreamResponse:
-        """Before all else: routing has answers of its own, and sends `100 Continue`."""
-        return await handle(request) if knows(request) else _bare(401)
+        """Authorize first, because routing has answers of its own and sends `100 Continue`."""
+        return await handle(request) if is_authorized(request) else _bare(401)
 
     manager.request_handler = handle_known
 
@@ -72,7 +71,7 @@ async def listening(
             manager,
             loop=loop,
             keepalive_timeout=head_s,
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's own way to have none
+            access_log=None,  # type: ignore[arg-type]  # disables it
             max_line_size=LINE_SIZE_MAX,
             max_field_size=LINE_SIZE_MAX,
             max_headers=HEADERS_MAX,

@@ -1,6 +1,6 @@
-"""The gateway's numbers for Prometheus, see docs/gateway.md.
+"""The gateway's Prometheus metrics, see docs/gateway.md.
 
-Counts are read where they are kept anyway, when somebody asks; only the histograms are fed, once a completion.
+Counts are read from the gateway's own state on each scrape; only the histograms are updated per completion.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """One gateway's numbers."""
+    """One gateway's metrics."""
 
     def __init__(self, members: Members, ledger: Ledger) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()  # by route and status
-        self._first_token = _Histogram("first_token_seconds", "Asking to first token", _FIRST_TOKEN_S)
-        self._token = _Histogram("token_seconds", "Mean time of a token after the first", _TOKEN_S)
-        self._request = _Histogram("request_seconds", "Asking to whole completion", _REQUEST_S)
+        self._first_token = _Histogram("first_token_seconds", "Time from request to first token", _FIRST_TOKEN_S)
+        self._token = _Histogram("token_seconds", "Mean time per token after the first", _TOKEN_S)
+        self._request = _Histogram("request_seconds", "Time from request to whole completion", _REQUEST_S)
         histograms = (self._first_token, self._token, self._request)
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Numbers(members, ledger, self.answers, histograms))
+        self._registry.register(_Collector(members, ledger, self.answers, histograms))
         ProcessCollector(namespace="grpo_gateway", registry=self._registry)
 
     def observe(self, finished: Finished) -> None:
-        """Take a completion into the histograms."""
+        """Add a completion to the histograms."""
         self._first_token.observe(finished.first_token_s)
         self._request.observe(finished.took_s)
         if len(finished.token_ids) > 1:
             self._token.observe((finished.took_s - finished.first_token_s) / (len(finished.token_ids) - 1))
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Histogram:
-    """The library's own takes a lock, and several times as long."""
+    """A histogram without a lock, several times as fast as the library's."""
 
-    def __init__(self, name: str, says: str, bounds: tuple[float, ...]) -> None:
+    def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
         self._name = name
-        self._says = says
+        self._documentation = documentation
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -70,11 +70,11 @@ class _Histogram:
         names = (*map(str, self._bounds), "+Inf")
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         return HistogramMetricFamily(
-            f"grpo_gateway_{self._name}", self._says, buckets=buckets, sum_value=self._sum
+            f"grpo_gateway_{self._name}", self._documentation, buckets=buckets, sum_value=self._sum
         )
 
 
-class _Numbers(Collector):
+class _Collector(Collector):
     def __init__(
         self,
         members: Members,
@@ -89,27 +89,30 @@ class _Numbers(Collector):
 
     def collect(self) -> Iterable[Metric]:
         members, ledger = self._members, self._ledger
-        described = members.status()
-        yield self._by_state(described)
-        yield _gauge("requests_running", "Requests at members", sum(one.requests_running for one in described))
-        yield _gauge("requests_waiting", "Requests without a member", members.waiting.count)
-        yield _gauge("waiting_bytes", "Size of their prompts", members.waiting.size_bytes)
+        statuses = members.status()
+        yield self._by_state(statuses)
+        running = sum(member.requests_running for member in statuses)
+        yield _gauge("requests_running", "Requests running on members", running)
+        yield _gauge("requests_waiting", "Requests waiting for a member", members.waiting.count)
+        yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.waiting.size_bytes)
         requests = CounterMetricFamily("grpo_gateway_requests", "Requests for one completion", labels=["outcome"])
         requests.add_metric(["finished"], ledger.finished)
         requests.add_metric(["refused"], ledger.refused)
         yield requests
-        yield _counter("tokens_delivered", "Told to whoever asked", ledger.delivered)
-        yield _counter("tokens_discarded", "Arrived and were thrown away", ledger.discarded)
-        yield _counter("tokens_saved", "Kept over a hand-over", ledger.saved)
-        yield _counter("tokens_replayed", "Computed again as a prompt for it", ledger.replayed_prefill)
+        yield _counter("tokens_delivered", "Tokens delivered to clients", ledger.delivered)
+        yield _counter("tokens_discarded", "Tokens that arrived and were thrown away", ledger.discarded)
+        yield _counter("tokens_saved", "Tokens kept over a handover", ledger.saved)
+        yield _counter("tokens_replayed", "Tokens recomputed as a prompt after a handover", ledger.replayed)
         yield from self._newest_policy()
-        handovers = CounterMetricFamily("grpo_gateway_handovers", "Left a member unfinished", labels=["reason"])
-        for reason, count in ledger.handovers_by.items():
+        handovers = CounterMetricFamily(
+            "grpo_gateway_handovers", "Requests that left a member unfinished", labels=["reason"]
+        )
+        for reason, count in ledger.handovers_by_reason.items():
             handovers.add_metric([reason], count)
         yield handovers
         changes = members.changes
-        yield _counter("membership_changes", "Changes of the membership", changes[-1].seq if changes else 0)
-        answers = CounterMetricFamily("grpo_gateway_http_answers", "Answers", labels=["route", "status"])
+        yield _counter("membership_changes", "Membership changes", changes[-1].seq if changes else 0)
+        answers = CounterMetricFamily("grpo_gateway_http_answers", "HTTP answers", labels=["route", "status"])
         for (route, status), count in self._answers.items():
             answers.add_metric([route, str(status)], count)
         yield answers
@@ -117,34 +120,36 @@ class _Numbers(Collector):
             yield histogram.family()
 
     def _newest_policy(self) -> Iterable[Metric]:
-        """Of the newest that a member has come to hold."""
-        spread = next((one for one in reversed(self._members.versions) if one.ready), None)
+        """Yield the metrics of the newest policy that a member holds."""
+        spread = next((version for version in reversed(self._members.versions) if version.ready), None)
         if spread is None:
             return
-        ready = GaugeMetricFamily("grpo_gateway_policy_ready_seconds", "Wanted to held", labels=["member"])
+        ready = GaugeMetricFamily(
+            "grpo_gateway_policy_ready_seconds", "Time until a member held the policy", labels=["member"]
+        )
         ready.add_metric(["first"], spread.first_ready_s)
         ready.add_metric(["last"], spread.last_ready_s)
         yield ready
-        yield _gauge("policy_ready", "Members that came to hold it", spread.ready)
+        yield _gauge("policy_ready", "Members that hold the policy", spread.ready)
         yield _gauge("policy_fetch_seconds", "Longest download of a member", spread.fetch_s)
         yield _gauge("policy_fetched_bytes", "Largest download of a member", spread.fetched_bytes)
-        yield _gauge("policy_load_seconds", "Longest load of a member, serving nobody", spread.load_s)
+        yield _gauge("policy_load_seconds", "Longest load of a member, without serving", spread.load_s)
 
     def _by_state(self, members: Iterable[MemberStatus]) -> GaugeMetricFamily:
         policy = self._members.wanted
         wanted = None if policy is None else policy.label
-        found: Counter[tuple[str, str]] = Counter()
-        for one in members:
-            found[state_of(one, wanted), one.policy or "base"] += 1
+        counts: Counter[tuple[str, str]] = Counter()
+        for member in members:
+            counts[state_of(member, wanted), member.policy or "base"] += 1
         family = GaugeMetricFamily("grpo_gateway_members", "Members", labels=["state", "policy"])
-        for labels, count in found.items():
+        for labels, count in counts.items():
             family.add_metric(labels, count)
         return family
 
 
-def _gauge(name: str, says: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"grpo_gateway_{name}", says, value=value)
+def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"grpo_gateway_{name}", documentation, value=value)
 
 
-def _counter(name: str, says: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"grpo_gateway_{name}", says, value=value)
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"grpo_gateway_{name}", documentation, value=value)

@@ -1,4 +1,4 @@
-"""What an OpenAI client asks for, as jobs: one for each choice, with seeds that count up as vLLM's do."""
+"""Convert OpenAI requests to jobs: one per choice, with consecutive seeds as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admission import SEED_END, Refused
+from orchestrator.gateway.surface.admission import SEED_END, ApiError
 from policies.serving.wire import HEADER_POLICY, MODEL
 
-CHOICES_MAX = 1024  # of one request: its prompts times `n`
-LIMIT_DEFAULT = 16  # tokens of a completion; OpenAI's, and vLLM's
-BYTES_A_TOKEN = 4  # of text, where only a node can count
+CHOICES_MAX = 1024  # per request: its prompts times `n`
+LIMIT_DEFAULT = 16  # tokens of a completion, as in OpenAI and vLLM
+BYTES_PER_TOKEN = 4  # estimate for text, whose tokens only a node can count
 
 Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-# vLLM would answer in forms that are not kept here, or from more than one completion.
-_REFUSED = (
+# With these vLLM answers in formats that are not supported here, or from more than one completion.
+_UNSUPPORTED = (
     "audio",
     "best_of",
     "continue_final_message",
@@ -33,8 +33,8 @@ _REFUSED = (
     "suffix",
     "use_beam_search",
 )
-# A chat's parameters that make its prompt, or read its answer; and those of OpenAI that mean nothing here.
-_OF_CHAT = (
+# Parameters of a chat that affect only its prompt or the parsing of its answer, and OpenAI's that have no effect.
+_CHAT_PARAMETERS = (
     "add_generation_prompt",
     "add_special_tokens",
     "chat_template",
@@ -61,7 +61,7 @@ _OF_CHAT = (
     "top_logprobs",
     "verbosity",
 )
-_OURS = ("model", "n", "stream", "stream_options", "return_token_ids", "max_completion_tokens")
+_GATEWAY_PARAMETERS = ("model", "n", "stream", "stream_options", "return_token_ids", "max_completion_tokens")
 
 
 class StreamOptions(msgspec.Struct):
@@ -93,150 +93,163 @@ class _Chat(_Common, kw_only=True):
 
 
 _completion, _chat = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Chat)
-_whole = msgspec.json.Decoder(dict[str, Any])
+_json_object = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat as it was asked for.
+    """A chat request.
 
     Args:
-        said: the parameters that are read here.
-        document: the whole request, for vLLM's renderer and for its parsers.
-        sampling: vLLM's parameters of a completion, without a limit to its tokens.
+        parameters: those that the gateway reads.
+        document: the whole request, for vLLM's renderer and parsers.
+        sampling: vLLM's completion parameters, without the token limit.
     """
 
-    said: _Chat
+    parameters: _Chat
     document: dict[str, Any]
     sampling: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A client's request. `jobs` are in the order of their choices, `n` to a prompt."""
+class ClientRequest:
+    """A client's request. `jobs` are in the order of their choices, `n` per prompt."""
 
     jobs: list[Job]
     n: int
     chat: Chat | None
     stream: bool
-    usage: bool  # at the end of a stream
-    logprobs: bool
-    token_ids: bool
+    include_usage: bool  # at the end of a stream
+    has_logprobs: bool
+    include_token_ids: bool
 
 
-def read_completion(body: bytes | bytearray, policy: str) -> Asked:
-    """Read the body of `POST /v1/completions`. `policy`: the label that is to make it. Raises Refused."""
-    said = admission.decode(body, _completion, "a completion request")
-    rest = _rest(body, said, (*_REFUSED, "tool_choice", "tools"))
-    rest["max_tokens"] = said.max_completion_tokens or said.max_tokens or LIMIT_DEFAULT
-    prompts = [{"prompt": prompt} for prompt in _prompts(said.prompt)]
-    return _asked(said, rest, prompts, policy, said.logprobs is not None)
+def read_completion(body: bytes | bytearray, policy: str) -> ClientRequest:
+    """Read the body of `POST /v1/completions`. `policy` is the label of the version to use. Raises ApiError."""
+    parameters = admission.decode(body, _completion, "completion request")
+    sampling = _vllm_parameters(body, parameters, (*_UNSUPPORTED, "tool_choice", "tools"))
+    sampling["max_tokens"] = parameters.max_completion_tokens or parameters.max_tokens or LIMIT_DEFAULT
+    prompts = [{"prompt": prompt} for prompt in _prompts(parameters.prompt)]
+    return _client_request(parameters, sampling, prompts, policy, parameters.logprobs is not None)
 
 
 def read_chat(body: bytes | bytearray) -> Chat:
-    """Read the body of `POST /v1/chat/completions`. Raises Refused."""
-    said = admission.decode(body, _chat, "a chat request")
-    if said.top_logprobs and not said.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    rest = _rest(body, said, _REFUSED)
-    document = {**rest, "model": MODEL}
-    if said.max_completion_tokens or said.max_tokens:
-        document["max_tokens"] = said.max_completion_tokens or said.max_tokens
-    sampling = {name: value for name, value in rest.items() if name not in _OF_CHAT and name != "max_tokens"}
-    if said.top_logprobs:
-        sampling["logprobs"] = said.top_logprobs
-    return Chat(said, document, sampling)
+    """Read the body of `POST /v1/chat/completions`. Raises ApiError."""
+    parameters = admission.decode(body, _chat, "chat request")
+    if parameters.top_logprobs and not parameters.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs to be true", "top_logprobs")
+    vllm_parameters = _vllm_parameters(body, parameters, _UNSUPPORTED)
+    document = {**vllm_parameters, "model": MODEL}
+    if parameters.max_completion_tokens or parameters.max_tokens:
+        document["max_tokens"] = parameters.max_completion_tokens or parameters.max_tokens
+    sampling = {
+        name: value
+        for name, value in vllm_parameters.items()
+        if name not in _CHAT_PARAMETERS and name != "max_tokens"
+    }
+    if parameters.top_logprobs:
+        sampling["logprobs"] = parameters.top_logprobs
+    return Chat(parameters, document, sampling)
 
 
-def of_chat(chat: Chat, prompt: list[int], sampling: dict[str, Any], policy: str) -> Asked:
-    """The request of a chat whose prompt is known. `sampling`: with its limit. Raises Refused."""
+def from_chat(chat: Chat, prompt: list[int], sampling: dict[str, Any], policy: str) -> ClientRequest:
+    """Return the request of a chat whose prompt is known. `sampling` includes the limit. Raises ApiError."""
     prompts = [{"prompt": prompt}]
-    return _asked(chat.said, sampling, prompts, policy, bool(chat.said.logprobs), chat)
+    return _client_request(chat.parameters, sampling, prompts, policy, bool(chat.parameters.logprobs), chat)
 
 
-def of_turn(chat: Chat, job: Job) -> Asked:
-    """The request of a turn that is made."""
-    return Asked(
-        [job], 1, chat, bool(chat.said.stream), _usage(chat.said), bool(chat.said.logprobs), _ids(chat.said)
+def from_turn(chat: Chat, job: Job) -> ClientRequest:
+    """Return the request of a finished turn."""
+    return ClientRequest(
+        [job],
+        1,
+        chat,
+        bool(chat.parameters.stream),
+        _wants_usage(chat.parameters),
+        bool(chat.parameters.logprobs),
+        _wants_token_ids(chat.parameters),
     )
 
 
 def check_turn(chat: Chat) -> None:
-    """Raise Refused for what cannot be recorded as a turn of a session."""
-    if (chat.said.n or 1) != 1:
-        raise Refused(400, "a turn of a session has one choice: leave `n` out", "n", "unsupported_parameter")
-    if chat.said.top_logprobs:
-        message = "a session records the log-probability of each token that was made, and no others"
-        raise Refused(400, f"{message}: leave `top_logprobs` out", "top_logprobs", "unsupported_parameter")
+    """Raise ApiError for a chat that cannot be recorded as a turn of a session."""
+    if (chat.parameters.n or 1) != 1:
+        raise ApiError(400, "a turn of a session has one choice; remove `n`", "n", "unsupported_parameter")
+    if chat.parameters.top_logprobs:
+        message = "a session records log-probabilities of generated tokens only; remove `top_logprobs`"
+        raise ApiError(400, message, "top_logprobs", "unsupported_parameter")
     if chat.document.get("truncate_prompt_tokens") is not None:
         name = "truncate_prompt_tokens"
-        raise Refused(400, f"a session records whole prompts: leave `{name}` out", name, "unsupported_parameter")
+        raise ApiError(400, f"a session records whole prompts; remove `{name}`", name, "unsupported_parameter")
     try:
         msgspec.msgpack.encode(chat.document["messages"])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise Refused(400, f"messages that cannot be recorded: {error}", "messages") from error
+        raise ApiError(400, f"the messages cannot be recorded: {error}", "messages") from error
 
 
-def _usage(said: _Common) -> bool:
-    return said.stream_options is not None and bool(said.stream_options.include_usage)
+def _wants_usage(parameters: _Common) -> bool:
+    return parameters.stream_options is not None and bool(parameters.stream_options.include_usage)
 
 
-def _ids(said: _Common) -> bool:
-    return bool(said.return_token_ids)
+def _wants_token_ids(parameters: _Common) -> bool:
+    return bool(parameters.return_token_ids)
 
 
-def _rest(body: bytes | bytearray, said: _Common, refused: Sequence[str]) -> dict[str, Any]:
-    """The parameters that go to vLLM as they are. Raises Refused for those that cannot be kept."""
-    if said.model is not None and said.model != MODEL:
-        message = f"there is one model, `{MODEL}`, of the version in {HEADER_POLICY}, not {said.model[:40]!a}"
-        raise Refused(404, message, "model", "model_not_found")
-    whole = admission.decode(body, _whole, "a JSON object")
-    for name in refused:
-        if whole.get(name) not in (None, False, "", [], {}, "none") and (name, whole[name]) != ("best_of", 1):
-            raise Refused(400, f"{name} is not supported", name, "unsupported_parameter")
-        whole.pop(name, None)
-    for name in _OURS:
-        whole.pop(name, None)
-    return whole
+def _vllm_parameters(body: bytes | bytearray, parameters: _Common, unsupported: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters that are passed on to vLLM. Raises ApiError for unsupported ones."""
+    if parameters.model is not None and parameters.model != MODEL:
+        message = f"the only model is `{MODEL}`, of the version in {HEADER_POLICY}, not {parameters.model[:40]!a}"
+        raise ApiError(404, message, "model", "model_not_found")
+    document = admission.decode(body, _json_object, "JSON object")
+    for name in unsupported:
+        if document.get(name) not in (None, False, "", [], {}, "none") and (name, document[name]) != (
+            "best_of",
+            1,
+        ):
+            raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
+        document.pop(name, None)
+    for name in _GATEWAY_PARAMETERS:
+        document.pop(name, None)
+    return document
 
 
 def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:
-    """One prompt or several, each text or token ids."""
+    """Return the prompts of a request, which has one or several, each text or token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [one for one in prompt if isinstance(one, int)]
-    texts = [one for one in prompt if isinstance(one, str)]
-    lists = [one for one in prompt if isinstance(one, list)]
+    ids = [item for item in prompt if isinstance(item, int)]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
     if not prompt or (lists and not all(lists)):
-        raise Refused(400, "the prompt is empty", "prompt")
+        raise ApiError(400, "the prompt is empty", "prompt")
     if len(ids) == len(prompt):
         return [ids]
     if len(texts) == len(prompt):
         return [*texts]
     if len(lists) == len(prompt):
         return [*lists]
-    raise Refused(400, "the prompt mixes text and token ids", "prompt")
+    raise ApiError(400, "the prompt mixes text and token ids", "prompt")
 
 
-def _asked(
-    said: _Common,
-    rest: dict[str, Any],
+def _client_request(
+    parameters: _Common,
+    sampling: dict[str, Any],
     prompts: list[dict[str, Any]],
     policy: str,
-    logprobs: bool,
+    has_logprobs: bool,
     chat: Chat | None = None,
-) -> Asked:
-    n, seed = said.n or 1, secrets.randbits(62) if said.seed is None else said.seed
+) -> ClientRequest:
+    n, seed = parameters.n or 1, secrets.randbits(62) if parameters.seed is None else parameters.seed
     if n * len(prompts) > CHOICES_MAX:
-        raise Refused(400, f"{n} choices for {len(prompts)} prompts: at most {CHOICES_MAX} in all", "n")
+        raise ApiError(400, f"{n} choices for {len(prompts)} prompts exceed the limit of {CHOICES_MAX}", "n")
     if seed + n > SEED_END:
-        raise Refused(400, "seed and n reach beyond 2**63", "seed")
+        raise ApiError(400, "seed + n must be at most 2**63", "seed")
     jobs: list[Job] = []
     for prompt in prompts:
-        group, tokens, ids = _describe(prompt)
+        group, tokens, ids = _prompt_facts(prompt)
         jobs += [
             Job(
-                body={**rest, **prompt, "seed": seed + i},
+                body={**sampling, **prompt, "seed": seed + i},
                 policy=policy,
                 group=group,
                 prompt_tokens=tokens,
@@ -245,21 +258,21 @@ def _asked(
             )
             for i in range(n)
         ]
-    return Asked(
+    return ClientRequest(
         jobs=jobs,
         n=n,
         chat=chat,
-        stream=bool(said.stream),
-        usage=_usage(said),
-        logprobs=logprobs,
-        token_ids=_ids(said),
+        stream=bool(parameters.stream),
+        include_usage=_wants_usage(parameters),
+        has_logprobs=has_logprobs,
+        include_token_ids=_wants_token_ids(parameters),
     )
 
 
-def _describe(prompt: dict[str, Any]) -> tuple[Hashable, int, list[int] | None]:
-    """The group of a prompt, its number of tokens or a guess, and its token ids where they are known."""
-    said = prompt.get("prompt")
-    if isinstance(said, list):
-        return hash(tuple(said)), len(said), said
-    text = said.encode() if isinstance(said, str) else msgspec.json.encode(prompt)
-    return hash(text), 1 + len(text) // BYTES_A_TOKEN, None
+def _prompt_facts(prompt: dict[str, Any]) -> tuple[Hashable, int, list[int] | None]:
+    """Return a prompt's group, its number of tokens or an estimate, and its token ids if known."""
+    content = prompt.get("prompt")
+    if isinstance(content, list):
+        return hash(tuple(content)), len(content), content
+    text = content.encode() if isinstance(content, str) else msgspec.json.encode(prompt)
+    return hash(text), 1 + len(text) // BYTES_PER_TOKEN, None

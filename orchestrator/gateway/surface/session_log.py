@@ -1,8 +1,8 @@
-"""What is recorded of sessions: a file of the machine at once, and the run's store soon after.
+"""The record of sessions: a file on the machine, written immediately, and objects in the run's store.
 
-The file is written before an agent gets its answer, so that a gateway that is killed loses no finished turn, and
-of unfinished ones what came since they were looked at. The store gets the finished turns every UPLOAD_S: that is
-what is lost with the machine. Objects and lines are needed until their sessions are closed.
+The file is written before an agent gets its answer, so a killed gateway loses no finished turn, and of unfinished
+ones only the tokens since their last record. Finished turns go to the store every UPLOAD_S; losing the machine
+loses the turns since then. Records are kept until their session is closed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = structlog.get_logger()
 
 UPLOAD_S = 2.0
 HEAD_SIZE = 4  # before each record: its size
-COMPACT_SIZE = 256 * 1024 * 1024  # of the file, which is then written anew, or twice what it had then
+COMPACT_SIZE = 256 * 1024 * 1024  # rewrite the file above this, or above twice its size after the last rewrite
 
 
 class Made(msgspec.Struct, tag=True):
-    """A finished turn, as `orchestrator.gateway.surface.sessions` has it."""
+    """A finished turn of `orchestrator.gateway.surface.sessions`."""
 
     session: str
     opening: bytes
@@ -50,7 +50,7 @@ class Made(msgspec.Struct, tag=True):
 
 
 class Part(msgspec.Struct, tag=True):
-    """Tokens of an unfinished turn, from the place `start` on."""
+    """Tokens of an unfinished turn, from index `start` on."""
 
     session: str
     opening: bytes
@@ -62,15 +62,15 @@ class Part(msgspec.Struct, tag=True):
 
 
 class Opened(msgspec.Struct, tag=True):
-    """A session was opened, or opened again: no turn is told yet."""
+    """A session was opened, or opened again, which voids the Answered records so far."""
 
     session: str
     opening: bytes
-    said: OpenSession
+    parameters: OpenSession = msgspec.field(name="said")
 
 
-class Told(msgspec.Struct, tag=True):
-    """A turn's agent gets its answer. What is told of `parent` is the key and number of another turn."""
+class Answered(msgspec.Struct, tag="Told"):
+    """A turn's agent gets its answer. `parent` is the key and number of another turn."""
 
     session: str
     key: bytes
@@ -85,12 +85,12 @@ class Told(msgspec.Struct, tag=True):
 
 
 class Closed(msgspec.Struct, tag=True):
-    """A session is over. One that is opened later under its name has nothing of it."""
+    """A session has ended. A later session of the same name shares nothing with it."""
 
     session: str
 
 
-Record: TypeAlias = Opened | Made | Told | Part | Closed
+Record: TypeAlias = Opened | Made | Answered | Part | Closed
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -99,42 +99,42 @@ class SessionLog:
     """The records of one gateway and of those before it.
 
     Args:
-        path: the file of this machine; None: nothing is kept but in the store.
-        store: the run's, without retries; None: nothing is kept beyond this machine.
-        timeline: the trainer's: sessions of earlier ones are over.
+        path: the file on this machine; None: keep records in the store only.
+        store: the run's, without retries; None: keep records on this machine only.
+        timeline: the trainer's; sessions of earlier timelines are over.
     """
 
     def __init__(self, path: Path | None, store: Store | None, timeline: int = 0) -> None:
         self._path, self._store, self._timeline = path, store, timeline
         self._file: int | None = None
         self._size = self._compact_size = 0
-        self._open: dict[str, list[bytes]] = {}  # what is stored of each session, encoded
+        self._open: dict[str, list[bytes]] = {}  # encoded records of each open session, without parts
         self._parts: dict[str, dict[tuple[bytes, int], list[bytes]]] = {}  # of each session's unfinished turns
-        self._pending: list[tuple[str, bytes]] = []
-        self._objects: dict[str, set[str]] = {}  # the sessions in each
+        self._pending: list[tuple[str, bytes]] = []  # session and record, not in the store yet
+        self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
         self._is_failing = False
 
     def load(self) -> list[Record]:
-        """Return what gateways before this one have recorded of open sessions, and go on from there."""
+        """Return the records that earlier gateways made of open sessions, and continue with them."""
         try:
             data = self._path.read_bytes() if self._path is not None else None
         except FileNotFoundError:
             data = None
         except OSError as error:
-            log.warning("sessions_not_read", why=str(error))
+            log.warning("session_file_read_failed", error=str(error))
             data = None
-        found = list(_records(data)) if data is not None else []
-        found += self._stored(is_needed=data is None)
-        for record, encoded in found:
+        records = list(_records(data)) if data is not None else []
+        records += self._stored(is_needed=data is None)
+        for record, encoded in records:
             self._note(record, encoded)
-        kept = set(map(id, self._needed()))
+        needed = set(map(id, self._needed()))
         self._rewrite()
-        self._pending = [(name, one) for name, every in self._open.items() for one in every]
-        return [record for record, encoded in found if id(encoded) in kept]
+        self._pending = [(name, record) for name, session in self._open.items() for record in session]
+        return [record for record, encoded in records if id(encoded) in needed]
 
     def append(self, record: Record) -> None:
-        """Write a record down before this returns; the store gets it later."""
+        """Write a record to the file, and to the store later."""
         data = _encode(record)
         self._note(record, data)
         if not isinstance(record, Part | Closed):
@@ -144,16 +144,17 @@ class SessionLog:
             self._rewrite()
 
     async def run(self) -> None:
-        """Store what is new, and delete what is not needed, for ever."""
+        """Flush every UPLOAD_S, forever."""
         while True:
             await asyncio.sleep(UPLOAD_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Do so once."""
+        """Upload new records of open sessions, and delete objects that are not needed any more."""
         if self._store is None:
             return
-        pending, self._pending = [one for one in self._pending if one[0] in self._open], []
+        pending = [(session, record) for session, record in self._pending if session in self._open]
+        self._pending = []
         unneeded = [key for key, sessions in self._objects.items() if not sessions]
         if not pending and not unneeded:
             return
@@ -166,14 +167,14 @@ class SessionLog:
                 pending = []
             if unneeded:
                 await asyncio.to_thread(self._store.delete, unneeded)
-                for one in unneeded:
-                    self._objects.pop(one, None)
+                for object_key in unneeded:
+                    self._objects.pop(object_key, None)
         except StoreError as error:
             if pending:
-                self._objects[key] = set()  # it may have come there
+                self._objects[key] = set()  # the failed upload may have written it, so delete it later
                 self._pending = [*pending, *self._pending]
             if not self._is_failing:
-                log.warning("sessions_not_stored", why=str(error))
+                log.warning("session_upload_failed", error=str(error))
             self._is_failing = True
         else:
             self._is_failing = False
@@ -185,7 +186,7 @@ class SessionLog:
             self._file = None
 
     def _note(self, record: Record, data: bytes) -> None:
-        """Know what is needed after this record."""
+        """Add a record to those that are needed, and drop those that it makes obsolete."""
         name = record.session
         if isinstance(record, Opened):
             self._open.setdefault(name, []).append(data)
@@ -207,30 +208,30 @@ class SessionLog:
                 self._parts.get(name, {}).pop((record.key, record.number), None)
 
     def _needed(self) -> Iterator[bytes]:
-        for name, every in self._open.items():
-            yield from every
+        for name, records in self._open.items():
+            yield from records
             for parts in self._parts.get(name, {}).values():
                 yield from parts
 
     def _stored(self, *, is_needed: bool) -> list[tuple[Record, bytes]]:
-        """What the store has, which is deleted once this gateway has stored it anew."""
-        found: list[tuple[Record, bytes]] = []
+        """Return the records in the store, if they are needed. Their objects are deleted after the next upload."""
+        records: list[tuple[Record, bytes]] = []
         if self._store is None:
-            return found
-        mine = layout.sessions(self._timeline, 0, 0).rpartition("/")[0]
+            return records
+        prefix = layout.sessions(self._timeline, 0, 0).rpartition("/")[0]
         try:
             for entry in self._store.entries(layout.SESSIONS):
-                if entry.key[: len(mine)] > mine:  # of a newer trainer than this gateway's
+                if entry.key[: len(prefix)] > prefix:  # of a newer timeline
                     continue
-                if is_needed and entry.key.startswith(mine):
-                    found += _records(self._store.get_or_none(entry.key) or b"")
+                if is_needed and entry.key.startswith(prefix):
+                    records += _records(self._store.get_or_none(entry.key) or b"")
                 self._objects[entry.key] = set()
         except StoreError as error:
-            log.warning("stored_sessions_not_read", why=str(error))
-        return found
+            log.warning("stored_sessions_read_failed", error=str(error))
+        return records
 
     def _rewrite(self) -> None:
-        """Begin the file anew, with what is needed alone."""
+        """Rewrite the file with only the needed records."""
         self.close()
         if self._path is None:
             return
@@ -243,7 +244,7 @@ class SessionLog:
             self._size = os.fstat(self._file).st_size
             self._compact_size = max(COMPACT_SIZE, 2 * self._size)
         except OSError as error:
-            self._give_up(error)
+            self._disable_file(error)
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
@@ -253,13 +254,16 @@ class SessionLog:
             if os.write(self._file, framed) < len(framed):
                 raise OSError(errno.ENOSPC, "the disk is full")
         except OSError as error:
-            self._give_up(error)
+            self._disable_file(error)
         else:
             self._size += len(framed)
 
-    def _give_up(self, error: OSError) -> None:
-        """Do without a file, as on a full disk. One that lacks something would hide what the store has."""
-        log.warning("sessions_not_kept", why=str(error))
+    def _disable_file(self, error: OSError) -> None:
+        """Delete the file and continue without it, as on a full disk.
+
+        An incomplete file would hide records in the store, which are only read without a file.
+        """
+        log.warning("session_file_disabled", error=str(error))
         self.close()
         self._size = 0
         assert self._path is not None
@@ -273,17 +277,17 @@ def _framed(data: bytes) -> bytes:
 
 
 def _records(data: bytes) -> Iterator[tuple[Record, bytes]]:
-    """The records in a file, decoded and as they are there, up to one that was cut off."""
-    place = 0
-    while place + HEAD_SIZE <= len(data):
-        end = place + HEAD_SIZE + int.from_bytes(data[place : place + HEAD_SIZE], "big")
+    """Yield the records in a file, decoded and encoded, up to an incomplete one."""
+    offset = 0
+    while offset + HEAD_SIZE <= len(data):
+        end = offset + HEAD_SIZE + int.from_bytes(data[offset : offset + HEAD_SIZE], "big")
         if end > len(data):
             return
-        encoded = data[place + HEAD_SIZE : end]
+        encoded = data[offset + HEAD_SIZE : end]
         try:
             record = _decode(encoded)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            log.warning("session_record_not_read", why=str(error))
+            log.warning("session_record_invalid", error=str(error))
         else:
             yield record, encoded
-        place = end
+        offset = end

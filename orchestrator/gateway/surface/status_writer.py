@@ -1,6 +1,6 @@
-"""Writes the gateway's status to the run's store, where the controller and the views read it.
+"""Write the gateway's status to the run's store, for the controller and the views.
 
-They cannot ask the gateway, for it listens beside the trainer on an address that they may not reach.
+They may not be able to reach the gateway, which listens on the trainer's machine.
 """
 
 from __future__ import annotations
@@ -22,62 +22,63 @@ from policies.serving.wire import STATUS_S
 
 log = structlog.get_logger()
 
-LOOK_S = 0.25  # changes that come within this are written together
-RETRY_S = 1.0  # after a write that failed
+CHECK_S = 0.25  # changes within this interval are written together
+RETRY_S = 1.0  # after a failed write
 
 
 class StatusWriter:
-    """Writes the status soon after each change of the membership, and every STATUS_S without one.
+    """Writes the status soon after each membership change, and every STATUS_S without one.
 
     Args:
-        store: the run's store, without retries: what could not be written is old by then, and the next try writes
-            what is true then.
-        by: the precedence of the machine's trainer, under which it is written.
-        look: returns the status as it is now; called on the event loop. `seq` is set here.
-        clock: seconds, never going back.
+        store: the run's store, without retries, since the next attempt writes a newer status.
+        by: the precedence of the machine's trainer, which is part of the document's name.
+        status: returns the current status, whose `seq` is set here; called on the event loop.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
         self,
         store: Store,
         by: Precedence,
-        look: Callable[[], GatewayStatus],
+        status: Callable[[], GatewayStatus],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._by = by
-        self._look = look
+        self._status = status
         self._clock = clock
         self._seq = 0
-        self._failing = False
+        self._is_failing = False
 
     async def run(self) -> None:
-        """Look and write, for ever, one write at a time, in a thread: the event loop never waits for the store."""
-        told: Hashable = None
-        told_at_s = -math.inf
+        """Check and write, forever, in a thread, so that the event loop never waits for the store."""
+        written: Hashable = None
+        written_at_s = -math.inf
         while True:
-            status, now_s = self._look(), self._clock()
-            if _membership(status) != told or now_s - told_at_s >= STATUS_S:
+            status, now_s = self._status(), self._clock()
+            if _membership(status) != written or now_s - written_at_s >= STATUS_S:
                 self._seq += 1
                 await asyncio.to_thread(self._write, replace(status, seq=self._seq))
-                if not self._failing:
-                    told, told_at_s = _membership(status), now_s
-            await asyncio.sleep(RETRY_S if self._failing else LOOK_S)
+                if not self._is_failing:
+                    written, written_at_s = _membership(status), now_s
+            await asyncio.sleep(RETRY_S if self._is_failing else CHECK_S)
 
     def _write(self, status: GatewayStatus) -> None:
         try:
             documents.members(self._by).write(self._store, status)
         except StoreError as error:
-            if not self._failing:
-                log.warning("status_not_written", error=str(error))
-            self._failing = True
+            if not self._is_failing:
+                log.warning("status_write_failed", error=str(error))
+            self._is_failing = True
         else:
-            if self._failing:
-                log.info("status_written_again")
-            self._failing = False
+            if self._is_failing:
+                log.info("status_write_recovered")
+            self._is_failing = False
 
 
 def _membership(status: GatewayStatus) -> Hashable:
-    """What is written at once when it changes; the counts can wait for the next beat."""
-    members = tuple((one.node, one.boot_id, one.policy, one.serving, one.draining) for one in status.members)
+    """Return the part of the status whose change is written soon; counts wait for STATUS_S."""
+    members = tuple(
+        (member.node, member.boot_id, member.policy, member.serving, member.draining) for member in status.members
+    )
     return status.policy, members, tuple(status.changes[-1:])

@@ -170,7 +170,7 @@ def ask_as_the_gateway(port: int, _folder: Path) -> None:
         pool = Pool(identity.address(HOST, port), identity.client_context(TOKEN))
         with contextlib.suppress(OSError):
             connection, receiver = await pool.connect(5.0), Nobody()
-            connection.ask([f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()], receiver)
+            connection.send([f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()], receiver)
             await receiver.over.wait()
 
     asyncio.run(ask())

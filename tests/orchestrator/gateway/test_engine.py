@@ -17,7 +17,7 @@ LONG_S = 1.2  # in place of four minutes
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MOST_S", LONG_S)
-    monkeypatch.setattr(watch, "SELDOM_S", 0.1)
+    monkeypatch.setattr(watch, "HOUSEKEEPING_S", 0.1)
 
 
 def report_work(node: Node) -> None:
@@ -58,7 +58,7 @@ async def test_one_that_others_have_gone_before_is_ended(world: World) -> None:
         await world.ask(job(max_tokens=5))
     node.change(loses=set())
     assert (await asked).token_ids == undisturbed(lost)[0]
-    assert world.ledger.handovers_by == {"silent": 1}
+    assert world.ledger.handovers_by_reason == {"silent": 1}
 
 
 @pytest.mark.usefixtures("soon")
@@ -96,7 +96,7 @@ async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_a
     await world.until(lambda: one.handovers == 1)  # the same tokens again and again
     node.change(stalls=1000)
     assert (await asked).token_ids == undisturbed(one)[0]
-    assert world.ledger.handovers_by.keys() == {"silent"}
+    assert world.ledger.handovers_by_reason.keys() == {"silent"}
 
 
 async def test_server_that_does_not_answer_is_mute_although_its_engine_works(world: World) -> None:

@@ -86,7 +86,7 @@ async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(wo
 async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: World) -> None:
     batch = make_batch("0-0")
     node = await left_alone(world, batch)
-    under_way = list(world.gateway.kept._left[0].requests.values())[8:]
+    under_way = list(world.gateway.orphans._batches[0].requests.values())[8:]
     kept = sum(len(one.job.token_ids) for one in under_way)
     lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
     read = await until_progress(lines)
@@ -125,7 +125,7 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window of several is trained on while the others are made; then the trainer dies."""
-    monkeypatch.setattr(kept_module, "PASSED_S", 0.0)
+    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
     node = await world.node("a", max_requests=4, event_s=0.01)
     batch, newer = make_batch("0-0"), make_batch("0-1", requests=1)
     lines = world.lines(batch)
@@ -133,9 +133,9 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
         pass
     node.change(stalls=1)
     await leave(lines)
-    await world.until(lambda: world.gateway.kept._left)
+    await world.until(lambda: world.gateway.orphans._batches)
     node.change(stalls=FOREVER)
-    left = world.gateway.kept._left[0]
+    left = world.gateway.orphans._batches[0]
     assert len(left.open) >= 16
     stored = [one for one in left.requests.values() if one.delivered]
     assert stored
@@ -150,13 +150,13 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
 async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
     newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_module, "PASSED_S", 0.0)
+    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     abandoned = (await until_progress(lines))[-1].progress
     assert abandoned is not None
     await leave(lines)
-    await world.until(lambda: world.gateway.kept._left)
+    await world.until(lambda: world.gateway.orphans._batches)
     node.loads = True
     every = replace(make_batch(newer.version, requests=3), policy=newer)
     first, second, third = (replace(every, requests=[one]) for one in every.requests)
@@ -171,7 +171,7 @@ async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once
 
 
 async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "KEPT_S", 0.0)
+    monkeypatch.setattr(kept_module, "ORPHAN_TTL_S", 0.0)
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
@@ -185,7 +185,7 @@ async def left_alone(world: World, batch: Batch) -> Node:
     lines = world.lines(batch)
     await until_progress(lines, lambda _: node.stalled == len(batch.requests))
     await leave(lines)
-    await world.until(lambda: world.gateway.kept._left)
+    await world.until(lambda: world.gateway.orphans._batches)
     return node
 
 
@@ -203,7 +203,7 @@ async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None
     await leave(lines)
     error = (await world.complete(make_batch("0-7", deadline_s=1.0))).error
     assert error is not None
-    assert "no node could serve policy 0-7 within 1 s" in error
+    assert "no node served policy 0-7 within 1 s" in error
     assert "a holds base weights" in error
     assert node.asked == []
     await world.until(lambda: world.members.waiting.count == 0)
@@ -228,9 +228,9 @@ async def test_patient_batch_without_any_node_ends_at_once(world: World, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now_s[0])
         fresh = Members("secret")
-        assert fresh.anyone()
+        assert fresh.has_usable_member()
         now_s[0] += SILENT_S
-        assert not fresh.anyone()
+        assert not fresh.has_usable_member()
     heard = await world.complete(replace(make_batch("0-0"), patience_s=0.0))
     assert (heard.completions, heard.cut, heard.error) == ([], [], None)
     assert heard.end is not None

@@ -46,8 +46,8 @@ async def test_a_job_goes_on_from_the_tokens_that_arrived(world: World, tokens: 
     assert arrived == tokens
     assert (asked["max_tokens"], asked["min_tokens"]) == (17 - arrived, max(0, 6 - arrived))
     assert (world.ledger.saved, world.ledger.discarded) == (arrived, 0)
-    assert world.ledger.replayed_prefill == 3 + arrived
-    assert world.ledger.handovers_by == {"lost": 1}
+    assert world.ledger.replayed == 3 + arrived
+    assert world.ledger.handovers_by_reason == {"lost": 1}
     assert one.handed_over == [HandOver("first", arrived)]
 
 
@@ -68,7 +68,7 @@ async def test_text_goes_on_over_the_seam(world: World) -> None:
     while texts(undisturbed(one := job(keep_text=True))[0])[4] == "":
         pass  # the fifth token is half a character
     told: list[str] = []
-    one.arrived = lambda: told.append(one.text)
+    one.on_progress = lambda: told.append(one.text)
     got = await cut(world, one)
     assert got.text == "".join(texts(got.token_ids)) == told[-1]
     assert told == sorted(told, key=len)
@@ -93,7 +93,7 @@ async def test_other_weights_or_a_leaving_node_lose_nothing(world: World, why: s
     else:
         world.members.leave("first", first.boot_id)
     check(one, await asked)
-    assert (world.ledger.handovers_by, world.ledger.saved) == ({why: 1}, 5)
+    assert (world.ledger.handovers_by_reason, world.ledger.saved) == ({why: 1}, 5)
     await world.until(lambda: first.aborted == (why == "left"))
 
 
@@ -110,42 +110,51 @@ def head(line: str) -> bytes:
 
 
 CHUNK = b"ffffffff\r\n"
-HTTP = "it does not speak HTTP"
+HTTP = "invalid HTTP response"
 # A node's answers, each with a part of what is reported of it.
 HOSTILE = {
     "nothing": (b"\r\n", "closed"),
     "not HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n", HTTP),
-    "an endless header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000, "too long a header"),
-    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 50_000, "too long a header"),
+    "an endless header": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000, "response header over 64 KiB"),
+    "endless headers": (b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 50_000, "response header over 64 KiB"),
     "another protocol": (head("101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade"), "101"),
     "no such length": (head("200 OK\r\nContent-Length: -1"), HTTP),
     "two lengths": (head("200 OK\r\nContent-Length: 1\r\nContent-Length: 2"), HTTP),
     "no chunk": (EVENT_STREAM + b"zz\r\n", HTTP),
-    "an endless event": (EVENT_STREAM + CHUNK + b"data: " + b"x" * (17 << 20), "more than 16 MiB"),
-    "deep": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n", "no event"),
-    "not text": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n', "no event"),
-    "a huge token": (EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70, "no event"),
-    "an error": (head("500 Oh\r\nContent-Length: 100000") + b"x" * 100_000, "it answered 500: xxx"),
-    "no policy of that name": (head("409 Conflict\r\nContent-Length: 4") + b"none", "it answered 409: none"),
-    "too many requests": (head("429 Wait\r\nContent-Length: 0"), "it answered 429"),
+    "an endless event": (EVENT_STREAM + CHUNK + b"data: " + b"x" * (17 << 20), "sent an event over 16 MiB"),
+    "deep": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"text": ' + b"[" * 100_000 + b"}\n\n",
+        "sent an invalid event",
+    ),
+    "not text": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n',
+        "sent an invalid event",
+    ),
+    "a huge token": (
+        EVENT_STREAM + CHUNK + b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % 2**70,
+        "sent an invalid event",
+    ),
+    "an error": (head("500 Oh\r\nContent-Length: 100000") + b"x" * 100_000, "answered 500: xxx"),
+    "no policy of that name": (head("409 Conflict\r\nContent-Length: 4") + b"none", "answered 409: none"),
+    "too many requests": (head("429 Wait\r\nContent-Length: 0"), "answered 429"),
 }
 # How a stream may end after its first event without being complete, and a part of what is reported of it.
 BREAKS = {
-    "nothing": (b"", "without saying why"),
-    "done": (b"data: [DONE]\n\n", "without saying why"),
+    "nothing": (b"", "without a finish reason"),
+    "done": (b"data: [DONE]\n\n", "without a finish reason"),
     "abort": (
         b'data: {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n',
-        "it stopped after 1 tokens: abort",
+        "stopped after 1 tokens: abort",
     ),
     "error": (
         b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n',
-        "it said 500: engine died",
+        "reported 500: engine died",
     ),
-    "nonsense": (b"data: {\n\n", "which is no event"),
-    "deep": (b'data: {"choices": [], "x": ' + b"[" * 50_000 + b"\n\n", "which is no event"),
+    "nonsense": (b"data: {\n\n", "sent an invalid event"),
+    "deep": (b'data: {"choices": [], "x": ' + b"[" * 50_000 + b"\n\n", "sent an invalid event"),
     "no-token": (
         b'data: {"choices": [{"token_ids": [-1], "logprobs": {"token_logprobs": [0.0]}}]}\n\n',
-        "which is no event",
+        "sent an invalid event",
     ),
     "no-logprobs": (
         b'data: {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}\n\n',
@@ -154,7 +163,7 @@ BREAKS = {
     "too-many": (
         b'data: {"choices": [{"token_ids": %a, "logprobs": {"token_logprobs": %a}}]}\n\n'
         % ([7] * 999, [-1.0] * 999),
-        "1000 tokens where at most 16",
+        "sent 1000 tokens, more than the limit of 16",
     ),
 }
 WAYS = [({"raw": raw}, said) for raw, said in HOSTILE.values()]
@@ -205,11 +214,11 @@ async def test_who_leaves_late_does_not_take_the_next_ones_connection_along(worl
     pool = Pool(node.row.address, None)
     connection, health = await pool.connect(HANG_S), [b"GET /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
     first, second = Listener(), Listener()
-    connection.ask(health, first)
+    connection.send(health, first)
     assert await first.over == ""
     assert pool.take() is connection
-    connection.ask(health, second)
-    connection.leave(first)
+    connection.send(health, second)
+    connection.cancel(first)
     assert await second.over == ""
     pool.close()
 
@@ -230,7 +239,7 @@ async def test_who_gives_up_frees_the_place_and_the_node(world: World) -> None:
     two = job()
     asked = await world.begun(job())
     waits = world.ask(two)
-    await world.until(lambda: two.waiting)
+    await world.until(lambda: two.is_waiting)
     asked.cancel()
     await world.until(lambda: node.aborted == 1)
     node.change(stalls=FOREVER)
@@ -251,11 +260,11 @@ async def test_a_server_that_does_not_answer_is_mute_until_it_does(world: World)
     one = job()
     asked = world.ask(one)
     await world.until(lambda: node.row.mute)
-    await world.until(lambda: one.waiting)
+    await world.until(lambda: one.is_waiting)
     second = await world.node("second")
     check(one, await asked)
     assert second.asked[0]["max_tokens"] == 16 - 5
-    assert world.ledger.handovers_by == {"silent": 1}
+    assert world.ledger.handovers_by_reason == {"silent": 1}
     await asyncio.sleep(0)  # its agent goes on announcing it
     assert node.row.mute
     node.change(deaf=False, stalls=100)
@@ -273,7 +282,7 @@ async def test_a_dead_server_is_mute_however_often_its_agent_announces_it(world:
     assert node.row.mute
     await world.node("second")
     check(one, await asked)
-    assert world.ledger.handovers_by == {"closed": 1}
+    assert world.ledger.handovers_by_reason == {"closed": 1}
 
 
 async def test_a_slow_server_that_answers_is_left_alone(world: World) -> None:

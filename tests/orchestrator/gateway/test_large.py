@@ -136,8 +136,8 @@ def largest_share(body: bytes) -> float:
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await world.until(lambda: world.gateway.kept._left)
-            world.gateway.kept.ask("1-0")  # another timeline: nobody will come for it
+            await world.until(lambda: world.gateway.orphans._batches)
+            world.gateway.orphans.expire_superseded("1-0")  # another timeline: nobody will come for it
             await world.until(lambda: len(asyncio.all_tasks()) <= idle)
             assert (world.members.waiting.count, world.members.rows[0].running) == (0, 0)
             watching.cancel()
@@ -150,12 +150,12 @@ def largest_share(body: bytes) -> float:
 async def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory(world: World) -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
-    kept = world.gateway.kept
+    kept = world.gateway.orphans
     batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger, kept)
     async with aclosing(batch_run.chunks()) as chunks:
         await anext(chunks)
     assert prompt.token_ids
-    kept.ask("1-0")
+    kept.expire_superseded("1-0")
     await world.until(lambda: not prompt.token_ids)
 
 

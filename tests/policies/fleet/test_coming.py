@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from orchestrator.gateway.routing.members import COMERS_MAX, Comers
+from orchestrator.gateway.routing.members import JOINING_NODES_MAX, JoiningNodes
 from policies.model.events import NodeMoved
 from policies.model.vocabulary import NodePhase, Refusal, Role
 from policies.serving.joining import (
@@ -30,16 +30,16 @@ class SlowWorld(World):
     """Rollout nodes tell the gateway how far they are, by `at`: seconds since the agent's start to a stage."""
 
     at: Callable[[float], Stage] = lambda _: Stage(ENGINE)
-    comers: Comers = field(default_factory=Comers)
+    joining_nodes: JoiningNodes = field(default_factory=JoiningNodes)
     deaf: bool = False  # the controller does not hear from the gateway
 
     def snapshot(self) -> Snapshot:
         seen = super().snapshot()
         for name in self.machines:
             if name.startswith(Role.ROLLOUT) and self.now_s >= self.up_at_s[name] + SETUP_S:
-                self.comers.tell(name, self.at(self.now_s - self.up_at_s[name] - SETUP_S), self.now_s)
+                self.joining_nodes.update(name, self.at(self.now_s - self.up_at_s[name] - SETUP_S), self.now_s)
         members = seen.members or {}
-        coming = self.comers.status(members, self.now_s)
+        coming = self.joining_nodes.status(members, self.now_s)
         if self.deaf:
             return replace(seen, members=None, coming={})
         return replace(seen, coming={one.node: one for one in coming} if seen.members is not None else {})
@@ -134,7 +134,7 @@ def test_a_gateway_that_is_not_heard_from_counts_against_nobody(hours: float) ->
 def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
     world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
     world.let_pass(2.0)
-    world.comers = Comers()
+    world.joining_nodes = JoiningNodes()
     world.let_pass(0.2)
     assert world.state.slots["rollout-0"].incarnations == 1
 
@@ -147,26 +147,28 @@ def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) 
     world = slow(at, 100 * HOUR_S)
     for _ in range(12 * 6):
         world.let_pass(1 / 6)
-        world.comers = Comers() if by == "a new gateway" else world.comers
+        world.joining_nodes = JoiningNodes() if by == "a new gateway" else world.joining_nodes
     assert world.state.slots["rollout-0"].incarnations == 2
     [gone] = [one for one in world.of(NodeMoved) if one.refusal is Refusal.NEVER_SERVED]
     assert "and no member after" in gone.reason
 
 
 def test_the_gateway_counts_each_time_that_one_gets_on() -> None:
-    comers = Comers()
+    joining_nodes = JoiningNodes()
     for at_s, done_bytes in enumerate((0, 1, 6, 7, 12, 11, 12)):
-        comers.tell("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
-    assert comers.moves == 3
-    assert comers.status((), 10.0)[0].still_s == 6.0
-    comers.forget("rollout-0-i1")
-    assert comers.status((), 10.0) == []
+        joining_nodes.update("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
+    assert joining_nodes.moves == 3
+    assert joining_nodes.status((), 10.0)[0].still_s == 6.0
+    joining_nodes.forget("rollout-0-i1")
+    assert joining_nodes.status((), 10.0) == []
 
 
 def test_what_the_gateway_remembers_has_a_limit_and_members_are_not_coming() -> None:
-    comers = Comers()
-    for number in range(2 * COMERS_MAX):
-        comers.tell(f"rollout-{number}-i1", Stage(ENGINE), float(number))
-    told = comers.status({f"rollout-{2 * COMERS_MAX - 1}-i1"}, 1000.0)
-    assert len(told) == COMERS_MAX - 1
-    assert {one.node for one in told} == {f"rollout-{n}-i1" for n in range(COMERS_MAX, 2 * COMERS_MAX - 1)}
+    joining_nodes = JoiningNodes()
+    for number in range(2 * JOINING_NODES_MAX):
+        joining_nodes.update(f"rollout-{number}-i1", Stage(ENGINE), float(number))
+    told = joining_nodes.status({f"rollout-{2 * JOINING_NODES_MAX - 1}-i1"}, 1000.0)
+    assert len(told) == JOINING_NODES_MAX - 1
+    assert {one.node for one in told} == {
+        f"rollout-{n}-i1" for n in range(JOINING_NODES_MAX, 2 * JOINING_NODES_MAX - 1)
+    }

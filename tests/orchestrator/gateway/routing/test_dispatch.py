@@ -36,7 +36,7 @@ async def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not
     await world.until(lambda: all(len(one.token_ids) == 5 for one in long))
     second = await world.node("second", stalls=0)
     first.kill()
-    await world.until(lambda: sum(one.waiting for one in long) == 2 and second.running == 1)
+    await world.until(lambda: sum(one.is_waiting for one in long) == 2 and second.running == 1)
     assert second.row.replaying == 10_005
     new = world.ask(job())
     await world.until(lambda: second.running == 2)
@@ -44,7 +44,7 @@ async def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not
     for one, got in zip(long, await asyncio.gather(*asked), strict=True):
         assert got.token_ids == undisturbed(one)[0]
     await new
-    assert world.ledger.replayed_prefill == 3 * 10_005
+    assert world.ledger.replayed == 3 * 10_005
 
 
 async def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full(world: World) -> None:
@@ -87,7 +87,7 @@ async def test_what_a_drained_member_does_not_finish_goes_on_elsewhere(world: Wo
     assert (leaving.running, world.ledger.handovers) == (2, 0)  # there is no other
     other = await world.node("other")
     assert (await asked[0]).token_ids == undisturbed(moves)[0]
-    assert (len(other.asked), world.ledger.handovers_by) == (1, {"drained": 1})
+    assert (len(other.asked), world.ledger.handovers_by_reason) == (1, {"drained": 1})
     leaving.change(stalls=100)  # what would have to start over is left to finish
     assert (await asked[1]).node == "leaving"
     await world.until(lambda: world.members.row("leaving") is None)
@@ -101,7 +101,7 @@ async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> 
     asked = await world.begun(one)
     first.kill()
     await world.node("newer", policy="0-6")
-    await world.until(lambda: one.waiting)
+    await world.until(lambda: one.is_waiting)
     assert (older.asked, asked.done()) == ([], False)
     await world.node("same", policy="0-5")
     got = await asked
@@ -115,9 +115,11 @@ async def test_the_queue_is_bounded(world: World) -> None:
     huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
     asked = [world.ask(huge), world.ask(small)]
     await world.until(lambda: world.members.waiting.count == 2)
-    with pytest.raises(QueueFull, match="2 requests of 1024 MiB wait for a node: no more are taken"):
+    with pytest.raises(
+        QueueFull, match=r"the queue is full: 2 requests \(1024 MiB\) wait for a node; retry later"
+    ):
         await world.ask(more)
-    more.admitted = True
+    more.is_admitted = True
     asked.append(world.ask(more))
     await world.until(lambda: world.members.waiting.count == 3)
     asked[0].cancel()

@@ -43,7 +43,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shares_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "SHARES_S", 600.0)
+    monkeypatch.setattr(places, "SHARE_LIMIT_S", 600.0)
 
 
 @pytest.mark.usefixtures("shares_for_ever")
@@ -93,9 +93,9 @@ async def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost(world
     late.change(event_s=0.01)
     for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
         assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
-    assert world.ledger.handovers_by.keys() == {"shared"}
+    assert world.ledger.handovers_by_reason.keys() == {"shared"}
     assert world.ledger.handovers >= PER_NODE - 5
-    assert max(one.shared for one in jobs) <= watch.MOVES_MAX
+    assert max(one.rebalances for one in jobs) <= watch.REBALANCES_MAX
     assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
 
 
@@ -116,8 +116,8 @@ async def test_those_without_a_token_go_first_and_lose_nothing(world: World) -> 
     await world.until(lambda: early.row.running == 2 * PER_NODE)
     await late.load(NEW)
     await world.until(lambda: late.row.running >= PER_NODE - 6)
-    assert Counter(one.shared for one in begun) == {0: PER_NODE}
-    assert world.ledger.saved == world.ledger.replayed_prefill == 0
+    assert Counter(one.rebalances for one in begun) == {0: PER_NODE}
+    assert world.ledger.saved == world.ledger.replayed == 0
     for node in (early, late):
         node.change(event_s=0.001, stalls=1000)
     await asyncio.gather(*asked)
@@ -137,5 +137,5 @@ async def test_last_request_of_a_slow_member_moves_to_an_idle_one(world: World) 
     assert [one.node for one in got] == ["fast", "fast"]
     for one, made in zip(jobs, got, strict=True):
         assert (made.token_ids, made.logprobs, made.finish_reason) == undisturbed(one)
-    assert world.ledger.handovers_by == {"shared": 1}
+    assert world.ledger.handovers_by_reason == {"shared": 1}
     assert world.ledger.discarded == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.gateway.routing.members import VERSIONS_KEPT, Spreads
+from orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
 from policies.serving.gateway_status import VersionSpread
 from policies.serving.member import Row
 from policies.serving.wire import Announce, PolicyStages
@@ -20,32 +20,32 @@ def says(policy: str, stages: PolicyStages | None = None) -> Announce:
 
 
 def test_each_stage_is_the_most_that_any_member_took_from_when_the_policy_was_wanted() -> None:
-    spreads = Spreads()
+    spreads = VersionSpreads()
     spreads.want("0-1", [row("a"), row("b"), row("c"), row("has-it", "0-1")], 100.0)
     assert spreads.last == [VersionSpread("0-1", members=3)]
-    spreads.hear("a", says("0-0"), 101.0)
-    spreads.hear("b", says("0-1", PolicyStages("0-1", 2.0, 500, 1.0)), 104.0)
-    spreads.hear("a", says("0-1", PolicyStages("0-1", 3.0, 400, 0.5)), 105.0)
+    spreads.record("a", says("0-0"), 101.0)
+    spreads.record("b", says("0-1", PolicyStages("0-1", 2.0, 500, 1.0)), 104.0)
+    spreads.record("a", says("0-1", PolicyStages("0-1", 3.0, 400, 0.5)), 105.0)
     for at_s in (106.0, 107.0):  # what is said again, and by who came later, changes nothing
-        spreads.hear("b", says("0-1"), at_s)
-        spreads.hear("later", says("0-1"), at_s)
+        spreads.record("b", says("0-1"), at_s)
+        spreads.record("later", says("0-1"), at_s)
         spreads.want("0-1", [row("later")], at_s)
     assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
 
 
 def test_a_node_without_stages_counts_with_its_time_alone() -> None:
-    spreads = Spreads()
+    spreads = VersionSpreads()
     spreads.want("0-1", [row("a", None)], 1.0)
-    spreads.hear("a", says("0-1"), 3.5)
+    spreads.record("a", says("0-1"), 3.5)
     assert spreads.last == [VersionSpread("0-1", 1, 1, 2.5, 2.5)]
 
 
 def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() -> None:
-    spreads = Spreads()
+    spreads = VersionSpreads()
     for step in range(VERSIONS_KEPT + 2):
         spreads.want(f"0-{step}", [row("a", None)], float(step))
     assert [one.policy for one in spreads.last] == [f"0-{step}" for step in range(2, VERSIONS_KEPT + 2)]
-    spreads.hear("a", says("0-5"), 50.0)
+    spreads.record("a", says("0-5"), 50.0)
     assert [(one.policy, one.last_ready_s) for one in spreads.last if one.ready] == [("0-5", 45.0)]
 
 

@@ -54,14 +54,14 @@ async def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member(world: 
 
 
 async def test_a_machine_of_which_an_engine_joins_begins_anew_when_it_has_to_come_again(world: World) -> None:
-    comers, stage = world.members.comers, Stage(ENGINE, 0, 141)
-    comers.tell("rollout-0-i1", stage, time.monotonic() - 6 * 3600.0)
+    joining_nodes, stage = world.members.joining_nodes, Stage(ENGINE, 0, 141)
+    joining_nodes.update("rollout-0-i1", stage, time.monotonic() - 6 * 3600.0)
     told = Announce("b", "h:1", None, engines=2, stage=Stage(POLICY, 1, 2))
     await world.http.post("/members/rollout-0-i1.0", content=msgspec.json.encode(told))
     assert world.gateway.status().coming == []
     world.members.leave("rollout-0-i1.0", "b")
-    comers.forget("rollout-0-i1.0")
-    comers.tell("rollout-0-i1", stage, time.monotonic())
+    joining_nodes.forget("rollout-0-i1.0")
+    joining_nodes.update("rollout-0-i1", stage, time.monotonic())
     [coming] = world.gateway.status().coming
     assert (coming.node, coming.still_s < 3600.0) == ("rollout-0-i1", True)
 
@@ -84,7 +84,7 @@ class Going:
 async def test_a_batch_is_not_given_up_while_a_node_gets_on(world: World) -> None:
     """Its deadline is over at once; it waits for six words of progress, and then for none."""
     going = Going()
-    world.members.comers = cast("Any", going)
+    world.members.joining_nodes = cast("Any", going)
     body = body_of(make_batch("0-0", requests=2, deadline_s=1e-6))
     seen, last = 0, ""
     async with world.http.stream("POST", "/v1/rollouts", content=body) as answer:
@@ -94,7 +94,7 @@ async def test_a_batch_is_not_given_up_while_a_node_gets_on(world: World) -> Non
             going.still = seen >= 6
             last = told.error or ""
     assert seen >= 6
-    assert "no node could serve policy 0-0" in last
+    assert "no node served policy 0-0" in last
 
 
 async def test_every_change_is_remembered_with_its_reason(world: World) -> None:

@@ -34,7 +34,7 @@ def check_empty(world: World) -> None:
     """Nothing is left of sessions that are over."""
     gateway = world.gateway
     assert len(gateway.sessions) == 0
-    assert not gateway.sessions._making
+    assert not gateway.sessions._turn_tasks
     assert world.members._demand._open == {}
     assert world.members._table._sessions == {}
     assert world.members.waiting.count == 0
@@ -139,8 +139,8 @@ async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> N
 
 
 async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "KEPT_S", 0.2)
-    monkeypatch.setattr(sessions, "HELD_S", 0.1)
+    monkeypatch.setattr(sessions, "SESSION_TTL_S", 0.2)
+    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.1)
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -155,7 +155,7 @@ async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatc
 async def test_session_that_nobody_asks_does_not_hold_its_policy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "HELD_S", 0.2)
+    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.2)
     node = await world.node("a", loads=True)
     agent = await Agent(world).open()
     await agent.turn()
@@ -310,13 +310,13 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     waiting = next(name for name in ("second", first.name) if name not in world.members._table._sessions)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
-    world.members.places.fill()
-    await world.until(lambda: len(world.gateway.sessions._making) == 1)
+    world.members.places.assign()
+    await world.until(lambda: len(world.gateway.sessions._turn_tasks) == 1)
     assert waiting not in world.members._table._sessions
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
     await asyncio.gather(*asking)
-    await world.until(lambda: not world.gateway.sessions._making)
+    await world.until(lambda: not world.gateway.sessions._turn_tasks)
     check_empty(world)
 
 
@@ -338,7 +338,7 @@ async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> No
     gate.set_result(None)
     world.gateway.sessions.drop(agent.name)
     assert (await asking).status_code == 404
-    await world.until(lambda: not world.gateway.sessions._making)
+    await world.until(lambda: not world.gateway.sessions._turn_tasks)
     check_empty(world)
     assert (world.ledger.delivered, world.ledger.discarded) == (0, len(made[0].token_ids))
 

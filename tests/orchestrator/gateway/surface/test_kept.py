@@ -16,7 +16,7 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
 from orchestrator.gateway.surface.batch import BatchRun
-from orchestrator.gateway.surface.kept import Asked, Kept, group_of, job_of, key_of
+from orchestrator.gateway.surface.kept import BatchRequest, OrphanedRequests, group_of, job_of, key_of
 from policies.serving.wire import Batch, PolicyRef, Sample
 
 BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)
@@ -33,18 +33,18 @@ class Completes(Completer):
         return Finished([], [], "stop", None, None, None, job.policy, "a", 0, 0.0, 0.0)
 
 
-def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> Asked:
+def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchRequest:
     tokens = array("I", [prompt])
     job = job_of(batch, tokens, group_of(tokens), 0, 4)
     key = key_of(batch, msgspec.json.encode(batch.sampling), job.group, 0)  # type: ignore[arg-type]
-    return Asked(key, job, asyncio.ensure_future(completer.complete(job)))
+    return BatchRequest(key, job, asyncio.ensure_future(completer.complete(job)))
 
 
 @pytest.mark.parametrize("taken", [True, False])
 async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever(taken: bool) -> None:
     """Its task is done, and whoever waits for that has not heard of it yet."""
     members, completer = Members("secret"), Completes()
-    kept = Kept(members, completer, Ledger())
+    kept = OrphanedRequests(members, completer, Ledger())
     one = asked(completer)
     members.want(BATCH.policy, 1)
     await asyncio.sleep(0)  # it waits
@@ -56,7 +56,7 @@ async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever
         if taken:
             assert kept.take(one.key) is one
         else:
-            kept._end(kept._left[0])
+            kept._end(kept._batches[0])
 
     coming = asyncio.ensure_future(comes())
     await asyncio.sleep(0)
@@ -74,14 +74,14 @@ async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_po
     newer = replace(BATCH, policy=PolicyRef("0-1", "p"))
     batches = [newer, replace(BATCH, sampling={"max_tokens": 8}), replace(BATCH, sampling={"max_tokens": 9})]
     completer.may.set()
-    kept = Kept(Members("secret"), completer, Ledger())
+    kept = OrphanedRequests(Members("secret"), completer, Ledger())
     for batch in batches:
         one = asked(completer, batch)
         await one.task
         kept.keep(batch, [one])
     for _ in range(2):
         kept.save(file)
-        kept = Kept(members := Members("secret"), completer, Ledger())
+        kept = OrphanedRequests(members := Members("secret"), completer, Ledger())
         kept.load(file, 0)
         assert members.wanted == newer.policy
     for batch in batches:
@@ -100,7 +100,7 @@ async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
     members, completer = Members("secret"), Fails()
-    kept = Kept(members, completer, Ledger())
+    kept = OrphanedRequests(members, completer, Ledger())
     prompt = Prompt(array("I", [1]), [Sample(0, 0)])
     chunks = BatchRun(BATCH, [prompt], members, completer, Ledger(), kept).chunks()
     await anext(chunks)
@@ -113,8 +113,8 @@ async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault
     await asyncio.sleep(0)
     completer.may.set()
     await leaving
-    kept.ask("1-0")
-    while kept._left or kept._ending:
+    kept.expire_superseded("1-0")
+    while kept._batches or kept._ending:
         await asyncio.sleep(0)
     gc.collect()
     assert said == []

@@ -166,17 +166,17 @@ async def test_a_request_waits_for_its_first_node(world: World) -> None:
 async def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai, "SILENCE_S", 0.1)
+    monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", 0.1)
     for streams in (False, True):
         response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
         assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
-        assert "nothing came of policy 0-0" in response.json()["error"]["message"]
+        assert "no token of policy 0-0 arrived within 0.1 s" in response.json()["error"]["message"]
     assert world.members.waiting.count == 0
     node = await world.node("a", stalls=9)
-    monkeypatch.setattr(openai, "SILENCE_S", HANG_S)
+    monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", HANG_S)
     async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
         await heard.read(enough=9)
-        monkeypatch.setattr(openai, "SILENCE_S", 0.1)
+        monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", 0.1)
         node.change(stalls=17)
         await heard.read()
     assert not heard.done

@@ -52,7 +52,7 @@ async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no
     async def refused(prompt: list[int]) -> tuple[Job, asyncio.Task[Finished]]:
         one = job(prompt=prompt)
         asked = world.ask(one)
-        await world.until(lambda: asked.done() or (one.refused_by and one.waiting))
+        await world.until(lambda: asked.done() or (one.refused_by and one.is_waiting))
         assert (asked.done(), world.members.waiting.count, small.row.running) == (False, 1, 0)
         return one, asked
 
@@ -62,7 +62,7 @@ async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no
     large.change(policy="0-0")
     large.announce()
     got = await asked
-    assert (got.node, got.token_ids, one.waiting) == ("large", undisturbed(one)[0], False)
+    assert (got.node, got.token_ids, one.is_waiting) == ("large", undisturbed(one)[0], False)
     large.change(policy="0-9")
     large.announce()
     await world.until(lambda: large.row.policy == "0-9")
@@ -80,7 +80,7 @@ async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no
 
 def run_of(batch: Batch, world: World) -> BatchRun:
     prompts = [Prompt(array("I", one.prompt_token_ids), [Sample(one.index, one.seed)]) for one in batch.requests]
-    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.kept)
+    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.orphans)
 
 
 async def test_one_refused_prompt_of_a_batch_is_told_and_the_others_are_complete(world: World) -> None:
@@ -106,4 +106,4 @@ async def test_weights_that_compute_no_numbers_are_no_prompts_fault(world: World
     batch = Batch(PolicyRef("0-0", "p"), {"max_tokens": 16}, [CompletionRequest(0, [1], 0)], 30.0)
     said = [msgspec.json.decode(chunk, type=BatchLine) async for chunk in run_of(batch, world).chunks()]
     assert said[-1].error is not None
-    assert "may hold NaN" in said[-1].error
+    assert "may contain NaN" in said[-1].error

@@ -108,7 +108,7 @@ class Story:
         world.session_log._path = world.session_log._store = None
         for asking in list(self.asking):
             asking.cancel()
-        for task in list(world.gateway.sessions._making):
+        for task in list(world.gateway.sessions._turn_tasks):
             task.cancel()
         await self._stack.aclose()
         if keep == 0:
@@ -162,7 +162,7 @@ class Story:
                 check_branch(branch)
             rows.append(contents(trace))
             assert (await self.world.http.delete(f"{SESSIONS}/{name}")).status_code == 204
-        await self.world.until(lambda: not self.world.gateway.sessions._making)
+        await self.world.until(lambda: not self.world.gateway.sessions._turn_tasks)
         await asyncio.sleep(0)
         check_empty(self.world)
         await self.world.session_log.flush()

@@ -554,7 +554,7 @@ async def test_members_that_answer_nonsense_are_named(world: World) -> None:
     agent = await Agent(world).open()
     answer = await agent.ask()
     assert answer.status_code == 502
-    assert "a answered /v1/chat/completions/render" in answer.json()["error"]["message"]
+    assert "a sent an invalid response to /v1/chat/completions/render" in answer.json()["error"]["message"]
     node.nonsense = b""
     await agent.turn()
 
@@ -567,7 +567,7 @@ async def test_a_chat_over_which_every_template_fails_is_refused(world: World) -
     b.stumbles = lambda _: True
     answer = await agent.ask()
     assert answer.status_code == 422
-    assert "the template failed" in answer.json()["error"]["message"]
+    assert "the nodes fail on this chat: the template failed" in answer.json()["error"]["message"]
     assert len((await agent.trace()).branches) == 1
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.gateway.job import Job
-from orchestrator.gateway.surface.admission import Refused
-from orchestrator.gateway.surface.openai import AnswerFormat, Told, _Run, error_document
-from orchestrator.gateway.surface.openai_request import of_chat, read_chat, read_completion
+from orchestrator.gateway.surface.admission import ApiError
+from orchestrator.gateway.surface.openai import AnswerFormat, StreamState, _Run, error_document
+from orchestrator.gateway.surface.openai_request import from_chat, read_chat, read_completion
 from tests.rigs.gateway_world import World, serve
 from tests.stand_ins.fake_vllm import CONTEXT, FOREVER, completion, expected, prompt_of, rendered
 
@@ -41,7 +41,7 @@ class Client:
         if "messages" in body:
             chat = read_chat(said)
             prompt, limit = rendered(body), body.get("max_tokens", CONTEXT - len(rendered(body)))
-            self.asked = of_chat(chat, prompt, {**chat.sampling, "max_tokens": limit}, "0-0")
+            self.asked = from_chat(chat, prompt, {**chat.sampling, "max_tokens": limit}, "0-0")
         else:
             self.asked = read_completion(said, "0-0")
 
@@ -50,11 +50,11 @@ class Client:
         return self.asked.jobs[0]
 
     async def stream(self) -> str | None:
-        """To its end. Returns the finish reason. Raises Refused."""
-        form, told = AnswerFormat(self.asked, "0-0"), Told()
+        """To its end. Returns the finish reason. Raises ApiError."""
+        form, told = AnswerFormat(self.asked, "0-0"), StreamState()
         async with _Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
             while True:
-                answer = at_work.answer(0)
+                answer = at_work.completion(0)
                 if (chunk := form.chunk(0, told, answer)) is not None:
                     choice = chunk["choices"][0]
                     self.text += choice["delta"]["content"] if self.asked.chat else choice["text"]
@@ -82,7 +82,7 @@ def check(client: Client, reason: str | None) -> None:
     job = client.job
     assert client.text == job.text == "".join(job.tokens)
     assert len(job.token_ids) == len(job.logprobs) == len(job.tokens) <= job.max_tokens
-    if client.asked.token_ids:
+    if client.asked.include_token_ids:
         assert client.token_ids == job.token_ids
     stops = job.body.get("stop_token_ids", [])
     assert reason == ("stop" if job.token_ids[-1] in stops else "length")
@@ -137,12 +137,12 @@ async def test_a_stream_that_ends_elsewhere_before_it_is_where_it_was_goes_on_fr
 def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(
     kind: str, recovery: Literal["continue", "exact"]
 ) -> None:
-    async def story(world: World, seed: int) -> Refused | None:
+    async def story(world: World, seed: int) -> ApiError | None:
         client = Client(world, {**KINDS[kind], "seed": seed})
         client.job.recovery = recovery
         try:
             check(client, await streamed(world, client, [30]))
-        except Refused as error:
+        except ApiError as error:
             return error
         return None
 
