@@ -54,4 +54,4 @@ def test_without_a_deadline_or_a_number_of_steps_nothing_is_promised() -> None:
     for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
         found = plan_deadline(run, shape, 2, NOW_S)
         assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, kept=None)
-        assert "cannot be told" in _deadline_words(found).plain
+        assert "unknown whether it can be met" in _deadline_words(found).plain
