@@ -91,9 +91,9 @@ _HIGH = (
         SAMPLING,
         0.3,
         "the trainer and the rollout nodes differ by {:.2g} in the log-probability of a token, more than "
-        "the run's staleness explains. The nodes hold wrong weights or compute differently: check their policies "
-        "with `grpo-orch members ls`, set rollout.vllm.dtype to the trainer's dtype (grpo.bf16, grpo.fp16), and remove "
-        "rollout.vllm.quantization and kv-cache-dtype",
+        "the run's staleness explains. The nodes hold wrong weights or compute differently: check their "
+        "policies with `grpo-orch members ls`, set rollout.vllm.dtype to the trainer's dtype (grpo.bf16, "
+        "grpo.fp16), and remove rollout.vllm.quantization and kv-cache-dtype",
     ),
     _HighSignal(
         "completions_cut",
@@ -212,7 +212,7 @@ def _waiting(waited_s: tuple[float, ...], took_s: float) -> _Check:
 
 
 def _overfits(evaluations: tuple[Evaluation, ...]) -> _Check:
-    """Check whether the training reward rose at every evaluation and the held-out reward reached no new maximum."""
+    """Check whether the training reward rose at every evaluation and the held-out reward had no new maximum."""
     kind, half = "overfitting", EVALUATIONS // 2
     if len(evaluations) < EVALUATIONS:
         return _Check(kind, False, False, "")

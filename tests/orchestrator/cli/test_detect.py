@@ -312,8 +312,7 @@ def test_kl_that_is_a_sum_over_completions_is_kl(cli: Detect) -> None:
     rows = [{"step": row["step"], "objective/kl": 50 * row["kl"]} for row in run(diverges=False)]
     Path("ppo").write_text(json_lines(rows))
     assert (
-        "checked 300 points of KL of whole completions: KL of whole completions ended at 2.52"
-        in cli("ppo").words
+        "checked 300 points of KL of whole completions: KL of whole completions ended at 2.52" in cli("ppo").words
     )
     assert cli("ppo", "-o", "json").found[0]["health"] == "healthy"
 

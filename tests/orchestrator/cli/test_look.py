@@ -52,7 +52,9 @@ def test_a_run_that_gave_up_says_where_its_weights_are(tmp_path: Path) -> None:
     world.saves(15, 5, tmp_path)
     prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
     world.happens(22, HealthyChosen("0-5"), Exported("0-5", prefix))
-    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; change a setting and continue with" in str(watched(world))
+    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; change a setting and continue with" in str(
+        watched(world)
+    )
 
 
 def test_a_paused_run_says_how_to_go_on() -> None:

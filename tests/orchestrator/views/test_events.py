@@ -63,8 +63,8 @@ SAMPLES: list[tuple[Event, str]] = [
     (
         RollbackBegun(FIRST_FORK, Cause.DIVERGED, 10, FIRST_FORK.reason),
         "Rollback from step 10 to checkpoint 0-5, as timeline 1, with learning_rate 0.0005, beta 0.04 and other "
-        "prompts instead of those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its calm "
-        "level of 0.078",
+        "prompts instead of those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its "
+        "calm level of 0.078",
     ),
     (
         RollbackBegun(Fork(2, None), Cause.USER, 30, "asked for by hand"),
@@ -76,7 +76,10 @@ SAMPLES: list[tuple[Event, str]] = [
         "gradient_accumulation_steps 2: the trainer is out of memory (per_device_train_batch_size, "
         "gradient_accumulation_steps: the same; beta: other)",
     ),
-    (Exported("0-5", ""), "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` shows why"),
+    (
+        Exported("0-5", ""),
+        "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` shows why",
+    ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is postponed; no checkpoint is stored yet"),
     (TrainerGenerates(130), "No rollout node is serving: the trainer generates completions from step 130"),
 ]

@@ -48,7 +48,9 @@ def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
     spec = spec_of("qwen-32b")
     told = drawn(render_short(plan_of(spec)))
     assert "USD 6.06 an hour, 145.44 a day, about " in told
-    assert "with 1 of 2 rollout nodes, the cheapest fleet size; all on demand 7.92 an hour" in " ".join(lines(told))
+    assert "with 1 of 2 rollout nodes, the cheapest fleet size; all on demand 7.92 an hour" in " ".join(
+        lines(told)
+    )
     small = replace(spec, trainer=replace(spec.trainer, resources={"accelerators": "L4:1"}))
     told = " ".join(lines(drawn(render_short(plan_of(small)))))
     assert "DOES NOT FIT" in told

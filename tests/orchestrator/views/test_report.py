@@ -162,7 +162,11 @@ def test_the_report_tells_rollbacks(rolled_back: World) -> None:
     assert [fault.name for fault in report.faults] == ["kill rollout-1", "trainer-0-i1 exited with -9"]
     first, second = report.rollbacks
     assert (first.left, first.start, first.timeline, first.cause) == ("0-10", "0-5", 1, Cause.DIVERGED)
-    assert (first.steps_abandoned, first.tokens_abandoned, first.outcome) == (5, 2560, "was replaced by the next rollback")
+    assert (first.steps_abandoned, first.tokens_abandoned, first.outcome) == (
+        5,
+        2560,
+        "was replaced by the next rollback",
+    )
     assert first.changes == {"learning_rate": Change(0.001, 0.0005), "beta": Change(0.02, 0.04)}
     assert first.skipped == FIRST_FORK.skipped
     assert (second.left, second.start, second.timeline, second.cause) == ("1-8", "1-7", 2, Cause.USER)

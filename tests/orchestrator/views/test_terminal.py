@@ -118,7 +118,9 @@ def test_it_says_what_is_off_and_why(view: RunView) -> None:
     )
     assert not any(line.startswith(("watch ", "diverged", "rollback")) for line in drawn(view))
     without = replace(WATCHED, health=Health.TRIPPED, evidence=())
-    assert line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, detected at step 9"
+    assert (
+        line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, detected at step 9"
+    )
 
 
 def test_it_says_how_far_a_rollback_is(view: RunView) -> None:

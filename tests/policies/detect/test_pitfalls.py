@@ -107,9 +107,7 @@ def test_threshold_grows_by_what_the_recorded_staleness_explains() -> None:
     assert at(0.31, 0.0) == at(0.36, 1.0) == at(0.41, 2.0) == [("stale_sampling", 14)]
     assert at(0.34, 1.0) == at(0.39, 2.0) == at(0.49, 4.0) == []
     (found,) = told(logged(60, lambda _: {DIFFERENCE: 0.9, STALENESS: 2.0}))
-    assert (
-        "differ by 0.8 in the log-probability of a token, more than the run's staleness explains" in found.text
-    )
+    assert "differ by 0.8 in the log-probability of a token, more than the run's staleness explains" in found.text
 
 
 @pytest.mark.parametrize("age", [1, 2])
