@@ -220,7 +220,7 @@ def _lanes(look: Look, request: PageRequest) -> dict[str, Any]:
         "first": first,
         "count": count,
         "total": len(shown),
-        "ended": len(past) if present else 0,  # of the whole run; those that are left out on request
+        "ended": len(past) if present else 0,  # of the whole run; shown on request
         "policies": policies(look, window),
     }
 

@@ -125,8 +125,8 @@ def dated(series: Series, sign: float, by: float, *, ramp: bool = True) -> Shift
         if not ramp or calm - lowest - math.log(max(counts[first], 1) / before) <= (present - calm) / 4:
             break
         calm = lowest
-    most_of_it = calm + 3 / 4 * (present - calm)
-    arrived = next((counts[i] for i in range(first, len(levels)) if levels[i] >= most_of_it), series.points)
+    three_quarters = calm + 3 / 4 * (present - calm)
+    arrived = next((counts[i] for i in range(first, len(levels)) if levels[i] >= three_quarters), series.points)
     # A running median describes the middle of its window.
     latest = counts[first] - WINDOW_POINTS // 2 - 1 - DOUBT_SHARE * (arrived - counts[first])
     onset = max((end for end, count in zip(series.ends, counts[1:], strict=True) if count <= latest), default=0)

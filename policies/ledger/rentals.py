@@ -151,7 +151,7 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
             place += 1
         found.append(SpentAt(time_s, **totals))
         for name, rate in rates.items():
-            # Rates come and go in floating point: what is left of none is none.
+            # Clamped at 0: adding and subtracting rates leaves rounding errors.
             totals[name] += max(0.0, rate) * (next_s - time_s) / 3600
     return found
 
