@@ -156,15 +156,15 @@ def only(*names: str) -> list[dict[str, float]]:
     [
         (
             only("loss"),
-            "neither KL nor reward was logged; TRL logs `kl` where beta is above 0, and `reward` always",
+            "neither KL nor reward was logged; TRL logs `kl` if beta is above 0, and always logs `reward`",
         ),
         (only("grad_norm", "entropy"), "neither KL nor reward was logged"),
-        ([{**row, "kl": 0.0} for row in only("loss")], "KL is 0 throughout and no reward was logged"),
+        ([{**row, "kl": 0.0} for row in only("loss")], "KL is always 0 and no reward was logged"),
         (
             only("reward")[:13],
-            "KL or reward at 13 points only, and it takes 14: look again later, or log more often",
+            "only 13 points of KL or reward, 14 are needed: try again later, or log more often",
         ),
-        (only("kl")[:1], "KL or reward at 1 point only"),
+        (only("kl")[:1], "only 1 point of KL or reward, 14 are needed"),
     ],
 )
 def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]], why: str, cli: Detect) -> None:

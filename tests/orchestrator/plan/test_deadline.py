@@ -38,9 +38,9 @@ def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
 @pytest.mark.parametrize(
     ("steps", "nodes", "end_s", "kept", "words"),
     [
-        (100, 2, 12000.0, True, "kept: the end is expected at 2025-11-30 14:18 UTC, with 2 nodes"),
-        (280, 5, 23520.0, True, "kept: the end is expected at 2025-11-30 17:30 UTC, with 5 nodes"),
-        (400, 2, 30000.0, False, "NOT kept: with all nodes the end is expected at 2025-11-30 19:18 UTC"),
+        (100, 2, 12000.0, True, "met: expected end 2025-11-30 14:18 UTC with 2 nodes"),
+        (280, 5, 23520.0, True, "met: expected end 2025-11-30 17:30 UTC with 5 nodes"),
+        (400, 2, 30000.0, False, "NOT met: expected end 2025-11-30 19:18 UTC with all nodes"),
     ],
 )
 def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept: bool, words: str) -> None:

@@ -186,7 +186,7 @@ def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
     assert f"why {FIRST_FORK.reason}" in words
     assert (
         "changed learning_rate 0.001 → 0.0005, beta 0.02 → 0.04; "
-        "other prompts for those of steps 7 to 10 of timeline 0"
+        "other prompts instead of those of steps 7 to 10 of timeline 0"
     ) in words
     assert "changed beta 0.04 → 0.1 now is on probation until step 9" in words
 

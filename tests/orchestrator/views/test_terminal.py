@@ -164,7 +164,7 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert line_with(lines, "63 serving").startswith("63 serving")
     more = next(line for line in lines if " more: spot" in line)
     singles = sum(line.startswith("rollout-") for line in lines)
-    assert more.split()[:6] == [str(64 - singles), "more:", "spot", str(64 - singles), "at", "work"]
+    assert more.split()[:5] == [str(64 - singles), "more:", "spot", str(64 - singles), "running"]
 
 
 def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
