@@ -1,4 +1,4 @@
-"""What the detectors find in runs whose metrics are in files: as a table for people, and as plain data."""
+"""Run the detectors on metric files and show the verdicts as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from orchestrator.views.words import NOT_KNOWN, short
 from policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 
-# What a run's metrics say where nothing is wrong with them, or where they are too few to tell.
+# Metrics that the detectors read, and their names in sentences.
 WORDS = {
     "kl": "KL",
     KL_SEQUENCE: "KL of whole completions",
@@ -32,15 +32,15 @@ WORDS = {
     "completions/mean_length": "completion length",
     CLIPPED: "share of cut completions",
 }
-# The present is told from seven points, and takes as many of a past to be compared with.
+# The detectors compare a present of seven points with a past of at least seven.
 POINTS_LEAST = 14
 ENDS_POINTS = 7
-KL_NOTHING = 1e-5  # some trainers log 0 where they compute no KL
+KL_ZERO = 1e-5  # some trainers log 0 when they compute no KL
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One metric over a run: how many finite numbers, and the medians of the first and the last of them.
+    """One metric over a run: the count of finite numbers, and the medians of the first and last ones.
 
     `wobble` is the median distance between neighbours, in the metric's unit.
     """
@@ -52,7 +52,7 @@ class Course:
 
 
 def courses(points: Sequence[Point]) -> dict[str, Course]:
-    """The course of each metric that the detectors look at and the run has logged."""
+    """Return the course of each logged metric that the detectors read."""
     found = {}
     for name in WORDS:
         values = [
@@ -66,64 +66,64 @@ def courses(points: Sequence[Point]) -> dict[str, Course]:
 
 
 def kl_of(seen: Mapping[str, Course]) -> str | None:
-    """The metric that is the run's KL, None where it logged none."""
+    """Return the metric that is the run's KL, None if none was logged."""
     return next((name for name in ("kl", KL_SEQUENCE) if name in seen), None)
 
 
 def why_unknown(points: Sequence[Point], seen: Mapping[str, Course]) -> str | None:
-    """Why such a run cannot be called healthy, and what would help; None where it can.
+    """Explain why the run cannot be called healthy, and what would help; None if it can.
 
-    KL and reward are what a divergence shows in first. The other metrics may convict a run, never acquit it.
+    A divergence shows first in KL and reward. Without these, other metrics can prove a divergence but not health.
     """
     kl = kl_of(seen)
-    zero = kl is not None and all(abs(point.values.get(kl) or 0.0) <= KL_NOTHING for point in points)
-    telling = {"reward"} if zero else {kl, "reward"}
-    judged = max((course.points for name, course in seen.items() if name in telling), default=0)
-    if judged >= POINTS_LEAST:
+    is_zero = kl is not None and all(abs(point.values.get(kl) or 0.0) <= KL_ZERO for point in points)
+    decisive = {"reward"} if is_zero else {kl, "reward"}
+    count = max((course.points for name, course in seen.items() if name in decisive), default=0)
+    if count >= POINTS_LEAST:
         return None
-    if judged:
+    if count:
         return (
-            f"KL or reward at {judged} {'point' if judged == 1 else 'points'} only, and it takes {POINTS_LEAST}: "
-            "look again later, or log more often (logging_steps: 1)"
+            f"only {count} {'point' if count == 1 else 'points'} of KL or reward, {POINTS_LEAST} are needed: "
+            "try again later, or log more often (logging_steps: 1)"
         )
-    missing = "KL is 0 throughout and no reward" if zero else "neither KL nor reward"
-    return f"{missing} was logged; TRL logs `kl` where beta is above 0, and `reward` always"
+    missing = "KL is always 0 and no reward" if is_zero else "neither KL nor reward"
+    return f"{missing} was logged; TRL logs `kl` if beta is above 0, and always logs `reward`"
 
 
-def in_words(seen: Mapping[str, Course]) -> str:
-    """One sentence: what was looked at, and how KL and reward went."""
+def summary(seen: Mapping[str, Course]) -> str:
+    """Return one sentence: which metrics were checked, and how KL and reward changed."""
     if not seen:
-        return "no metric that a divergence shows in was logged"
+        return "no metric that shows a divergence was logged"
     counts: dict[int, list[str]] = {}
     for name, course in seen.items():
         counts.setdefault(course.points, []).append(WORDS[name])
-    told = " and ".join(
+    checked = " and ".join(
         f"{count:,} {'point' if count == 1 else 'points'} of {', '.join(names)}"
         for count, names in sorted(counts.items(), reverse=True)
     )
-    went = []
+    changes = []
     if kl := kl_of(seen):
-        went.append(f"{WORDS[kl]} ended at {short(seen[kl].end)}")
+        changes.append(f"{WORDS[kl]} ended at {short(seen[kl].end)}")
     if "reward" in seen:
-        went.append(_reward(seen["reward"]))
-    return f"looked at {told}" + (f": {', '.join(went)}" if went else "")
+        changes.append(_reward_words(seen["reward"]))
+    return f"checked {checked}" + (f": {', '.join(changes)}" if changes else "")
 
 
-def _reward(course: Course) -> str:
+def _reward_words(course: Course) -> str:
     start, end = short(course.start), short(course.end)
     if start == end or abs(course.end - course.start) <= course.wobble:
         return f"reward stayed at about {end}"
     return f"reward {'rose' if course.end > course.start else 'fell'} from {start} to {end}"
 
 
-CANNOT_TELL = "cannot tell"
+UNKNOWN = "cannot tell"
 JUDGED = frozenset((KL, KL_SEQUENCE, *NOT_FINITE, *(signal.name for signal in SIGNALS)))
 _STEP = re.compile(r"\bstep(?= \d)")
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file from which no run could be read, and why."""
+    """A file that could not be read, and why."""
 
     file: str
     error: str
@@ -133,10 +133,9 @@ class Unreadable:
 class Detection:
     """The verdict at the end of a run.
 
-    `run` names it within its file, "" where that holds one. `target_step` is of the checkpoint that a rollback
-    would go to, 0 for the start; None where nothing tripped or the file names no steps. `save_steps`: how often
-    the run saved, None where nobody says. `unknown`: why it cannot be called healthy, None where it can or is
-    worse.
+    `run` names it within its file, "" if the file holds one run. `target_step` is the step of the checkpoint that
+    a rollback would return to, 0 for the start; None if nothing tripped or the file has no steps. `save_steps` is
+    None if unknown. `unknown` explains why the run cannot be called healthy; None if it can, or if it is worse.
     """
 
     file: str
@@ -154,29 +153,24 @@ class Detection:
 
     @property
     def kl(self) -> str | None:
-        """The metric that is its KL."""
+        """The name of the KL metric."""
         return kl_of(self.seen)
 
     @property
     def health(self) -> str:
-        """As the detectors call it, or that they cannot tell."""
-        return CANNOT_TELL if self.unknown else str(self.verdict.health)
-
-    @property
-    def looked_at(self) -> str:
-        """One sentence on what was looked at."""
-        return in_words(self.seen)
+        """The detectors' verdict, or UNKNOWN."""
+        return UNKNOWN if self.unknown else str(self.verdict.health)
 
     @property
     def evidence(self) -> list[str]:
-        """In words; of a run that ends under watch, that it does."""
-        watch = f"on watch at its end, step {self.verdict.step}, since step {self.verdict.onset_step}"
+        """The evidence in sentences. A run that ends in state WATCH has an extra first one."""
+        watch = f"possible divergence at its end, step {self.verdict.step}, since step {self.verdict.onset_step}"
         found = ([watch] if self.verdict.health is Health.WATCH else []) + list(self.verdict.evidence)
         return [_STEP.sub("record", sentence) for sentence in found] if self.trace.counts_records else found
 
     @property
     def columns_taken(self) -> dict[str, str]:
-        """The file's columns by the metric they were taken for, of those that the detector judges."""
+        """The file's columns that the detectors read, by metric."""
         return {name: column for column, name in self.trace.columns.items() if name in JUDGED}
 
     @property
@@ -196,9 +190,9 @@ def detect(
     """Follow the trace from its first point to its last.
 
     Args:
-        limit: for KL above the run's own start; None for none.
-        save_steps: how often the run saved, where the file does not say. Where nobody does, it could go back to
-            any step that it logged.
+        limit: maximum KL above its initial value; None for no limit.
+        save_steps: steps between checkpoints, for files that do not record it. If unknown, any logged step is
+            assumed to have a checkpoint.
         task_changes: the first steps of harder tasks.
     """
     detector = Detector()
@@ -214,113 +208,106 @@ def detect(
 
 
 def _target(trace: Trace, onset_step: int, save_steps: int | None) -> int:
-    """The newest step below the onset that has a checkpoint, 0 for the start."""
+    """Return the newest step below the onset that has a checkpoint, 0 for the start."""
     if save_steps is not None:
         return max(0, onset_step - 1) // save_steps * save_steps
     return max((point.step for point in trace.points if 0 < point.step < onset_step), default=0)
 
 
-def to_json(one: Detection | Unreadable) -> dict[str, Any]:
-    """As plain data, with the same keys for every run and every file that could not be read."""
-    if isinstance(one, Unreadable):
-        return dict.fromkeys(KEYS) | {"file": one.file, "error": one.error}
-    told = {
-        "file": one.file,
-        "run": one.run or None,
-        "points": len(one.trace.points),
-        "unit": "record" if one.trace.counts_records else "step",
-        "health": one.health,
-        "reason": one.unknown,
-        "tripped": one.tripped,
-        "trip_step": one.verdict.tripped_step if one.tripped else None,
-        "onset_step": one.verdict.onset_step if one.tripped else None,
-        "target_step": one.target_step,
-        "evidence": one.evidence,
-        "columns": one.columns_taken,
-        "columns_unused": one.columns_unused,
+def to_json(result: Detection | Unreadable) -> dict[str, Any]:
+    """Return the result as JSON data, with the same keys for every run and every unreadable file."""
+    if isinstance(result, Unreadable):
+        return dict.fromkeys(KEYS) | {"file": result.file, "error": result.error}
+    values = {
+        "file": result.file,
+        "run": result.run or None,
+        "points": len(result.trace.points),
+        "unit": "record" if result.trace.counts_records else "step",
+        "health": result.health,
+        "reason": result.unknown,
+        "tripped": result.tripped,
+        "trip_step": result.verdict.tripped_step if result.tripped else None,
+        "onset_step": result.verdict.onset_step if result.tripped else None,
+        "target_step": result.target_step,
+        "evidence": result.evidence,
+        "columns": result.columns_taken,
+        "columns_unused": result.columns_unused,
         "looked_at": {
             name: {"points": course.points, "start": course.start, "end": course.end}
-            for name, course in one.seen.items()
+            for name, course in result.seen.items()
         },
     }
-    return dict.fromkeys(KEYS) | told
+    return dict.fromkeys(KEYS) | values
 
 
 KEYS = (
-    *(
-        "file",
-        "run",
-        "points",
-        "unit",
-        "health",
-        "reason",
-        "tripped",
-        "trip_step",
-        "onset_step",
-        "target_step",
-        "evidence",
-    ),
-    *("columns", "columns_unused", "looked_at", "error"),
+    *("file", "run", "points", "unit", "health", "reason", "tripped", "trip_step", "onset_step", "target_step"),
+    *("evidence", "columns", "columns_unused", "looked_at", "error"),
 )
 
 
-# A table with a line a run, the evidence for each verdict, and counts.
+# A table with one line per run, the evidence for each verdict, and counts.
 
 HEALTH_STYLES = {
     Health.TRIPPED: "bold red",
     Health.WATCH: "yellow",
-    CANNOT_TELL: "yellow",
+    UNKNOWN: "yellow",
     Health.HEALTHY: "green",
 }
-RECORDS = "the log names no steps: trip and onset count its records, and no checkpoint can be named"
+RECORDS = "the log has no steps: trip and onset are record numbers, and no checkpoint can be named"
 ANY_STEP = (
-    "target: the last step logged before the onset, where no file says how often its run saved; "
-    "with --save-steps N the newest checkpoint from before it"
+    "target: the last step logged before the onset, if the file does not record how often its run saved; "
+    "with --save-steps N, the newest checkpoint before the onset"
 )
 
 
 def labels(found: Sequence[Detection]) -> list[str]:
-    """A name for each run, short and its own: of paths what differs, and its name in a file of several."""
-    paths = [Path(one.file).parts for one in found]
+    """Return a short unique name for each run: the part of its path that differs, plus its name in its file."""
+    paths = [Path(detection.file).parts for detection in found]
     if len(set(paths)) > 1:
         while len({path[0] for path in paths}) == 1 < min(map(len, paths)):
             paths = [path[1:] for path in paths]
         while len({path[-1] for path in paths}) == 1 < min(map(len, paths)):
             paths = [path[:-1] for path in paths]
     files = [str(Path(*path)) for path in paths]
-    return [f"{file}#{one.run}" if one.run else file for file, one in zip(files, found, strict=True)]
+    return [
+        f"{file}#{detection.run}" if detection.run else file for file, detection in zip(files, found, strict=True)
+    ]
 
 
 def render(found: Sequence[Detection]) -> RenderableType:
-    """A line a run, and below the table what speaks for the verdict."""
+    """Draw a table with one line per run, and below it the evidence for each verdict."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", overflow="fold")
     for title in ("points", "KL at end", "health", "trip", "onset", "target"):
         table.add_column(title, no_wrap=True, justify="left" if title == "health" else "right")
     parts: list[RenderableType] = [table]
-    for label, one in zip(labels(found), found, strict=True):
-        kl = Text("not logged", style="yellow") if one.kl is None else Text(short(one.seen[one.kl].end))
-        health = Text(one.health, style=HEALTH_STYLES[one.health])
-        onset = one.verdict.onset_step if one.tripped else None
-        target = "start" if one.target_step == 0 else one.target_step
-        steps = [NOT_KNOWN if step is None else str(step) for step in (one.verdict.tripped_step, onset, target)]
-        table.add_row(Text(label), f"{len(one.trace.points):,}", kl, health, *steps)
+    for label, detection in zip(labels(found), found, strict=True):
+        name = detection.kl
+        kl = Text("not logged", style="yellow") if name is None else Text(short(detection.seen[name].end))
+        health = Text(detection.health, style=HEALTH_STYLES[detection.health])
+        onset = detection.verdict.onset_step if detection.tripped else None
+        target = "start" if detection.target_step == 0 else detection.target_step
+        steps = (detection.verdict.tripped_step, onset, target)
+        cells = [NOT_KNOWN if step is None else str(step) for step in steps]
+        table.add_row(Text(label), f"{len(detection.trace.points):,}", kl, health, *cells)
         parts.append(Text(f"\n{label}"))
-        parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2), expand=False) for sentence in _told(one)]
-    if any(one.target_step and one.save_steps is None for one in found):
+        parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2), expand=False) for sentence in _sentences(detection)]
+    if any(detection.target_step and detection.save_steps is None for detection in found):
         parts.append(Text(f"\n{ANY_STEP}", style="dim"))
     if len(found) > 1:
-        counts = Counter(one.health for one in found)
-        told = ", ".join(f"{counts[health]} {health}" for health in HEALTH_STYLES if counts[health])
-        parts.append(Text(f"\n{len(found)} runs: {told}"))
+        by_health = Counter(detection.health for detection in found)
+        counts = ", ".join(f"{by_health[health]} {health}" for health in HEALTH_STYLES if by_health[health])
+        parts.append(Text(f"\n{len(found)} runs: {counts}"))
     return Group(*parts)
 
 
-def _told(one: Detection) -> list[str]:
-    notes = [RECORDS] if one.trace.counts_records else []
-    renamed = [f"{name} from {column}" for name, column in one.columns_taken.items() if name != column]
+def _sentences(detection: Detection) -> list[str]:
+    notes = [RECORDS] if detection.trace.counts_records else []
+    renamed = [f"{name} from {column}" for name, column in detection.columns_taken.items() if name != column]
     if renamed:
-        notes.append(f"columns taken: {', '.join(renamed)}; {len(one.columns_unused)} others are not judged")
-    if one.tripped:
-        return [*one.evidence, *notes]
-    return [*([one.unknown] if one.unknown else []), *one.evidence, one.looked_at, *notes]
+        notes.append(f"columns used: {', '.join(renamed)}; {len(detection.columns_unused)} others are not used")
+    if detection.tripped:
+        return [*detection.evidence, *notes]
+    unknown = [detection.unknown] if detection.unknown else []
+    return [*unknown, *detection.evidence, summary(detection.seen), *notes]

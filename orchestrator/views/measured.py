@@ -1,4 +1,4 @@
-"""Measurements that views share: the state of each machine, the parts of a step, the weights' way to the nodes."""
+"""Measurements that views share: machine states, the parts of a step, and the transfer of weights to the nodes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from policies.serving.joining import Stage
 
 
 class NodeState(StrEnum):
-    """A node's phase; for a gone node whether it was returned or lost. LOADING and IDLE are states of now only."""
+    """A node's phase; a node that is gone was released or lost. LOADING and IDLE describe the present only."""
 
     REQUESTED = "requested"
     BOOTING = "booting"
-    LOADING = "loading"  # a member without the wanted policy
+    LOADING = "loading"  # no member of it holds the wanted policy
     SERVING = "serving"
-    IDLE = "idle"  # a member without requests
+    IDLE = "idle"  # no member of it has requests
     DRAINING = "draining"
     TERMINATING = "terminating"
     LOST = "lost"
     REFUSED = "refused"
-    GONE = "gone"  # taken down
+    GONE = "gone"  # terminated by the controller
 
 
 AT_WORK = (NodeState.SERVING, NodeState.IDLE)
@@ -35,35 +35,35 @@ FAILED = (NodeState.LOST, NodeState.REFUSED)
 
 
 def phase_state(phase: NodePhase, before: NodePhase | None) -> NodeState:
-    """What a move of a node means; `before` is where it came from."""
+    """Return the state of a node that entered `phase` from phase `before`."""
     if phase is NodePhase.GONE:
         return NodeState.GONE if before is NodePhase.TERMINATING else NodeState.LOST
     return NodeState(phase)
 
 
-def state_now(told: NodeState, role: Role, members: Sequence[MemberStatus]) -> NodeState:
-    """Return the journalled state, or what the gateway knows of a serving node's engines."""
+def state_now(journalled: NodeState, role: Role, members: Sequence[MemberStatus]) -> NodeState:
+    """Return the journalled state; for a serving rollout node, the state that the gateway reports."""
     staying = [member for member in members if not member.draining]
-    if told is not NodeState.SERVING or role is Role.TRAINER or not staying:
-        return told
+    if journalled is not NodeState.SERVING or role is Role.TRAINER or not staying:
+        return journalled
     serving = [member for member in staying if member.serving]
     if not serving:
         return NodeState.LOADING
     return NodeState.SERVING if any(member.requests_running for member in serving) else NodeState.IDLE
 
 
-# Where a step's time goes, from the trainer's log of the last steps.
+# The parts of a step, from the trainer's log of the last steps.
 
 WAITING, PUBLISHING, GENERATING = "waiting for nodes", "publishing weights", "generating"  # of PARTS
 
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """Seconds of a step, the mean of several; together they are all of it."""
+    """Seconds of each part of a step, averaged over several steps. The parts add up to the whole step."""
 
     wait_s: float  # no node could serve
     publish_s: float  # until the policy was in the store
-    generate_s: float  # completions were made
+    generate_s: float
     train_s: float  # the rest: rewards, gradients, the pause for a checkpoint, evaluations
 
     @property
@@ -72,24 +72,22 @@ class StepSplit:
 
 
 def step_split(rows: Sequence[Row]) -> StepSplit | None:
-    """The mean of the steps among `rows`, in the order of time, that were generated and not replayed; None of
-    none."""
-    made = [one for one in split(rows) if not one.seconds[STARTED_AGAIN] and not one.row.values.get(REPLAYED)]
-    steps = sum(one.steps for one in made)
+    """Average the steps of `rows`, in the order of time, that were not replayed; None without such steps."""
+    splits = [
+        part for part in split(rows) if not part.seconds[STARTED_AGAIN] and not part.row.values.get(REPLAYED)
+    ]
+    steps = sum(part.steps for part in splits)
     if not steps:
         return None
-    mean_s = {part: sum(one.seconds[part] for one in made) / steps for part in PARTS}
+    mean_s = {name: sum(part.seconds[name] for part in splits) / steps for name in PARTS}
     wait_s, publish_s, generate_s = (mean_s.pop(part) for part in (WAITING, PUBLISHING, GENERATING))
     return (
         StepSplit(wait_s, publish_s, generate_s, sum(mean_s.values())) if wait_s + publish_s + generate_s else None
     )
 
 
-# What generation and training take of a step, what each side is idle, and what overlap gains.
-
-
 def timing_words(timing: StepTiming) -> list[str]:
-    """`["generate 6.1 s", "train 5.8 s", "sync 0.4 s", "idle: trainer 0.3 s, fleet 0.9 s", "staleness 1"]`."""
+    """Return `generate 6.1 s`, `train 5.8 s`, `sync 0.4 s`, `idle: trainer 0.3 s, fleet 0.9 s`, `staleness 1`."""
     words = [
         f"generate {short(timing.generate_s)} s",
         f"train {short(timing.train_s)} s",
@@ -99,65 +97,65 @@ def timing_words(timing: StepTiming) -> list[str]:
     return words if timing.staleness is None else [*words, f"staleness {timing.staleness:g}"]
 
 
-# What it takes to bring a policy from the trainer to the nodes, by stage, and what joining nodes fetch.
+# The transfer of a policy from the trainer to the nodes, by stage, and what joining nodes fetch.
 
 STAGES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsView:
-    """One policy, or the mean of several to publish and the median of several to reach the nodes.
+    """The transfer of one policy, or of several: means for publishing, medians for reaching the nodes.
 
-    What nodes take is the most that any of them did, and None while none has come to hold one.
+    Values of nodes are those of the slowest node. They are None until a node holds a policy.
     """
 
-    policies: int  # that were published
-    weights_bytes: float  # that one has
-    sent_bytes: float  # that went to the store for it
-    publish_s: float  # until it was there, the next included
-    encode_s: float  # until all of it was encoded; sending begins before
-    members: int | None = None  # of the last, when it was wanted
-    ready: int | None = None  # of them that came to hold it
-    fetch_s: float | None = None  # and verified
+    policies: int  # published
+    weights_bytes: float  # of one policy
+    sent_bytes: float  # uploaded for one policy
+    publish_s: float  # until the policy was in the store, encoding included
+    encode_s: float  # until all of it was encoded; the upload starts earlier
+    members: int | None = None  # when the last policy was wanted
+    ready: int | None = None  # members that loaded it
+    fetch_s: float | None = None  # download and verification
     fetched_bytes: float | None = None
-    load_s: float | None = None  # in which a node serves nobody
-    first_ready_s: float | None = None  # since it was wanted
+    load_s: float | None = None  # the node serves no requests meanwhile
+    first_ready_s: float | None = None  # since the policy was wanted
     last_ready_s: float | None = None
 
 
 def weights_view(rows: Iterable[Row], versions: Sequence[VersionSpread]) -> WeightsView | None:
-    """Sum up what was logged of policies and how they spread; None where no policy was published."""
-    told = [row.values for row in rows if metrics.PUBLISHED_BYTES in row.values]
-    if not told:
+    """Summarize how policies were published and reached the nodes; None if no policy was published."""
+    logged = [row.values for row in rows if metrics.PUBLISHED_BYTES in row.values]
+    if not logged:
         return None
-    policies = round(sum(one[metrics.PUBLISHED] for one in told))
+    policies = round(sum(values[metrics.PUBLISHED] for values in logged))
     names = (metrics.WEIGHTS_BYTES, metrics.PUBLISHED_BYTES, metrics.PUBLISH_S, metrics.ENCODE_S)
-    weights, sent, publish_s, encode_s = (sum(one[name] for one in told) / policies for name in names)
+    weights, sent, publish_s, encode_s = (sum(values[name] for values in logged) / policies for name in names)
     published = WeightsView(policies, weights, sent, publish_s, encode_s)
-    held = [one for one in versions if one.ready]
-    if not held:
+    loaded = [spread for spread in versions if spread.ready]
+    if not loaded:
         return published
     return replace(
         published,
-        members=held[-1].members,
-        ready=held[-1].ready,
-        fetch_s=median(one.fetch_s for one in held),
-        fetched_bytes=median(one.fetched_bytes for one in held),
-        load_s=median(one.load_s for one in held),
-        first_ready_s=median(one.first_ready_s for one in held),
-        last_ready_s=median(one.last_ready_s for one in held),
+        members=loaded[-1].members,
+        ready=loaded[-1].ready,
+        fetch_s=median(spread.fetch_s for spread in loaded),
+        fetched_bytes=median(spread.fetched_bytes for spread in loaded),
+        load_s=median(spread.load_s for spread in loaded),
+        first_ready_s=median(spread.first_ready_s for spread in loaded),
+        last_ready_s=median(spread.last_ready_s for spread in loaded),
     )
 
 
 def newest_weights(rows: Sequence[Row], versions: Sequence[VersionSpread]) -> WeightsView | None:
-    """Of the last row that tells of a policy, and the last policy that a node came to hold."""
+    """Summarize the last published policy and the last policy that a node loaded."""
     last = next((row for row in reversed(rows) if metrics.PUBLISHED_BYTES in row.values), None)
-    held = [one for one in versions if one.ready]
-    return None if last is None else weights_view([last], held[-1:])
+    loaded = [spread for spread in versions if spread.ready]
+    return None if last is None else weights_view([last], loaded[-1:])
 
 
 def weights_words(view: WeightsView) -> str:
-    """`1.2 GiB in 3.1 s (2.0 % of whole); all ready in 4.2 to 5.0 s`."""
+    """Return `1.2 GiB in 3.1 s (2.0 % of whole); all ready in 4.2 to 5.0 s`."""
     share = view.sent_bytes / view.weights_bytes if view.weights_bytes else 1.0
     sent = f"{data_size(round(view.sent_bytes))} in {view.publish_s:.1f} s ({share:.1%} of whole)".replace(
         "%", " %"
@@ -169,7 +167,7 @@ def weights_words(view: WeightsView) -> str:
 
 
 def policy_stage_words(view: WeightsView) -> str:
-    """`encoded in 1.0 s, sent 2.1 s later; fetched in 0.8 s (25.0 MiB), loaded in 1.1 s`."""
+    """Return `encoded in 1.0 s, sent 2.1 s later; fetched in 0.8 s (25.0 MiB), loaded in 1.1 s`."""
     sent = f"encoded in {view.encode_s:.1f} s, sent {view.publish_s - view.encode_s:.1f} s later"
     if view.fetch_s is None or view.load_s is None:
         return sent
@@ -178,8 +176,8 @@ def policy_stage_words(view: WeightsView) -> str:
 
 
 def stages_words(stages: Mapping[str, Stage]) -> list[str]:
-    """What nodes are at before they are of use, a line each, those first that have most before them."""
-    by_share = sorted(stages.items(), key=lambda one: one[1].done_bytes / (one[1].total_bytes or 1))
+    """Describe what joining nodes are doing, a line each, least progress first."""
+    by_share = sorted(stages.items(), key=lambda item: item[1].done_bytes / (item[1].total_bytes or 1))
     shown = by_share if len(by_share) <= STAGES_SHOWN else by_share[: STAGES_SHOWN - 1]
     lines = [f"{node} is {_stage_words(stage)}" for node, stage in shown]
     return lines if len(shown) == len(by_share) else [*lines, f"and {len(by_share) - len(shown)} more"]

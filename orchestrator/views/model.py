@@ -1,4 +1,4 @@
-"""A run at one moment: the model that every view draws, and its JSON twin."""
+"""The state of a run at one moment: the model that every view draws, also as JSON. None means not known."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from policies.serving.joining import Stage
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One slot and the newest machine in it. `policy` is None where it is not known, or base weights;
-    of several engines it is what most of them hold."""
+    """One slot and its newest machine.
+
+    `policy` is None if unknown or base weights. With several engines it is the policy that most of them hold.
+    """
 
     slot: str
     node: str
@@ -28,59 +30,59 @@ class NodeView:
     reason: str
     market: Market
     policy: str | None
-    restarts: int  # of the machine and of its work
-    since_s: float  # when it came into its phase, seconds since the epoch
+    restarts: int  # of the machine and of its job
+    since_s: float  # start of its phase, seconds since the epoch
     price_usd_per_h: float
-    unfit: str = ""  # why it cannot hold the wanted policy, as it says itself
-    stage: Stage | None = None  # what it fetches or starts, before it is of use
-    engines: int = 1  # of a rollout node, as it says itself
+    unfit: str = ""  # why it cannot hold the wanted policy, as reported by the node
+    stage: Stage | None = None  # what it is fetching or starting before it is ready
+    engines: int = 1  # of a rollout node, as reported by the node
     engines_serving: int = 0
-    pool: str = ""  # zone, machine and market where it was asked for or landed; empty: its cloud has none
-    state: NodeState = NodeState.REQUESTED  # its phase, and by its gateway whether it loads or is idle
-    tokens_per_s: float | None = None  # as its engines count; None before two looks
+    pool: str = ""  # zone, machine type and market, requested or actual; empty: the cloud has no pools
+    state: NodeState = NodeState.REQUESTED  # its phase; loading and idle are reported by the gateway
+    tokens_per_s: float | None = None  # counted by its engines; None before the second look
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """How many rollout nodes there are to be, and why. What is not measured yet, or not known, is None."""
+    """The wanted number of rollout nodes, and why."""
 
     nodes: int
-    fixed_s: float | None  # seconds of a step that no further node shortens
+    fixed_s: float | None  # seconds of a step that more nodes do not shorten
     generation_node_s: float | None  # node-seconds of generation in a step
-    cheapest: float | None  # nodes, not rounded
+    cheapest: float | None  # number of nodes, not rounded
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineView:
-    """Where the run is on the way to its deadline; times in seconds since the epoch. Not known yet: None."""
+    """Progress towards the deadline; times in seconds since the epoch."""
 
     deadline_s: float
-    expected_step: float | None  # that a run of even progress has made by now
+    expected_step: float | None  # the step that a run of even progress has reached by now
     behind: bool | None
-    nodes: int | None  # rollout nodes that keep it; 0: it is out of reach
-    end_s: float | None  # as it goes now
-    ended_s: float | None = None  # when the last step of a finished run was made
+    nodes: int | None  # rollout nodes needed to meet it; 0: it cannot be met
+    end_s: float | None  # at the current speed
+    ended_s: float | None = None  # time of the last step of a finished run
 
 
 @dataclass(frozen=True, slots=True)
 class MoneyView:
-    """What the run's machines cost, USD. What is not known yet, or has no limit, is None."""
+    """The cost of the run's machines, USD."""
 
-    spent_usd: float  # from each machine's request on
+    spent_usd: float  # counted from each machine's request
     all_on_demand_usd: float  # the same hours on demand, where that price is known
-    saved_usd: float  # against those; never below 0
+    saved_usd: float  # the difference; never below 0
     usd_per_h: float  # now
     usd_per_step: float | None  # so far
-    usd_per_million_tokens: float | None  # that were trained on, so far
-    forecast_usd: float | None  # at the end, as it goes now
-    budget_usd: float | None
+    usd_per_million_tokens: float | None  # trained tokens, so far
+    forecast_usd: float | None  # at the end, at the current speed and price
+    budget_usd: float | None  # None: no limit
     not_counted: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointView:
-    """The newest checkpoint of the present line."""
+    """The newest checkpoint of the current timeline or its ancestors."""
 
     version: str
     age_s: float
@@ -88,7 +90,7 @@ class CheckpointView:
 
 @dataclass(frozen=True, slots=True)
 class HealthView:
-    """What the detectors say of the present timeline. `step` is that of the notice."""
+    """The detectors' verdict on the current timeline. `step` is the step of detection."""
 
     health: Health = Health.HEALTHY
     step: int | None = None
@@ -98,22 +100,22 @@ class HealthView:
 
 @dataclass(frozen=True, slots=True)
 class RollbackView:
-    """The rollback that is under way, its probation included."""
+    """The current rollback, including its probation."""
 
     timeline: int  # the new one
     cause: Cause
     reason: str
     from_step: int
-    start: str | None  # the checkpoint to which it goes back; None: the run's start
+    start: str | None  # the checkpoint it returns to; None: the run's start
     stage: RollbackStage
-    since_s: float  # when it came into that stage, seconds since the epoch
+    since_s: float  # start of that stage, seconds since the epoch
     probation_until_step: int
-    text: str  # what it waits for
+    text: str  # describes the stage
 
 
 @dataclass(frozen=True, slots=True)
 class SetAsideView:
-    """An optional object of the store that could not be read, and was left out."""
+    """An optional object of the store that could not be read and is ignored."""
 
     key: str
     why: str
@@ -121,18 +123,18 @@ class SetAsideView:
 
 @dataclass(frozen=True, slots=True)
 class StoppedKindView:
-    """Machines of one kind are not bought for now: it has failed again and again."""
+    """A kind of machine that is not bought for now, after repeated failures."""
 
     kind: str  # `rollout on spot`
     reason: str
     since_s: float  # seconds since the epoch
-    tried_again_s: float  # one machine is, not before then; seconds since the epoch
+    tried_again_s: float  # earliest time of the next test machine, seconds since the epoch
     tries: int  # so far
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonView:
-    """Who steers, by its lease; all None when nobody does."""
+    """The holder of the controller lease; None without one."""
 
     alive: bool
     host: str | None = None
@@ -141,7 +143,7 @@ class DaemonView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at one moment. What is not known yet is None."""
+    """A run at one moment."""
 
     name: str
     store: str
@@ -149,43 +151,43 @@ class RunView:
     phase: RunPhase
     reason: str
     timeline: int
-    rollbacks: int  # so far, the one under way included
+    rollbacks: int  # so far, including the current one
     rollback: RollbackView | None
     health: HealthView
     step: int
     max_steps: int | None
-    activity: str | None  # the trainer's own word
+    activity: str | None  # as reported by the trainer
     reward: float | None
     kl: float | None
-    kl_limit: float | None  # `policies.kl.limit` above the run's own start; None before that is known, too
+    kl_limit: float | None  # initial KL plus `policies.kl.limit`; None until the initial KL is known
     step_s: float | None  # median of the last steps
     tokens_per_s: float | None
     eta_s: float | None
-    requests_waiting: int | None  # None when the gateway is not heard from
+    requests_waiting: int | None  # None without a recent gateway status
     nodes: tuple[NodeView, ...]
     fleet: FleetView | None  # None: the run has no rollout nodes
-    deadline: DeadlineView | None  # None: the run has none
+    deadline: DeadlineView | None  # None: the run has no deadline
     money: MoneyView
     not_bought: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
-    store_slow: bool  # a checkpoint was put off: the ones before it are still on their way
-    set_aside: tuple[SetAsideView, ...]  # what could not be read so far, each object once
+    store_slow: bool  # a checkpoint was postponed because earlier ones are still being uploaded
+    set_aside: tuple[SetAsideView, ...]  # unreadable objects so far, each once
     daemon: DaemonView
     recent: tuple[Row, ...]
     events: tuple[EventLine, ...]  # the newest last
-    weights: WeightsView | None = None  # the newest policy on its way; None before the first
-    parked_s: float | None = None  # for how long it has been parked; None: it is not
-    step_split: StepSplit | None = None  # where the time of the last steps went; None before there is one
-    step_timing: StepTiming | None = None  # the medians of the last steps; None before there is one
+    weights: WeightsView | None = None  # transfer of the newest policy; None before the first
+    parked_s: float | None = None  # seconds parked; None: not parked
+    step_split: StepSplit | None = None  # mean seconds of the parts of the last steps
+    step_timing: StepTiming | None = None  # medians of the last steps
 
     @property
     def over(self) -> bool:
-        """The run has ended and nobody steers it any more: its machines are gone, or need a `resume` or `down`."""
+        """True if the run has ended and has no controller; any machines left need `resume` or `down`."""
         return self.phase in TERMINAL_RUN and not self.daemon.alive
 
 
 def to_json(view: RunView) -> dict[str, Any]:
-    """The view as JSON data. Every key is always there; a value that is not known is null."""
+    """Return the view as JSON data. Every key is always present; unknown values are null."""
     plain = asdict(view)
     plain["recent"] = [
         {"step": row.step, "reward": row.values.get("reward"), "kl": row.values.get("kl")} for row in view.recent
@@ -195,41 +197,42 @@ def to_json(view: RunView) -> dict[str, Any]:
 
 
 def health_of(state: RunState) -> HealthView:
-    """What is journalled of the present timeline's health."""
+    """Return the journalled health of the current timeline."""
     if state.diverged is not None:
-        seen = state.diverged
-        return HealthView(Health.TRIPPED, seen.step, seen.onset_step, seen.evidence)
+        diverged = state.diverged
+        return HealthView(Health.TRIPPED, diverged.step, diverged.onset_step, diverged.evidence)
     if state.watched is not None:
         return HealthView(Health.WATCH, state.watched.step, state.watched.onset_step, state.watched.evidence)
     return HealthView()
 
 
-# The way to a run's deadline in words, for the terminal and the run page.
+# Progress towards the deadline in words, for the terminal and the run page.
 
 
 def deadline_words(view: RunView) -> list[str]:
-    """When it is, where the run is on the way, and what keeps it, the most important first; empty without one."""
-    told = view.deadline
-    if told is None:
+    """Describe deadline, progress and needed nodes, the most important first; empty without a deadline."""
+    deadline = view.deadline
+    if deadline is None:
         return []
-    words = [moment(told.deadline_s)]
-    if told.ended_s is not None:
-        apart_s = told.deadline_s - told.ended_s
-        return [*words, f"kept, {duration(apart_s)} before" if apart_s >= 0 else f"missed by {duration(-apart_s)}"]
-    if told.end_s is not None:
-        words.append(f"ends {moment(told.end_s)}")
-    if told.expected_step is not None:
-        words.append(f"step {view.step:,}, {told.expected_step:,.0f} expected{': behind' * bool(told.behind)}")
-    if told.nodes is not None:
-        many = "1 node keeps it" if told.nodes == 1 else f"{told.nodes} nodes keep it"
-        words.append(many if told.nodes else "out of reach")
+    words = [moment(deadline.deadline_s)]
+    if deadline.ended_s is not None:
+        early_s = deadline.deadline_s - deadline.ended_s
+        return [*words, f"met {duration(early_s)} early" if early_s >= 0 else f"missed by {duration(-early_s)}"]
+    if deadline.end_s is not None:
+        words.append(f"ends {moment(deadline.end_s)}")
+    if deadline.expected_step is not None:
+        late = ": behind" if deadline.behind else ""
+        words.append(f"step {view.step:,}, {deadline.expected_step:,.0f} expected{late}")
+    if deadline.nodes is not None:
+        many = "needs 1 node" if deadline.nodes == 1 else f"needs {deadline.nodes} nodes"
+        words.append(many if deadline.nodes else "cannot be met")
     return words
 
 
 def is_late(view: RunView) -> bool:
-    """Whether the deadline is missed, or will be as it goes now."""
-    told = view.deadline
-    if told is None:
+    """Return whether the deadline is missed, or will be at the current speed."""
+    deadline = view.deadline
+    if deadline is None:
         return False
-    ends_s = told.end_s if told.ended_s is None else told.ended_s
-    return told.nodes == 0 or (ends_s is not None and ends_s > told.deadline_s)
+    ends_s = deadline.end_s if deadline.ended_s is None else deadline.ended_s
+    return deadline.nodes == 0 or (ends_s is not None and ends_s > deadline.deadline_s)

@@ -1,4 +1,4 @@
-"""A run's plan for a terminal of 80 columns."""
+"""Draw a run's plan for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NODES_SHOWN = 3
 
 
 def render(plan: Plan) -> RenderableType:
-    """Draw all of it."""
+    """Draw the whole plan."""
     parts: list[RenderableType] = [Text(_title(plan), style="bold")]
     if plan.trainer.memory or (plan.rollout is not None and plan.rollout.memory):
         parts += [Text(""), _memory(plan)]
@@ -44,7 +44,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def render_short(plan: Plan) -> RenderableType:
-    """Draw what is asked before a run is started: whether it fits, a step, dollars, and what may go wrong."""
+    """Draw the summary shown before a run starts: whether it fits, step time, dollars, and warnings."""
     table = _grid()
     for machine in _machines(plan):
         if machine.memory_bytes is not None and machine.gpu:
@@ -55,9 +55,9 @@ def render_short(plan: Plan) -> RenderableType:
         table.add_row("cost", words)
     if plan.deadline is not None:
         table.add_row("deadline", _deadline_words(plan.deadline))
-    told = [Text(f"warning: {one.key}: {one.message}", "yellow") for one in plan.warnings]
-    hint = Text("`grpo-orch plan` has all of it, and where each number comes from", style="dim")
-    return Group(table, *told, hint)
+    warnings = [Text(f"warning: {warning.key}: {warning.message}", "yellow") for warning in plan.warnings]
+    hint = Text("`grpo-orch plan` shows the whole plan and the source of each number", style="dim")
+    return Group(table, *warnings, hint)
 
 
 def _title(plan: Plan) -> str:
@@ -77,7 +77,7 @@ def _memory(plan: Plan) -> Table:
     names = dict.fromkeys(name for machine in machines for name in machine.memory)
     for name in names:
         table.add_row(name, *(_gib(machine.memory.get(name)) for machine in machines))
-    table.add_row("all of it", *(Text(_gib(machine.memory_bytes), style="bold") for machine in machines))
+    table.add_row("total", *(Text(_gib(machine.memory_bytes), style="bold") for machine in machines))
     table.add_row("", *(_fit(machine) for machine in machines))
     return table
 
@@ -97,7 +97,7 @@ def _fit(machine: MachinePlan) -> Text:
 
 
 def _fit_words(machine: MachinePlan) -> str:
-    verdict = {True: "fits", False: "DOES NOT FIT", None: "not known whether it fits"}[machine.fits]
+    verdict = {True: "fits", False: "DOES NOT FIT", None: "unknown whether it fits"}[machine.fits]
     return f"{_gib(machine.memory_bytes)} GiB on each GPU ({_kind_words(machine)} GiB): {verdict}"
 
 
@@ -108,17 +108,18 @@ def _facts(plan: Plan) -> Table:
     if plan.nodes is not None and plan.rollout is not None and plan.rollout.most > 1:
         table.add_row("nodes", _node_words(plan.nodes, plan.rollout))
     if plan.rollout is not None and plan.rollout.cache_tokens is not None:
-        held = f"{plan.rollout.cache_tokens:,} tokens an engine"
-        table.add_row("KV cache", f"{held}: {short(plan.rollout.sequences)} sequences of the longest kind")
+        cache = f"{plan.rollout.cache_tokens:,} tokens an engine"
+        table.add_row("KV cache", f"{cache}: {short(plan.rollout.sequences)} sequences of the maximum length")
     for machine in _machines(plan):
         if machine.host:
-            held = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
-            table.add_row("RAM", f"of the {machine.role}'s machine, GiB: {held}")
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
+            table.add_row("RAM", f"{machine.role} machine, GiB: {parts}")
     if plan.lost is not None:
-        each = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
+        step = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
         most = f"{duration(plan.lost.most_s)}{_dollars(plan.lost.most_usd)}"
-        words = f"{each}; up to {plan.lost.steps_most} of them, {most} (completions are kept)"
-        table.add_row("lost step", f"costs {words}")
+        table.add_row(
+            "lost step", f"costs {step}; up to {plan.lost.steps_most} steps, {most} (completions are kept)"
+        )
     if plan.checkpoints is not None:
         table.add_row("checkpoint", stored_words(plan.checkpoints))
     if plan.hours is not None:
@@ -129,14 +130,14 @@ def _facts(plan: Plan) -> Table:
 
 
 def _deadline_words(deadline: DeadlinePlan) -> Text:
-    """`2026-11-30 18:00 UTC, kept: the end is expected at 2026-11-30 15:12 UTC, with 3 nodes`."""
+    """Return `2026-11-30 18:00 UTC, met: expected end 2026-11-30 15:12 UTC with 3 nodes`."""
     at = moment(deadline.deadline_s)
     if deadline.end_s is None:
-        return Text(f"{at}; whether it is kept cannot be told")
+        return Text(f"{at}; unknown whether it can be met")
     end = moment(deadline.end_s)
     if deadline.kept:
-        return Text(f"{at}, kept: the end is expected at {end}, with {deadline.nodes} nodes")
-    return Text(f"{at}, NOT kept: with all nodes the end is expected at {end}", style="bold red")
+        return Text(f"{at}, met: expected end {end} with {deadline.nodes} nodes")
+    return Text(f"{at}, NOT met: expected end {end} with all nodes", style="bold red")
 
 
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -149,18 +150,18 @@ def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _step_words(step: StepPlan) -> str:
-    parts = {"generate": step.generate_s, "train": step.train_s, "weights' way": step.sync_s}
-    told = [f"{name} {seconds_words(value)}" for name, value in parts.items() if value]
-    many = f"{short(step.completions)} completions of {short(step.completion_tokens)} tokens"
-    return ", ".join([*told, many])
+    parts = {"generate": step.generate_s, "train": step.train_s, "sync": step.sync_s}
+    times = [f"{name} {seconds_words(value)}" for name, value in parts.items() if value]
+    size = f"{short(step.completions)} completions of {short(step.completion_tokens)} tokens"
+    return ", ".join([*times, size])
 
 
 def _node_words(nodes: NodesPlan, rollout: MachinePlan) -> str:
     exact = "" if nodes.exact is None else f" (n* = {short(nodes.exact)}, of {rollout.least} to {rollout.most})"
     shown = nodes.steps[:NODES_SHOWN]
-    each = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
-    pays = f"{nodes.best} pay{'s' * (nodes.best == 1)}" if nodes.exact is not None else "prices are not known"
-    return f"{pays}{exact}; a step with {each}"
+    steps = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
+    best = "prices are not known" if nodes.exact is None else f"best: {nodes.best}"
+    return f"{best}{exact}; a step with {steps}"
 
 
 def _dollars(cost: float | None) -> str:
@@ -168,61 +169,62 @@ def _dollars(cost: float | None) -> str:
 
 
 def _syncs(plan: Plan) -> Table:
-    links = sorted({link for one in plan.syncs for link in one.seconds})
+    links = sorted({link for sync in plan.syncs for link in sync.seconds})
     table = _table("new weights, seconds", "GB", *(f"{link} Gbit" for link in links), "")
-    for one in plan.syncs:
-        share = "" if one.form == "all weights" else f" ({_percent(one.share)})"
-        said = Text(f"this run's{', measured' * (one.source == 'measured')}", style="green") if one.used else ""
-        seconds = [seconds_words(one.seconds[link]).removesuffix(" s") for link in links]
-        table.add_row(f"{one.form}{share}", short(one.size_bytes / GB), *seconds, said)
+    for sync in plan.syncs:
+        share = "" if sync.form == "all weights" else f" ({_percent(sync.share)})"
+        note = Text(f"this run{', measured' * (sync.source == 'measured')}", style="green") if sync.used else ""
+        seconds = [seconds_words(sync.seconds[link]).removesuffix(" s") for link in links]
+        table.add_row(f"{sync.form}{share}", short(sync.size_bytes / GB), *seconds, note)
     return table
 
 
 def _is_priced(plan: Plan) -> bool:
-    return any(one.cost is not None and one.cost.usd_per_h > 0 for one in plan.money)
+    return any(option.cost is not None and option.cost.usd_per_h > 0 for option in plan.money)
 
 
 def _money(plan: Plan) -> Table:
     nodes = f", {plan.bought} rollout" if plan.rollout is not None else ""
     table = _table(f"USD, 1 trainer{nodes}", "an hour", "a day", "to the end", "")
-    for one in plan.money:
-        table.add_row(one.name, *_cost_cells(one), Text("this run's", style="green") if one.used else "")
+    for option in plan.money:
+        table.add_row(option.name, *_cost_cells(option), Text("this run", style="green") if option.used else "")
     return table
 
 
-def _cost_cells(one: MoneyPlan) -> tuple[str, str, str]:
-    if one.cost is None:
+def _cost_cells(option: MoneyPlan) -> tuple[str, str, str]:
+    if option.cost is None:
         return NOT_KNOWN, NOT_KNOWN, NOT_KNOWN
-    end = NOT_KNOWN if one.cost.to_end_usd is None else short(one.cost.to_end_usd)
-    return f"{one.cost.usd_per_h:,.2f}", f"{one.cost.usd_per_day:,.2f}", end
+    end = NOT_KNOWN if option.cost.to_end_usd is None else short(option.cost.to_end_usd)
+    return f"{option.cost.usd_per_h:,.2f}", f"{option.cost.usd_per_day:,.2f}", end
 
 
 def _cost_words(plan: Plan) -> str | None:
-    """`USD 6.34 an hour, 152.16 a day, about 95.10 to the end (15:00 h); all on demand 7.92 an hour`."""
-    used = next((one.cost for one in plan.money if one.used), None)
+    """Return `USD 6.34 an hour, 152.16 a day, about 95.10 to the end (15:00 h); all on demand 7.92 an hour`."""
+    used = next((option.cost for option in plan.money if option.used), None)
     if used is None or not _is_priced(plan):
         return None
     end = "" if used.to_end_usd is None else f", about {short(used.to_end_usd)} to the end"
     last = "" if plan.hours is None or not end else f" ({duration(3600 * plan.hours)})"
     nodes = _bought_words(plan.bought, plan.rollout)
-    other = next((one.cost for one in plan.money if one.name == "all on demand" and not one.used), None)
-    beside = "" if other is None else f"; all on demand {other.usd_per_h:,.2f} an hour"
-    hourly = f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{nodes}{beside}"
-    return f"{hourly}{_each_words(plan)}"
+    on_demand = (option.cost for option in plan.money if option.name == "all on demand" and not option.used)
+    other = next(on_demand, None)
+    comparison = "" if other is None else f"; all on demand {other.usd_per_h:,.2f} an hour"
+    hourly = f"USD {used.usd_per_h:,.2f} an hour, {used.usd_per_day:,.2f} a day{end}{last}{nodes}{comparison}"
+    return f"{hourly}{_unit_cost_words(plan)}"
 
 
-def _each_words(plan: Plan) -> str:
-    """`; 0.24 a step, 1.10 a million trained tokens; disks 0.07 an hour on top`."""
-    each = "" if plan.usd_per_step is None else f"; {short(plan.usd_per_step)} a step"
+def _unit_cost_words(plan: Plan) -> str:
+    """Return `; 0.24 a step, 1.10 a million trained tokens; plus disks 0.07 an hour`."""
+    words = "" if plan.usd_per_step is None else f"; {short(plan.usd_per_step)} a step"
     if plan.usd_per_million_tokens is not None:
-        each += f", {short(plan.usd_per_million_tokens)} a million trained tokens"
-    return f"{each}; disks {plan.disks_usd_per_h:,.2f} an hour on top" if plan.disks_usd_per_h else each
+        words += f", {short(plan.usd_per_million_tokens)} a million trained tokens"
+    return f"{words}; plus disks {plan.disks_usd_per_h:,.2f} an hour" if plan.disks_usd_per_h else words
 
 
 def _bought_words(bought: int, rollout: MachinePlan | None) -> str:
     if rollout is None or bought == rollout.most:
         return ""
-    return f", with {bought} of {rollout.most} rollout nodes, as many as pay"
+    return f", with {bought} of {rollout.most} rollout nodes, the cheapest fleet size"
 
 
 def _kinds(plan: Plan) -> Table:
@@ -238,11 +240,11 @@ def _kinds(plan: Plan) -> Table:
 
 
 def _worth_showing(kinds: Iterable[KindPlan]) -> list[KindPlan]:
-    """Those with prices first, then those for the trainer, then the smallest; in their own order."""
+    """Choose KINDS_SHOWN kinds: with prices first, then those for the trainer. Keeps their order."""
     ordered = sorted(
-        kinds, key=lambda one: (not (one.trainer_prices or one.rollout_prices), one.trainer_gpus is None)
+        kinds, key=lambda kind: (not (kind.trainer_prices or kind.rollout_prices), kind.trainer_gpus is None)
     )
-    return [one for one in kinds if one in ordered[:KINDS_SHOWN]]
+    return [kind for kind in kinds if kind in ordered[:KINDS_SHOWN]]
 
 
 def _kind_cell(count: int | None, kind: KindPlan, machine: MachinePlan) -> Text:
@@ -258,16 +260,16 @@ def _kind_cell(count: int | None, kind: KindPlan, machine: MachinePlan) -> Text:
 
 
 def _remarks(plan: Plan) -> Iterator[RenderableType]:
-    told = [Text(f"warning: {one.key}: {one.message}", "yellow") for one in plan.warnings]
-    told += [Text(f"not known: {one}") for one in plan.unknown]
-    told += [Text(one, style="dim") for one in plan.notes]
-    if told:
+    lines = [Text(f"warning: {warning.key}: {warning.message}", "yellow") for warning in plan.warnings]
+    lines += [Text(f"not known: {value}") for value in plan.unknown]
+    lines += [Text(note, style="dim") for note in plan.notes]
+    if lines:
         yield Text("")
-        yield from told
+        yield from lines
 
 
 def _count(params: int) -> str:
-    """`32.8 billion`, `93 thousand`."""
+    """Return `32.8 billion` or `93 thousand`."""
     for size, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if params >= size:
             return f"{short(params / size)} {name}"
@@ -275,12 +277,12 @@ def _count(params: int) -> str:
 
 
 def _percent(share: float) -> str:
-    """Two figures: `0.56 %`, `100 %`."""
+    """Format a share with two significant figures, `0.56 %`, or `100 %`."""
     return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
 def _gib(size_bytes: int | None) -> str:
-    """One decimal, two below 1."""
+    """Format GiB with one decimal, below 1 with two."""
     if not size_bytes:
         return ""
     size = size_bytes / GIB
@@ -302,22 +304,19 @@ def _table(first: str, *titles: str) -> Table:
     return table
 
 
-# What a plan says of checkpoints, in a line.
-
-
 def stored_words(plan: CheckpointPlan) -> str:
-    """`6.44 GB every 50 steps (1:12 h), stored in 1:04 min at 100 MB/s, 6 s at 1,000 MB/s; ...`."""
+    """Return `6.44 GB every 50 steps (1:12 h), stored in 1:04 min at 100 MB/s, 6 s at 1,000 MB/s; ...`."""
     every = "" if plan.every_s is None else f" ({duration(plan.every_s)})"
-    took = ", ".join(f"{duration(seconds)} at {speed:,} MB/s" for speed, seconds in plan.stored_s.items())
-    told = f"{short(plan.size_bytes / GB)} GB every {plan.save_steps} steps{every}, stored in {took}"
-    return f"{told}; {_stay_words(plan)}" if plan.stay_bytes is not None else told
+    times = ", ".join(f"{duration(seconds)} at {speed:,} MB/s" for speed, seconds in plan.stored_s.items())
+    words = f"{short(plan.size_bytes / GB)} GB every {plan.save_steps} steps{every}, stored in {times}"
+    return f"{words}; {_kept_words(plan)}" if plan.stay_bytes is not None else words
 
 
-def _stay_words(plan: CheckpointPlan) -> str:
+def _kept_words(plan: CheckpointPlan) -> str:
     base = " and the base model" if plan.base_bytes else ""
-    stay = f"at most {plan.most}{base} stay, {short((plan.stay_bytes or 0) / GB)} GB"
+    kept = f"at most {plan.most}{base} are kept, {short((plan.stay_bytes or 0) / GB)} GB"
     if plan.stay_usd_per_month is None:
-        return f"{stay}; the store's price is not known"
+        return f"{kept}; the store's price is not known"
     if not plan.stay_usd_per_month:
-        return stay
-    return f"{stay}, {usd(plan.stay_usd_per_month)} a month"
+        return kept
+    return f"{kept}, {usd(plan.stay_usd_per_month)} a month"

@@ -1,6 +1,6 @@
-"""A run as a picture, as PNG: the four panels people know, KL against its limit, and what a step's time is for.
+"""Draw a run as a PNG: reward, held-out score, loss, reward band, KL with its limit, and step times.
 
-A run's lines are those of its present timeline. What rollbacks abandoned is drawn in grey, below them.
+The lines show the current timeline and its ancestors; steps abandoned by rollbacks are grey.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from policies.ledger.accounting import abandoned, fault_costs
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
 GREY, SHADE = "#a9b0ba", "#eceef1"
-ROOM_FOR_GREY = 0.5  # of the present line's own height, above and below it
-SMOOTHED_OVER = 0.08  # of the steps: the thick line is a running mean over so many of the thin one's
+GREY_MARGIN = 0.5  # space for grey lines above and below, as a share of the height of the current line
+SMOOTHED_OVER = 0.08  # window of the running mean, as a share of the steps
 
 Series = tuple[list[int], list[float]]
 Timings = Sequence[tuple[Row, StepTiming]]
@@ -32,7 +32,7 @@ Timings = Sequence[tuple[Row, StepTiming]]
 
 @dataclass(frozen=True, slots=True)
 class FaultMark:
-    """A thin vertical line at a step, for something that went wrong there."""
+    """A thin vertical line at the step of a fault."""
 
     step: int
     name: str
@@ -40,7 +40,7 @@ class FaultMark:
 
 @dataclass(frozen=True, slots=True)
 class RollbackMark:
-    """A line at the step that a rollback went back to, and a shade from there to the last that it abandoned."""
+    """A line at the start step of a rollback, and a shade from there to the last abandoned step."""
 
     start_step: int
     last_step: int
@@ -48,7 +48,7 @@ class RollbackMark:
 
 @dataclass(frozen=True, slots=True)
 class AbandonedRows:
-    """What rollbacks abandoned: the rows, in order, and where."""
+    """The rows that rollbacks abandoned, in order, and a mark for each rollback."""
 
     rows: Sequence[Row] = ()
     marks: Sequence[RollbackMark] = ()
@@ -60,12 +60,15 @@ def plot_run(store: Store, path: Path) -> None:
     reader.refresh()
     faults = run_faults(store, reader.history())
     marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(reader.rows, faults)]
-    rollbacks = [one for one in reader.state.rollbacks if one.fork in reader.state.forks]
-    starts = [0 if one.fork.start_at is None else one.fork.start_at.step for one in rollbacks]
+    rollbacks = [rollback for rollback in reader.state.rollbacks if rollback.fork in reader.state.forks]
+    starts = [rollback.fork.start_at for rollback in rollbacks]
     spans = abandoned(reader.rows, rollbacks)
     lost = AbandonedRows(
         sorted(reader.abandoned, key=lambda row: (row.timeline, row.step)),
-        [RollbackMark(start, one.last_step) for start, one in zip(starts, spans, strict=True)],
+        [
+            RollbackMark(0 if start is None else start.step, span.last_step)
+            for start, span in zip(starts, spans, strict=True)
+        ],
     )
     plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=marks, lost=lost)
 
@@ -79,7 +82,7 @@ def plot(
     faults: Sequence[FaultMark] = (),
     lost: AbandonedRows = AbandonedRows(),
 ) -> None:
-    """Draw the rows to a PNG at `path`. A panel whose metric was never logged says so."""
+    """Draw the rows to a PNG at `path`. A panel without data shows "not logged"."""
     figure = Figure(figsize=(12, 14.5), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(4, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.935, bottom=0.045)
@@ -114,9 +117,9 @@ def _reward(panel: Axes, rows: Sequence[Row]) -> None:
 def _train_and_held_out(panel: Axes, rows: Sequence[Row]) -> None:
     _title(panel, "Train and held-out score", "score")
     train, held_out = _series(rows, REWARD), _series(rows, HELD_OUT)
-    alone = "o" if len(train[0]) == 1 else None
+    marker = "o" if len(train[0]) == 1 else None
     if train[0]:
-        panel.plot(train[0], _smooth(train[1]), color=BLUE, linewidth=2, marker=alone, label="train")
+        panel.plot(train[0], _smooth(train[1]), color=BLUE, linewidth=2, marker=marker, label="train")
     if held_out[0]:
         panel.plot(*held_out, color=ORANGE, linewidth=2, marker="o", markersize=4.5, label="held out")
     elif train[0]:
@@ -130,11 +133,11 @@ def _loss(panel: Axes, rows: Sequence[Row]) -> None:
 
 def _band(panel: Axes, rows: Sequence[Row]) -> None:
     _title(panel, "Reward band", "reward")
-    whole = [row for row in rows if {REWARD, REWARD_MIN, REWARD_MAX} <= row.values.keys()]
-    if not whole:
+    complete = [row for row in rows if {REWARD, REWARD_MIN, REWARD_MAX} <= row.values.keys()]
+    if not complete:
         return
-    steps, low = _series(whole, REWARD_MIN)
-    high, middle = _series(whole, REWARD_MAX)[1], _series(whole, REWARD)[1]
+    steps, low = _series(complete, REWARD_MIN)
+    high, middle = _series(complete, REWARD_MAX)[1], _series(complete, REWARD)[1]
     panel.fill_between(steps, low, high, color=GREEN, alpha=0.18, linewidth=0, label="min to max")
     panel.plot(steps, low, color=GREEN, linewidth=0.8, alpha=0.6)
     panel.plot(steps, high, color=GREEN, linewidth=0.8, alpha=0.6)
@@ -166,7 +169,7 @@ def _seconds(panel: Axes, timings: Timings) -> None:
 
 
 def _idle(panel: Axes, timings: Timings) -> None:
-    """Idle seconds of both sides, and on an axis of its own the staleness."""
+    """Draw the idle seconds of trainer and fleet, and the staleness on a second axis."""
     _title(panel, "Idle seconds of a step, and staleness", "s")
     _timed(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
     _timed(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
@@ -174,13 +177,13 @@ def _idle(panel: Axes, timings: Timings) -> None:
     if not stale:
         return
     steps, values = zip(*stale, strict=True)
-    beside = panel.twinx()
-    beside.spines[["top", "left", "bottom"]].set_visible(False)
-    beside.set_ylabel("staleness, steps", color=INK, fontsize=10)
-    beside.tick_params(colors=INK, labelsize=9, length=3)
-    beside.set_ylim(0, max(*values, 2.0) + 0.5)
-    beside.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    beside.plot(steps, values, color=ORANGE, linewidth=1.5, drawstyle="steps-mid")
+    staleness_axis = panel.twinx()
+    staleness_axis.spines[["top", "left", "bottom"]].set_visible(False)
+    staleness_axis.set_ylabel("staleness, steps", color=INK, fontsize=10)
+    staleness_axis.tick_params(colors=INK, labelsize=9, length=3)
+    staleness_axis.set_ylim(0, max(*values, 2.0) + 0.5)
+    staleness_axis.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    staleness_axis.plot(steps, values, color=ORANGE, linewidth=1.5, drawstyle="steps-mid")
     panel.plot([], [], color=ORANGE, linewidth=1.5, label="staleness")
 
 
@@ -188,13 +191,13 @@ def _timed(panel: Axes, timings: Timings, name: str, colour: str, label: str) ->
     if not timings:
         return
     steps, values = [row.step for row, _ in timings], [getattr(timing, name) for _, timing in timings]
-    alone = "o" if len(steps) == 1 else None
+    marker = "o" if len(steps) == 1 else None
     panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
-    panel.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker=alone, label=label)
+    panel.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker=marker, label=label)
 
 
 def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:
-    """The abandoned values in grey, which may run out of the panel: the scale is that of the present line."""
+    """Draw the abandoned values in grey. They may leave the panel, which is scaled to the current line."""
     panel.margins(y=0.12)
     span = panel.get_ylim() if panel.has_data() else None
     grey = list[float]()
@@ -206,22 +209,22 @@ def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:
             grey += values
     if span is not None and grey:
         low, high = span
-        room = ROOM_FOR_GREY * (high - low)
-        panel.set_ylim(max(min([low, *grey]), low - room), min(max([high, *grey]), high + room))
+        margin = GREY_MARGIN * (high - low)
+        panel.set_ylim(max(min([low, *grey]), low - margin), min(max([high, *grey]), high + margin))
     if not panel.has_data():
         return
-    for place, mark in enumerate(lost.marks):
+    for index, mark in enumerate(lost.marks):
         panel.axvspan(mark.start_step, mark.last_step, color=SHADE, linewidth=0, zorder=0)
-        label = "rollback" if place == 0 else None
+        label = "rollback" if index == 0 else None
         panel.axvline(mark.start_step, color=INK, linewidth=1.2, zorder=1.2, label=label)
 
 
 def _thin_and_thick(panel: Axes, series: Series, colour: str, label: str) -> None:
-    """Every value as a thin line, their running mean as a thick one."""
+    """Draw the values as a thin line and their running mean as a thick one."""
     if not series[0]:
         return
-    alone = "o" if len(series[0]) == 1 else None  # one point makes no line
-    panel.plot(*series, color=colour, linewidth=0.9, alpha=0.4, marker=alone, label=label)
+    marker = "o" if len(series[0]) == 1 else None  # a single point makes no line
+    panel.plot(*series, color=colour, linewidth=0.9, alpha=0.4, marker=marker, label=label)
     panel.plot(series[0], _smooth(series[1]), color=colour, linewidth=2.2, label="running mean")
 
 
@@ -232,7 +235,7 @@ def _title(panel: Axes, title: str, unit: str) -> None:
 
 
 def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> None:
-    """What all panels share: the same steps, a quiet grid, fault marks, a legend or the lack of data."""
+    """Draw what all panels share: the step axis, a grid, fault marks, and a legend or "not logged"."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#b5bbc4")
     panel.tick_params(colors=INK, labelsize=9, length=3)
@@ -246,8 +249,8 @@ def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> No
     panel.yaxis.set_major_locator(MaxNLocator(nbins=6))
     first, last = min(row.step for row in rows), max(row.step for row in rows)
     panel.set_xlim(first - 0.5, max(last, first + 1) + 0.5)
-    for place, step in enumerate(sorted({mark.step for mark in faults})):
-        label = "fault" if place == 0 else None
+    for index, step in enumerate(sorted({mark.step for mark in faults})):
+        label = "fault" if index == 0 else None
         panel.axvline(step, color="#8a929e", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label=label)
     panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
 
@@ -256,12 +259,12 @@ def _subtitle(rows: Sequence[Row], faults: Sequence[FaultMark], rollbacks: Seque
     if not rows:
         return "nothing logged yet"
     counted = (("fault", len(faults)), ("rollback", len(rollbacks)))
-    words = [_counted("step", rows[-1].step), *(_counted(what, count) for what, count in counted if count)]
+    words = [_counted("step", rows[-1].step), *(_counted(noun, count) for noun, count in counted if count)]
     return ", ".join(words)
 
 
-def _counted(what: str, count: int) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(noun: str, count: int) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _series(rows: Sequence[Row], metric: str) -> Series:
@@ -270,7 +273,7 @@ def _series(rows: Sequence[Row], metric: str) -> Series:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, fewer of them at the ends."""
+    """Return the running mean; windows are shorter at the ends."""
     reach = max(1, round(len(values) * SMOOTHED_OVER / 2))
     windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]

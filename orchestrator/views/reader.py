@@ -1,8 +1,8 @@
-"""A run's store, read again and again at little cost.
+"""Read a run's store repeatedly at little cost.
 
-A view is drawn twice a second, of runs of maybe ten thousand steps: what cannot change is read once. The journal
-is read from a little before its end, and whole only for who asks. The catalog of checkpoints is read where it
-has a new revision; of the metrics only objects that were written since are fetched. A Reader is good for one run.
+A view is drawn twice a second, for runs of maybe ten thousand steps, so data that cannot change are read once. The
+journal is read from shortly before its end, and completely only by `history`. The catalog of checkpoints is read
+when it has a new revision, and only new metric objects are fetched. A Reader serves one run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from policies.model.timelines import lineage, on_lineage
 from policies.model.vocabulary import NodePhase
 from policies.tick.snapshot import Trainer
 
-EVENTS_KEPT = 200  # the newest, for views; the journal itself is read by `events`
+EVENTS_KEPT = 200  # the newest, for views; the command `events` reads the whole journal
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)
-KL_START_POINTS = 3  # their median is a run's first KL, as in the detectors
+KL_START_POINTS = 3  # their median is the run's initial KL, as in the detectors
 
 
 class Reader:
-    """What the store holds of a run, as of the last `refresh`.
+    """The contents of a run's store, as of the last `refresh`.
 
     Raises NotFound when the store holds no run.
     """
@@ -48,24 +48,25 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.record = documents.read_run(store)
-        self.unreadable = Unreadable()  # optional data that is damaged, which counts as not there
+        self.unreadable = Unreadable()  # damaged optional data, treated as absent
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
-        self.newest_node: dict[str, Node] = {}  # by slot, kept after the node has gone
+        self.newest_node: dict[str, Node] = {}  # by slot, kept after the node is gone
         self.states: dict[str, NodeState] = {}  # by slot
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
         self.rows: list[Row] = []  # every step, as last logged
-        # The run's present line in the order of time, without what a restarted trainer has yet to make again.
+        # Rows of the current timeline and its ancestors by time, without steps that the trainer will repeat.
         self.path: list[Row] = []
         self.abandoned: list[Row] = []  # by rollbacks, in the order of time
         self.lease: documents.Lease | None = None
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
         self.controller: documents.ControllerMachine | None = None
-        self._controllers_gone: tuple[ControllerRental, ...] | None = None  # None: not read since one was there
+        # None: not read since the last controller machine ended.
+        self._past_controllers: tuple[ControllerRental, ...] | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
-        self._catalog = Catalog(store, "reader")  # which writes nothing
+        self._catalog = Catalog(store, "reader")  # read-only
         self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
 
     @property
@@ -73,23 +74,23 @@ class Reader:
         return self.record.spec
 
     def controllers(self, now_s: float) -> tuple[ControllerRental, ...]:
-        """The stays of the controller machines of a `--remote` run, until now."""
+        """Return the rentals of the controller machines of a `--remote` run, until now."""
         if self.controller is not None:
             return self.controller.stays(now_s)
-        return self._controllers_gone or ()
+        return self._past_controllers or ()
 
     @property
     def kl_limit(self) -> float | None:
-        """The KL that is too much in any case: `policies.kl.limit` above the run's own start, once known."""
+        """Initial KL plus `policies.kl.limit`, the KL at which the run trips; None until known."""
         limit = self.spec.policies.kl.limit
         start = logged(self.path, "kl")[:KL_START_POINTS]
         return None if limit is None or len(start) < KL_START_POINTS else limit + median(start)
 
     @property
     def listed(self) -> list[Checkpoint]:
-        """The checkpoints of the run's present line, oldest first."""
+        """The checkpoints of the current timeline and its ancestors, oldest first."""
         stretches = lineage(self.state.forks, self.state.timeline)
-        return [one for one in self.checkpoints if on_lineage(one.at, stretches)]
+        return [checkpoint for checkpoint in self.checkpoints if on_lineage(checkpoint.at, stretches)]
 
     def refresh(self) -> None:
         """Read what is new. Raises StoreUnavailable, Corrupt."""
@@ -100,10 +101,10 @@ class Reader:
         self.trainer = documents.TRAINER.read(self.store, self.unreadable)
         self.controller = documents.CONTROLLER.read(self.store)
         if self.controller is not None:
-            self._controllers_gone = None
-        elif self._controllers_gone is None:  # which is written before the other is dropped
+            self._past_controllers = None
+        elif self._past_controllers is None:  # written before CONTROLLER is deleted
             before = documents.CONTROLLERS_BEFORE.read(self.store)
-            self._controllers_gone = () if before is None else before.stays
+            self._past_controllers = () if before is None else before.stays
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""
@@ -112,22 +113,22 @@ class Reader:
 
     def _read_journal(self) -> None:
         records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
-        told = [line for record in records for line in lines(record)]
+        found = [line for record in records for line in lines(record)]
         for record in records:
             self._read_record(record)
         if self.spec.rehearse is not None:
             fresh = read_faults(self.store, known={fault.number for fault in self.faults})
             self.faults += fresh
-            told += [rehearsed_line(fault) for fault in fresh]
-        self.events.extend(sorted(told, key=lambda line: line.time_s))
+            found += [rehearsed_line(fault) for fault in fresh]
+        self.events.extend(sorted(found, key=lambda line: line.time_s))
 
     def _recent(self) -> list[Record]:
-        """The entries to begin with: enough for the newest events, and for the last node of every slot."""
+        """Read enough entries for the newest events and the last node of every slot."""
         recent = journal.recover(self.store, overlap=1)
-        told = {node.slot for node in recent.before.nodes.values()}
-        told |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}
-        if recent.state.slots.keys() - told:
-            return journal.read(self.store)  # a slot that has been empty for hundreds of entries
+        known = {node.slot for node in recent.before.nodes.values()}
+        known |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}
+        if recent.state.slots.keys() - known:
+            return journal.read(self.store)  # a slot has been empty for hundreds of entries
         self.state = recent.before
         self._see_nodes()
         for slot, node in self.newest_node.items():
@@ -150,9 +151,9 @@ class Reader:
                 node = before.nodes[event.node]
                 if self.newest_node[node.slot].id == node.id:
                     self.states[node.slot] = phase_state(event.phase, node.phase)
-                    if event.phase in ENDED:  # the fold forgets it, people want to see it
-                        left = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
-                        self.newest_node[node.slot] = left
+                    if event.phase in ENDED:  # `apply` drops the node; views still show it
+                        ended = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
+                        self.newest_node[node.slot] = ended
             case _:
                 pass
 
@@ -164,7 +165,7 @@ class Reader:
 
     def _read_metrics(self) -> None:
         entries = self.store.entries(layout.METRICS)
-        # A store's clock may be as coarse as a second: the newest object is read again even if it looks the same.
+        # Some stores date by the second, so the newest object is read again even if it looks unchanged.
         newest = max((entry.modified_at for entry in entries), default=None)
         changed = [entry for entry in entries if entry.modified_at == newest or not self._holds(entry)]
         found = metrics.read_chunks(self.store, [entry.key for entry in changed], self.unreadable)

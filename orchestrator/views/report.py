@@ -1,4 +1,4 @@
-"""What a run came to: whether it learned, what went wrong, what it cost. At its end or at any time before."""
+"""Summarize a run at any time: whether it learned, what went wrong, what it cost."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from orchestrator.views.words import (
     Change,
     change_words,
     changes_of,
+    discarded_words,
     duration,
     overlap_words,
     short,
@@ -33,7 +34,6 @@ from orchestrator.views.words import (
     skipped_words,
     stage_words,
     start_words,
-    thrown_away_words,
     usd,
 )
 from policies.costs.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
@@ -51,11 +51,12 @@ from policies.ledger.accounting import (
 from policies.ledger.rentals import Rental, bill, rentals
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, alternatives_of, may_overlap
-from policies.model.state import RunState
+from policies.model.state import Rollback, RunState
 from policies.model.timelines import Skipped
 from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
 from policies.serving.gateway_status import VersionSpread
 
+SEEDS_ONLY = "only the sampling seeds"
 ENDS = 5  # logged values averaged at either end of the run
 REWARD = "reward"
 HELD_OUT = "eval_reward"
@@ -64,36 +65,36 @@ LOGP_DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 @dataclass(frozen=True, slots=True)
 class RollbackReport:
-    """One rollback: from where to where, why, what changed, and what it threw away."""
+    """One rollback: from where to where, why, what changed, and what was discarded."""
 
     timeline: int  # the new one
     cause: Cause
     reason: str
-    left: str  # the newest version of the timeline that it left
-    start: str | None  # the checkpoint to which it went back; None: the run's start
-    changes: dict[str, Change]  # of grpo: what a key was, and what it is on the new timeline
-    skipped: tuple[Skipped, ...]  # steps whose prompts are left out
+    left: str  # the newest version of the abandoned timeline
+    start: str | None  # the checkpoint it returned to; None: the run's start
+    changes: dict[str, Change]  # of `grpo`, by key
+    skipped: tuple[Skipped, ...]  # steps whose prompts are skipped
     steps_abandoned: int
     tokens_abandoned: int
-    windows_unused: int  # stored for steps that were never logged: generated ahead, or just before it
+    windows_unused: int  # stored for steps that were never logged
     tokens_unused: int  # of these windows
-    outcome: str  # how far it is, in words
+    outcome: str  # its stage, in words
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The summary. What was never logged is None. On the local cloud, costs are at the rehearsal's prices."""
+    """The summary. Values that were never logged are None. The local cloud uses the rehearsal's prices."""
 
     name: str
     store: str
     phase: RunPhase
     reason: str
     timeline: int
-    steps: int  # of the present timeline and what it goes back to
+    steps: int  # of the current timeline and its ancestors
     reward_first: float | None  # mean of the first ENDS logged
     reward_last: float | None  # mean of the last ENDS logged
-    held_out_first: float | None  # the first and the last logged
-    held_out_last: float | None
+    held_out_first: float | None  # first logged
+    held_out_last: float | None  # last logged
     kl_last: float | None
     sampling_logp_difference_max: float | None
     checkpoints: int  # kept in the store now
@@ -103,38 +104,38 @@ class Report:
     tokens_regenerated: int
     cost_usd: float
     cost_all_on_demand_usd: float
-    saved_usd: float  # against that; never below 0
-    usd_per_step: float | None  # None before the first
-    usd_per_million_tokens: float | None  # that were trained on
+    saved_usd: float  # the difference; never below 0
+    usd_per_step: float | None  # None before the first step
+    usd_per_million_tokens: float | None  # trained tokens
     not_counted: str
     store_usd: float  # estimated; not part of `cost_usd`
-    store_unpriced: str  # the part of it that has no known price
+    store_unpriced: str  # the parts without a known price
     faults_survived: int
     faults: tuple[FaultCost, ...]
-    restarts: dict[str, int]  # by slot, of the machine and of its work
+    restarts: dict[str, int]  # by slot, of the machine and of its job
     rollbacks: tuple[RollbackReport, ...]
     steps_abandoned: int  # by all rollbacks
     tokens_abandoned: int
     windows_unused: int
     tokens_unused: int
-    health: HealthView  # of the present timeline
+    health: HealthView  # of the current timeline
     healthy: str | None  # the last healthy checkpoint of a run that gave up
-    exported_to: str | None  # URL of its weights, once they are exported
-    weights: WeightsView | None  # the policies' way to the nodes; of that what the last gateway remembers
-    step_timing: StepTiming | None  # the medians of all steps of the present line; None before there is one
-    overlap: str | None  # what generation ahead of training gains, or would gain; None: it cannot be had
+    exported_to: str | None  # URL of its exported weights
+    weights: WeightsView | None  # transfer of the policies; for nodes, as far as the last gateway remembers
+    step_timing: StepTiming | None  # medians of all steps of the current timeline and its ancestors
+    overlap: str | None  # actual or possible gain of overlapping; None: not available
 
 
 def build_report(reader: Reader, now_s: float) -> Report:
-    """Sum the run up as of `now_s`, as `reader` has read it. Raises Corrupt."""
+    """Summarize the run as of `now_s`, as `reader` has read it. Raises Corrupt."""
     store, rows, state = reader.store, reader.path, reader.state
     end_s, history = _end_s(reader, now_s), reader.history()
     finished = state.phase is RunPhase.FINISHED
     costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
-    # A controller machine goes on to cost after the run's end, until `down`.
-    steering_usd = sum(one.usd for one in reader.controllers(now_s))
+    # A controller machine costs money after the run's end, until `down`.
+    controllers_usd = sum(rental.usd for rental in reader.controllers(now_s))
     rented, tariff, wall_s = rentals(history, end_s), _tariff(reader), max(0.0, end_s - reader.record.created_at_s)
-    money = bill(rented, steering_usd)
+    money = bill(rented, controllers_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = _rollbacks(state, reader.spec, reader.rows)
     trained = sum(row.tokens for row in rows)
@@ -169,10 +170,10 @@ def build_report(reader: Reader, now_s: float) -> Report:
         faults=costs,
         restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
         rollbacks=rollbacks,
-        steps_abandoned=sum(one.steps_abandoned for one in rollbacks),
-        tokens_abandoned=sum(one.tokens_abandoned for one in rollbacks),
-        windows_unused=sum(one.windows_unused for one in rollbacks),
-        tokens_unused=sum(one.tokens_unused for one in rollbacks),
+        steps_abandoned=sum(rollback.steps_abandoned for rollback in rollbacks),
+        tokens_abandoned=sum(rollback.tokens_abandoned for rollback in rollbacks),
+        windows_unused=sum(rollback.windows_unused for rollback in rollbacks),
+        tokens_unused=sum(rollback.tokens_unused for rollback in rollbacks),
         health=health_of(state),
         healthy=state.healthy,
         exported_to=_exported_to(store, state.healthy),
@@ -183,13 +184,13 @@ def build_report(reader: Reader, now_s: float) -> Report:
 
 
 def run_faults(store: Store, history: History) -> list[Fault]:
-    """Every fault of the run, rehearsed or not, each once, in order."""
-    done = [_rehearsed(fault) for fault in read_faults(store)]
-    return merge_faults(done, journalled_faults(history))
+    """Return all faults of the run, rehearsed or not, in order."""
+    rehearsed = [rehearsed_fault(fault) for fault in read_faults(store)]
+    return merge_faults(rehearsed, journalled_faults(history))
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as JSON data. Every key is always there; what was never logged is null."""
+    """Return the report as JSON data. Every key is always present; values never logged are null."""
     return asdict(report)
 
 
@@ -198,13 +199,13 @@ def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{report.name}: {report.phase}", style="bold"), _figures(report)]
     if report.faults:
         parts.append(_faults(report))
-    for one in report.rollbacks:
-        parts += [Text(""), _rollback_table(one)]
+    for rollback in report.rollbacks:
+        parts += [Text(""), _rollback_table(rollback)]
     return Group(*parts)
 
 
 def _end_s(reader: Reader, now_s: float) -> float:
-    """Now while the run goes on; once it has ended, the journal's last entry, so that its cost grows no more."""
+    """Return the time of the last journal entry of a run that has ended, else `now_s`."""
     if reader.state.phase in TERMINAL_RUN and reader.last is not None:
         return reader.last.time_s
     return now_s
@@ -224,13 +225,12 @@ def _tariff(reader: Reader) -> Tariff:
 
 
 def _machines_place(reader: Reader) -> Place:
-    """Return where the run's machines are or were, else the only place that run.yaml names."""
+    """Return the location of the run's machines, else the only one that run.yaml names."""
     for node in reader.newest_node.values():
         if node.pool is not None:
             return Place(node.pool.cloud, node.pool.region)
-    named = [
-        str(one.get("infra") or one.get("cloud") or "*") for one in alternatives_of(reader.spec.trainer.resources)
-    ]
+    alternatives = alternatives_of(reader.spec.trainer.resources)
+    named = [str(resources.get("infra") or resources.get("cloud") or "*") for resources in alternatives]
     places = {tuple(place.lower().split("/")[:2]) for place in named}
     if len(places) != 1 or "*" in (only := places.pop())[0]:
         return Place("")
@@ -250,27 +250,27 @@ def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s:
         sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
         policy_bytes=policy_bytes,
     )
-    return tariff.usd(of_run(stored, [(one.role, one.hours) for one in rented], wall_s, spec))
+    return tariff.usd(of_run(stored, [(rental.role, rental.hours) for rental in rented], wall_s, spec))
 
 
 def _unpriced(tariff: Tariff) -> str:
-    requests = "its requests (no price is known)" if tariff.put_usd is None else ""
+    requests = "its requests (price not known)" if tariff.put_usd is None else ""
     traffic = f"its traffic ({tariff.why})" if tariff.why else ""
     return ", ".join(part for part in (requests, traffic) if part)
 
 
-def _rehearsed(fault: RehearsedFault) -> Fault:
+def rehearsed_fault(fault: RehearsedFault) -> Fault:
+    """Convert a rehearsed fault for the accounting."""
     name = f"{fault.fault.replace('_', ' ')} {fault.target}"
     return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)
 
 
 def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[RollbackReport, ...]:
     found = []
-    befores = [None, *(one.fork for one in state.rollbacks)]
+    befores = [None, *(rollback.fork for rollback in state.rollbacks)]
     for rollback, before, lost in zip(state.rollbacks, befores, abandoned(rows, state.rollbacks), strict=False):
         fork = rollback.fork
         left = PolicyVersion(0 if before is None else before.timeline, lost.last_step)
-        lasted = rollback.passed or rollback is state.rollbacks[-1]
         unused = metrics.unused_before(rows, fork.timeline)
         found.append(
             RollbackReport(
@@ -285,10 +285,16 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[Rol
                 tokens_abandoned=lost.tokens,
                 windows_unused=unused[0],
                 tokens_unused=unused[1],
-                outcome=stage_words(rollback) if lasted else "was left by the next",
+                outcome=outcome_words(rollback, state),
             )
         )
     return tuple(found)
+
+
+def outcome_words(rollback: Rollback, state: RunState) -> str:
+    """Describe the stage of a rollback, or that a later one replaced it."""
+    is_current = rollback is state.rollbacks[-1]
+    return stage_words(rollback) if rollback.passed or is_current else "was replaced by the next rollback"
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
@@ -305,8 +311,7 @@ def _figures(report: Report) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    moved = [slot for slot in report.restarts.items() if slot[1]]
-    restarts = ", ".join(f"{slot} {count}" for slot, count in moved) or "none"
+    restarts = ", ".join(f"{slot} {count}" for slot, count in report.restarts.items() if count) or "none"
     if report.phase in TERMINAL_RUN:
         table.add_row("why", Text(report.reason))
     table.add_row("steps", f"{report.steps} in {duration(report.wall_s)}, {report.checkpoints} checkpoint(s) kept")
@@ -317,10 +322,9 @@ def _figures(report: Report) -> RenderableType:
     table.add_row("faults survived", f"{report.faults_survived} of {len(report.faults)}")
     table.add_row("restarts", restarts)
     table.add_row("time lost", duration(report.seconds_lost))
-    again = report.tokens_regenerated
-    table.add_row("tokens", f"{report.tokens_generated:,} generated, {again:,} made again after a loss")
+    table.add_row("tokens", f"{report.tokens_generated:,} generated, {report.tokens_regenerated:,} regenerated")
     if report.rollbacks:
-        lost = thrown_away_words(
+        lost = discarded_words(
             report.steps_abandoned, report.tokens_abandoned, report.windows_unused, report.tokens_unused
         )
         table.add_row("rollbacks", f"{len(report.rollbacks)}; {lost}")
@@ -329,7 +333,7 @@ def _figures(report: Report) -> RenderableType:
         each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
         table.add_row("", f"{each}; {usd(report.saved_usd)} saved; not counted: {report.not_counted}")
     if report.store_usd or report.store_unpriced:
-        without = f", without {report.store_unpriced}" if report.store_unpriced else ""
+        without = f", not counting {report.store_unpriced}" if report.store_unpriced else ""
         table.add_row("store", f"about {usd(report.store_usd)} more{without}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
@@ -341,9 +345,9 @@ def _figures(report: Report) -> RenderableType:
     if report.overlap is not None:
         table.add_row("overlap", report.overlap)
     if report.health.health is not Health.HEALTHY:
-        word = "diverged" if report.health.health is Health.TRIPPED else "watched"
+        label = "diverged" if report.health.health is Health.TRIPPED else "possible divergence"
         evidence = "; ".join(report.health.evidence)
-        table.add_row(word, Text(f"since step {report.health.onset_step}{': ' if evidence else ''}{evidence}"))
+        table.add_row(label, Text(f"since step {report.health.onset_step}{': ' if evidence else ''}{evidence}"))
     if report.healthy is not None:
         where = f", exported to {report.exported_to}" if report.exported_to else ""
         table.add_row("last healthy", Text(f"{report.healthy}{where}"))
@@ -354,7 +358,7 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    lost = thrown_away_words(
+    lost = discarded_words(
         rollback.steps_abandoned, rollback.tokens_abandoned, rollback.windows_unused, rollback.tokens_unused
     )
     table.add_row(
@@ -362,7 +366,7 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
     )
     table.add_row("why", Text(rollback.reason))
     other = [change_words(rollback.changes), skipped_words(rollback.skipped)]
-    table.add_row("changed", "; ".join(part for part in other if part) or "the sampling seeds alone")
+    table.add_row("changed", "; ".join(part for part in other if part) or SEEDS_ONLY)
     table.add_row("now", rollback.outcome)
     return table
 
@@ -370,7 +374,7 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
 def _faults(report: Report) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("\nfault")
-    for title in ("\nat step", "seconds\nlost", "tokens made\nagain"):
+    for title in ("\nat step", "seconds\nlost", "tokens\nregenerated"):
         table.add_column(title, justify="right")
     table.add_column("\nsurvived")
     for cost in report.faults:

@@ -1,4 +1,4 @@
-"""A run as a RunView, from its store and its gateway's last status; `Looker` looks again and again."""
+"""Build a RunView from a run's store and its gateway's last status; `Looker` does so repeatedly."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from policies.serving.gateway_status import GatewayStatus, MemberStatus
 from policies.serving.joining import Stage
 from policies.tick.snapshot import Trainer
 
-RECENT_STEPS = 120  # what the sparklines show
-PACE_STEPS = 20  # steps that tell how fast the run is now
+RECENT_STEPS = 120  # shown in sparklines
+PACE_STEPS = 20  # steps from which the current speed is measured
 EVENTS_SHOWN = 20
 NO_RATES: Mapping[str, float] = MappingProxyType({})
 
@@ -66,20 +66,22 @@ def described(
     gateway: GatewayStatus | None,
     tokens_per_s: Mapping[str, float] = NO_RATES,
 ) -> RunView:
-    """Describe the run at `now_s`, as `reader` has read it. `gateway` is its newest status, `tokens_per_s` is
-    by machine."""
+    """Describe the run at `now_s`, as `reader` has read it.
+
+    `gateway` is the gateway's newest status; `tokens_per_s` is by machine.
+    """
     if not reader.state.live(Role.TRAINER):
-        gateway = None  # it went with the trainer's machine
-    beat, rows, state = reader.trainer, reader.path, reader.state
-    if beat is not None and beat.timeline != state.timeline:
-        beat = None  # of a trainer that a rollback has ended
+        gateway = None  # the gateway ran on the trainer's machine
+    heartbeat, rows, state = reader.trainer, reader.path, reader.state
+    if heartbeat is not None and heartbeat.timeline != state.timeline:
+        heartbeat = None  # from the trainer before the rollback
     pace = rows[-PACE_STEPS - 1 :]
     step_s = _step_s(pace)
-    step = beat.step if beat else (rows[-1].step if rows else 0)
+    step = heartbeat.step if heartbeat else (rows[-1].step if rows else 0)
     max_steps = reader.trainer.max_steps if reader.trainer else None
     running = state.phase not in TERMINAL_RUN
-    gets_on = running and state.parked_at_s is None  # a run that is parked ends nobody knows when
-    eta_s = (max_steps - step) * step_s if step_s is not None and max_steps is not None and gets_on else None
+    progressing = running and state.parked_at_s is None  # the end of a parked run cannot be estimated
+    eta_s = (max_steps - step) * step_s if step_s is not None and max_steps is not None and progressing else None
     return RunView(
         name=reader.spec.name,
         store=reader.store.url,
@@ -92,7 +94,7 @@ def described(
         health=health_of(state),
         step=step,
         max_steps=max_steps,
-        activity=beat.activity if beat and state.parked_at_s is None else None,
+        activity=heartbeat.activity if heartbeat and state.parked_at_s is None else None,
         reward=next(reversed(logged(rows, "reward")), None),
         kl=next(reversed(logged(rows, "kl")), None),
         kl_limit=reader.kl_limit,
@@ -101,10 +103,10 @@ def described(
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=tuple(
-            replace(one, tokens_per_s=tokens_per_s.get(one.node)) for one in _nodes(reader, beat, gateway)
+            replace(node, tokens_per_s=tokens_per_s.get(node.node)) for node in _nodes(reader, heartbeat, gateway)
         ),
         fleet=_fleet(reader.spec, state, rows),
-        deadline=_deadline(reader, beat, now_s, eta_s),
+        deadline=_deadline(reader, heartbeat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
         not_bought=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
@@ -138,15 +140,15 @@ def _rollback(state: RunState) -> RollbackView | None:
 
 
 def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
-    """What the size of the fleet follows from, by `policies.fleet.plan` and the same rows."""
+    """Explain the size of the fleet, computed as in `policies.fleet.plan` from the same rows."""
     if generates_itself(spec):
         return None
     nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
     shape = shape_of(step_times(rows[-RECENT_ROWS:]))
     if shape is None:
-        return FleetView(nodes, None, None, None, "not measured yet: as many as run.yaml allows")
+        return FleetView(nodes, None, None, None, "not measured yet: the maximum in run.yaml")
     if not prices.known:
-        reason = "prices are not known: as many as run.yaml allows"
+        reason = "prices are not known: the maximum in run.yaml"
         return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
     cheapest = optimum(shape, prices)
     reason = f"{size_sentence(spec, state, shape)}; {size_words(shape, prices)}"
@@ -154,30 +156,30 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | N
     return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
 
 
-def _deadline(reader: Reader, beat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
-    """What `policies.fleet.deadline` decides by."""
-    named = reader.spec.policies.fleet.deadline
-    if named is None:
+def _deadline(reader: Reader, heartbeat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
+    """Return the values by which `policies.fleet.deadline` decides."""
+    deadline = reader.spec.policies.fleet.deadline
+    if deadline is None:
         return None
     if reader.state.phase is RunPhase.FINISHED and reader.path:
-        return DeadlineView(time_of(named), None, None, None, None, reader.path[-1].time_s)
+        return DeadlineView(time_of(deadline), None, None, None, None, reader.path[-1].time_s)
     end_s = None if eta_s is None else now_s + eta_s
-    course = course_of(reader.state, reader.spec, beat, now_s)
+    course = course_of(reader.state, reader.spec, heartbeat, now_s)
     if course is None:
-        return DeadlineView(time_of(named), None, None, None, end_s)
+        return DeadlineView(time_of(deadline), None, None, None, end_s)
     shape = shape_of(step_times(reader.path[-RECENT_ROWS:]))
     nodes = None if shape is None else nodes_for(course, shape, max(1, reader.spec.rollout.replicas.max))
     return DeadlineView(course.deadline_s, course.expected(), course.is_behind, nodes, end_s)
 
 
 def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:
-    """Return what the run's machines cost, and will have cost at its end."""
+    """Return the cost of the run's machines so far, and the forecast for its end."""
     state, controller = reader.state, reader.controller
-    beside_usd = sum(one.usd for one in reader.controllers(now_s))
-    spent = spent_usd(state, now_s) + beside_usd
-    steering_usd_per_h = 0.0 if controller is None else controller.usd_per_h
-    on_demand = on_demand_usd(state, now_s) + beside_usd
-    rate = sum(node.usd_per_h for node in state.nodes.values()) + steering_usd_per_h
+    controllers_usd = sum(rental.usd for rental in reader.controllers(now_s))
+    spent = spent_usd(state, now_s) + controllers_usd
+    controller_usd_per_h = 0.0 if controller is None else controller.usd_per_h
+    on_demand = on_demand_usd(state, now_s) + controllers_usd
+    rate = sum(node.usd_per_h for node in state.nodes.values()) + controller_usd_per_h
     tokens = sum(row.tokens for row in reader.path)
     caps = caps_of(state, reader.spec)
     return MoneyView(
@@ -205,18 +207,18 @@ def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
 
 def _nodes(
     reader: Reader,
-    beat: Trainer | None,
+    heartbeat: Trainer | None,
     gateway: GatewayStatus | None,
 ) -> tuple[NodeView, ...]:
-    """One line a slot, the trainer first, `rollout-10` after `rollout-9`."""
+    """Return a view of each slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
     for member in gateway.members if gateway else []:
         members[machine_of(member.node)].append(member)
-    coming = {one.node: one.stage for one in (gateway.coming if gateway else ())}
+    joining = {node.node: node.stage for node in (gateway.coming if gateway else ())}
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
     return tuple(
         replace(
-            _node(reader, node, beat, members[node.id], coming.get(node.id)),
+            _node(reader, node, heartbeat, members[node.id], joining.get(node.id)),
             state=state_now(reader.states[node.slot], node.role, members[node.id]),
         )
         for node in newest
@@ -224,17 +226,17 @@ def _nodes(
 
 
 def _node(
-    reader: Reader, node: Node, beat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None
+    reader: Reader, node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None
 ) -> NodeView:
     slot = reader.state.slots[node.slot]
     if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
-        beat, members, stage = None, (), None
-    # The content digest after the version is for machines.
+        heartbeat, members, stage = None, (), None
+    # The content digest after the version is not shown.
     held = Counter(member.policy.partition("@")[0] for member in members if member.policy).most_common(1)
     policy = held[0][0] if held else None
-    if beat is not None and beat.node == node.id:
-        policy, stage = str(PolicyVersion(beat.timeline, beat.step)), beat.stage
-    stage = next((one.stage for one in members if one.stage is not None), stage)
+    if heartbeat is not None and heartbeat.node == node.id:
+        policy, stage = str(PolicyVersion(heartbeat.timeline, heartbeat.step)), heartbeat.stage
+    stage = next((member.stage for member in members if member.stage is not None), stage)
     return NodeView(
         slot=node.slot,
         node=node.id,
@@ -246,10 +248,10 @@ def _node(
         restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
-        unfit=next((_unfit_words(one) for one in members if one.unfit), ""),
+        unfit=next((_unfit_words(member) for member in members if member.unfit), ""),
         stage=stage,
-        engines=max((one.engines for one in members), default=1),
-        engines_serving=sum(one.serving for one in members),
+        engines=max((member.engines for member in members), default=1),
+        engines_serving=sum(member.serving for member in members),
         pool=str(node.pool or ""),
     )
 
@@ -267,9 +269,9 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
 
 
 def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
-    """What the controller has told, and what is met here."""
-    told = reader.state.set_aside
-    return tuple(SetAsideView(key, why) for key, why in (told | reader.unreadable.found).items())
+    """Return the unreadable objects that the controller journalled, and those found here."""
+    journalled = reader.state.set_aside
+    return tuple(SetAsideView(key, why) for key, why in (journalled | reader.unreadable.found).items())
 
 
 def _daemon(reader: Reader, now_s: float) -> DaemonView:
@@ -280,7 +282,7 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
 
 
 def _step_s(rows: Sequence[Row]) -> float | None:
-    """The usual time of a step; None before there are two."""
+    """Return the median time of a step; None before the second step."""
     gaps = [b.time_s - a.time_s for a, b in pairwise(rows)]
     return median(gaps) if gaps else None
 
@@ -291,21 +293,21 @@ def _tokens_per_s(rows: Sequence[Row]) -> float | None:
     return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)
 
 
-# Looking: what was read is kept, so that each look reads what is new.
+# Reading a run repeatedly.
 
 
 class Looker:
-    """Keeps what was read, so that each look reads what is new. Raises NotFound when there is no run."""
+    """Reads a run repeatedly; each `look` reads only what is new. Raises NotFound when there is no run."""
 
     def __init__(self, store: Store) -> None:
         self.reader = Reader(store)
-        self.gateway: GatewayStatus | None = None  # as of the last look; None when it is not heard from
+        self.gateway: GatewayStatus | None = None  # as of the last look; None without a recent status
         self.rates = Rates()
         self._time = RunTime()
         self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
-        """The run as it is now. Raises StoreError."""
+        """Return the current view of the run. Raises StoreError."""
         self.gateway = self._watch.look()
         self.rates.see(self.gateway)
         self.reader.refresh()
@@ -314,8 +316,8 @@ class Looker:
     def settle(self, wait: Callable[[float], object] = time.sleep) -> float:
         """Read the run and return its time, for a command that looks once. Raises StoreError.
 
-        Where another machine steers and this one's clock disagrees with the lease, it waits some seconds for the
-        lease to be renewed. No renewal: the holder is dead, and this machine's clock has to do.
+        If the controller runs on another machine and this machine's clock disagrees with the lease, wait some
+        seconds for a renewal. Without a renewal the holder is dead, and this machine's clock is used.
         """
         self.reader.refresh()
         now_s = self._now_s()
@@ -332,19 +334,23 @@ class Looker:
 
 
 class Rates:
-    """Tokens a second of each machine, from its engines' counts in two statuses.
+    """Measures the tokens a second of each machine, from its engines' counts in two gateway statuses.
 
-    An engine that restarted is counted from its restart.
+    A restarted engine counts from its restart.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[float, int]] = {}  # by member: when its engine had counted how many tokens
+        self._counts: dict[
+            str, tuple[float, int]
+        ] = {}  # by member: gateway uptime in seconds, engine's token count
         self.by_machine: Mapping[str, float] = {}
 
     def see(self, gateway: GatewayStatus | None) -> None:
-        """The gateway's newest status; None when it is not heard from."""
+        """Take the gateway's newest status; None without a recent one."""
         members = [] if gateway is None else gateway.members
-        counts = {one.node: (gateway.up_s, one.engine.tokens) for one in members if one.engine and gateway}
+        counts = {
+            member.node: (gateway.up_s, member.engine.tokens) for member in members if member.engine and gateway
+        }
         rates = defaultdict[str, float](float)
         moved = False
         for node, (at_s, tokens) in counts.items():
@@ -358,10 +364,10 @@ class Rates:
 
 
 class RunTime:
-    """The clock of the run: that of the controller that journals, not the viewer's, which may be hours off.
+    """The run's clock: the controller's, not the viewer's, which may be hours off.
 
-    The holder of the lease writes its own time with each renewal. `wall` is this machine's clock, used until a
-    renewal was seen; `clock` is one that is never set.
+    The holder of the lease writes its own time with each renewal. `wall` is this machine's clock, used until the
+    first renewal is seen; `clock` is monotonic.
     """
 
     def __init__(
@@ -370,32 +376,32 @@ class RunTime:
         self._wall, self._clock = wall, clock
         self._lease: Lease | None = None
         self._looked_at_s: float | None = None
-        self._ahead_s: float | None = None  # of `clock`; as of the renewal that was seen soonest
-        self._epoch = 0  # of whose clock that is
+        self._ahead_s: float | None = None  # run time minus `clock`, from the renewal that was seen soonest
+        self._epoch = 0  # epoch of the controller whose clock that is
 
-    def now_s(self, lease: Lease | None, told_s: float) -> float:
+    def now_s(self, lease: Lease | None, journalled_s: float) -> float:
         """Return the seconds since the epoch, for the run.
 
         Args:
             lease: as just read.
-            told_s: when the last event was journalled: it is later than that.
+            journalled_s: time of the last journal entry, a lower bound.
         """
         at_s = self._clock()
         if lease is not None and self._is_fresh(lease, at_s):
             self._see(lease, at_s)
         self._lease, self._looked_at_s = lease, at_s
-        reckoned_s = self._wall() + _set_by_s(lease) if self._ahead_s is None else at_s + self._ahead_s
-        return max(reckoned_s, told_s, 0.0 if lease is None else lease.run_time_s)
+        estimate_s = self._wall() + _set_by_s(lease) if self._ahead_s is None else at_s + self._ahead_s
+        return max(estimate_s, journalled_s, 0.0 if lease is None else lease.run_time_s)
 
     def is_settled(self, lease: Lease | None) -> bool:
-        """Whether the run's time is known, or no renewal of this lease can be expected to tell it."""
+        """Return whether the run's time is known, or no renewal of this lease can be expected."""
         if self._ahead_s is not None or lease is None or lease.host == socket.gethostname():
             return True
         behind_s = self._wall() - lease.renewed_at_s
         return abs(behind_s) < lease.ttl_s or behind_s > NO_SKEW_S
 
     def _is_fresh(self, lease: Lease, at_s: float) -> bool:
-        """Whether it was written since a look shortly before."""
+        """Return whether the lease was written since the previous look, less than TTL_S ago."""
         looked_at_s = self._looked_at_s
         return lease != self._lease and looked_at_s is not None and at_s - looked_at_s <= TTL_S
 
@@ -406,5 +412,5 @@ class RunTime:
 
 
 def _set_by_s(lease: Lease | None) -> float:
-    """How far the run's clock is ahead of that of the holder's machine, which was set since the holder started."""
+    """Return how far the run's clock is ahead of the holder's wall clock, which may be set while it runs."""
     return 0.0 if lease is None else lease.run_time_s - lease.renewed_at_s

@@ -1,7 +1,7 @@
-"""The live screen: what the run is doing, whether it learns, what it costs, its machines, what happened last.
+"""The live screen: what the run is doing, whether it learns, what it costs, its machines, and recent events.
 
-Drawn within the given columns and lines; where there are not enough, what a person needs least is left out. No
-information is in a colour alone.
+It fits the given columns and lines; if they are too few, the least important parts are left out. No information is
+shown by colour alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from rich.live import Live
 from rich.text import Text
 
 from checkpoint.records.metrics import StepTiming, logged
+from orchestrator.views.events import EventLine
 from orchestrator.views.measured import AT_WORK, NodeState, StepSplit, stages_words, timing_words, weights_words
 from orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
 from orchestrator.views.words import (
     LABEL,
     NOT_KNOWN,
+    align_left,
+    align_right,
     clock,
     cut,
     duration,
@@ -29,9 +32,7 @@ from orchestrator.views.words import (
     in_lines,
     joined,
     labelled,
-    left,
     plain,
-    right,
     short,
     sparkline,
     start_words,
@@ -42,11 +43,11 @@ from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
 from policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
 
-# The top: what the run is doing, how far it is, and whether it learns.
+# The top: what the run is doing, its progress, and whether it learns.
 
-HEADLINE_LINES = 3  # below the name, where it does not fit beside it
+HEADLINE_LINES = 3  # below the name, if it does not fit next to it
 BAR_MIN = 10  # cells
-SPARK_MIN, SPARK_MOST = 8, 22
+SPARK_MIN, SPARK_MAX = 8, 22
 
 RUN_STYLES = {
     RunPhase.STARTING: "yellow",
@@ -59,33 +60,33 @@ RUN_STYLES = {
     RunPhase.PAUSED: "bold yellow",
     RunPhase.GAVE_UP: "bold red",
 }
-THERE = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
+LIVE_PHASES = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING, NodePhase.TERMINATING)
 
 
 def head(view: RunView, width: int) -> list[Text]:
-    """Name, phase and what matters most right now; how far it is."""
+    """Draw name, phase, headline and progress."""
     phase = f" {view.phase.upper().replace('_', ' ')} "
     first = Text(no_wrap=True)
     first.append(view.name, "bold").append("  ").append(phase, f"{RUN_STYLES[view.phase]} reverse")
-    said = plain(_headline(view))
+    headline = plain(_headline(view))
     below: list[str] = []
-    if cell_len(said) <= width - first.cell_len - 2:
-        first.append("  ").append(said, "dim")
+    if cell_len(headline) <= width - first.cell_len - 2:
+        first.append("  ").append(headline, "dim")
     else:
-        below = wrap(said, width, HEADLINE_LINES)
+        below = wrap(headline, width, HEADLINE_LINES)
     return [cut(first, width), *(Text(line, "dim", no_wrap=True) for line in below), _progress(view, width)]
 
 
 def _headline(view: RunView) -> str:
-    """What matters most right now, in a few words."""
+    """Describe in a few words what matters most right now."""
     if view.phase in TERMINAL_RUN or view.phase is RunPhase.STOPPING:
         return view.reason
     if not view.daemon.alive:
-        return f"no controller; `grpo-orch resume {quote(view.store)}`"
+        return f"no controller; run: grpo-orch resume {quote(view.store)}"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
         return f"rolling back to {start_words(view.rollback.start)}"
     if view.phase is RunPhase.TRAINING and view.activity:
-        waiting = f", {view.requests_waiting} requests wait" if view.requests_waiting else ""
+        waiting = f", {view.requests_waiting} requests waiting" if view.requests_waiting else ""
         slow = ", the store is slow" if view.store_slow else ""
         return f"trainer is {view.activity}{waiting}{slow}"
     if view.parked_s is not None:
@@ -100,34 +101,31 @@ def _progress(view: RunView, width: int) -> Text:
     if view.step_s is not None:
         words.append(f"{view.step_s:.1f} s a step")
     if view.eta_s:
-        words.append(f"{duration(view.eta_s)} to go")
-    said = joined(words, width)
-    room = width - cell_len(said) - 2
-    if room < BAR_MIN:
-        return Text(said, no_wrap=True)
-    done = round(room * min(1.0, max(0.0, view.step / view.max_steps))) if view.max_steps else 0
+        words.append(f"{duration(view.eta_s)} left")
+    progress = joined(words, width)
+    bar_width = width - cell_len(progress) - 2
+    if bar_width < BAR_MIN:
+        return Text(progress, no_wrap=True)
+    done = round(bar_width * min(1.0, max(0.0, view.step / view.max_steps))) if view.max_steps else 0
     line = Text(no_wrap=True)
-    line.append("━" * done, RUN_STYLES[view.phase]).append("─" * (room - done), "grey30")
-    return line.append(f"  {said}")
+    line.append("━" * done, RUN_STYLES[view.phase]).append("─" * (bar_width - done), "grey30")
+    return line.append(f"  {progress}")
 
 
 def figures(view: RunView, width: int) -> list[Text]:
-    """Reward, KL and tokens with their curves; beside them checkpoint, controller and price, or below where the
-    screen is narrow."""
-    beside = _beside(view)
+    """Draw reward, KL and tokens with their curves, and checkpoint, controller and price next to or below them."""
+    facts = _facts(view)
     values = [short(view.reward), short(view.kl), short(view.tokens_per_s)]
     limit = f"limit {view.kl_limit:.3g}" if view.kl_limit is not None else ""
     queue = "no gateway" if view.requests_waiting is None else f"{view.requests_waiting} waiting"
     extras = ["", limit, queue]
     value_width, extra_width = max(7, *map(cell_len, values)), max(11, *map(cell_len, extras))
     first = 7 + value_width + 1
-    second = (
-        extra_width + 1 + max(len(label) for label, _, _ in beside) + 1 + max(cell_len(v) for _, v, _ in beside)
-    )
-    spark = min(SPARK_MOST, width - first - 1 - second)
-    wide = spark >= SPARK_MIN
-    if not wide:
-        spark = max(0, min(SPARK_MOST, width - first - 1 - extra_width))
+    second = extra_width + 1 + max(len(label) for label, _, _ in facts) + 1 + max(cell_len(v) for _, v, _ in facts)
+    spark = min(SPARK_MAX, width - first - 1 - second)
+    is_wide = spark >= SPARK_MIN
+    if not is_wide:
+        spark = max(0, min(SPARK_MAX, width - first - 1 - extra_width))
     curves = [sparkline(logged(view.recent, name), spark) if spark else "" for name in ("reward", "kl")]
     above = view.health.health is Health.TRIPPED or _is_above_limit(view)
     styles = [
@@ -136,31 +134,31 @@ def figures(view: RunView, width: int) -> list[Text]:
         ("bold", ""),
     ]
     lines = []
-    for place, label in enumerate(("reward", "kl", "tokens")):
-        line = Text(left(label, 7), no_wrap=True).append(left(values[place], value_width + 1), styles[place][0])
-        line.append(left([*curves, "a second"[:spark]][place], spark + 1), styles[place][1])
-        line.append(left(extras[place], extra_width + 1), "dim" if place == 1 else "")
-        if wide:
-            name, value, style = beside[place]
-            line.append(left(name, 11)).append(value, style)
+    for index, label in enumerate(("reward", "kl", "tokens")):
+        line = Text(align_left(label, 7), no_wrap=True)
+        line.append(align_left(values[index], value_width + 1), styles[index][0])
+        line.append(align_left([*curves, "a second"[:spark]][index], spark + 1), styles[index][1])
+        line.append(align_left(extras[index], extra_width + 1), "dim" if index == 1 else "")
+        if is_wide:
+            name, value, style = facts[index]
+            line.append(align_left(name, 11)).append(value, style)
         line.rstrip()
         lines.append(cut(line, width))
-    return (
-        lines
-        if wide
-        else [*lines, *(one for name, value, style in beside for one in labelled(name, value, width, 2, style))]
-    )
+    if not is_wide:
+        for name, value, style in facts:
+            lines += labelled(name, value, width, 2, style)
+    return lines
 
 
-def _beside(view: RunView) -> list[tuple[str, str, str]]:
-    """Label, value and style."""
-    daemon, none = view.daemon, "" if view.over else "bold red"
-    steered = f"{daemon.host}/{daemon.pid}" if daemon.alive else "none"
+def _facts(view: RunView) -> list[tuple[str, str, str]]:
+    """Return label, value and style of each fact."""
+    daemon, missing_style = view.daemon, "" if view.over else "bold red"
+    controller = f"{daemon.host}/{daemon.pid}" if daemon.alive else "none"
     saved = f"{view.checkpoint.version}, {duration(view.checkpoint.age_s)} ago" if view.checkpoint else "none yet"
-    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in THERE))
+    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in LIVE_PHASES))
     return [
         ("checkpoint", saved, "yellow" if view.store_slow else ""),
-        ("controller", plain(steered), "" if daemon.alive else none),
+        ("controller", plain(controller), "" if daemon.alive else missing_style),
         ("price", f"{rate} an hour", ""),
     ]
 
@@ -169,34 +167,34 @@ def _is_above_limit(view: RunView) -> bool:
     return view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
 
 
-# Facts of a line or two: trouble, dollars, a step's time, weights, joining nodes.
+# Facts of a line or two: problems, dollars, step times, weights, joining nodes.
 
 TROUBLE_LINES = 2
-STEP_BAR_MIN, STEP_BAR_MOST = 8, 60  # cells
+STEP_BAR_MIN, STEP_BAR_MAX = 8, 60  # cells
 
 
 def trouble(view: RunView, width: int) -> list[Text]:
-    """Where not all is well: what is off, how far a rollback is, what is not bought and why."""
-    health, rollback, told = view.health, view.rollback, list[Text]()
+    """Draw problems: a divergence, the stage of a rollback, machines that are not bought and why."""
+    health, rollback, lines = view.health, view.rollback, list[Text]()
     if health.health is not Health.HEALTHY:
         tripped = health.health is Health.TRIPPED
-        since = f"since step {health.onset_step}, seen at step {health.step}"
+        since = f"since step {health.onset_step}, detected at step {health.step}"
         words = f"{since}: {'; '.join(health.evidence)}" if health.evidence else since
-        label, style = ("diverged", "bold red") if tripped else ("watched", "yellow")
-        told += labelled(label, words, width, TROUBLE_LINES, style)
+        label, style = ("diverged", "bold red") if tripped else ("watch", "yellow")
+        lines += labelled(label, words, width, TROUBLE_LINES, style)
     if rollback is not None:
-        passed_s = duration(view.now_s - rollback.since_s)
-        words = f"timeline {rollback.timeline}, from {rollback.start or 'the start'}, {rollback.text} ({passed_s})"
-        told += labelled("rollback", words, width, TROUBLE_LINES, "cyan")
-    for one in view.not_bought:
-        wait_s = duration(max(0.0, one.tried_again_s - view.now_s))
-        words = f"{one.kind}, one is tried in {wait_s}: {one.reason}"
-        told += labelled("not bought", words, width, TROUBLE_LINES, "bold red")
-    return told
+        passed = duration(view.now_s - rollback.since_s)
+        words = f"timeline {rollback.timeline}, from {rollback.start or 'the start'}, {rollback.text} ({passed})"
+        lines += labelled("rollback", words, width, TROUBLE_LINES, "cyan")
+    for stopped in view.not_bought:
+        wait = duration(max(0.0, stopped.tried_again_s - view.now_s))
+        words = f"{stopped.kind}, next test machine in {wait}: {stopped.reason}"
+        lines += labelled("not bought", words, width, TROUBLE_LINES, "bold red")
+    return lines
 
 
 def money(view: MoneyView, width: int) -> list[Text]:
-    """Dollars: spent, at the end, saved, a step; whole figures only."""
+    """Draw dollars: spent, at the end, saved, a step. Figures that do not fit are left out."""
     if view.spent_usd <= 0:
         return []
     words = [f"{usd(view.spent_usd)} spent" + (f" of {usd(view.budget_usd)}" if view.budget_usd else "")]
@@ -212,7 +210,7 @@ def money(view: MoneyView, width: int) -> list[Text]:
 
 
 def deadline(view: RunView, width: int) -> list[Text]:
-    """How far the run is on the way to its deadline."""
+    """Draw the progress towards the deadline."""
     words = deadline_words(view)
     if not words:
         return []
@@ -220,7 +218,7 @@ def deadline(view: RunView, width: int) -> list[Text]:
 
 
 def step(split: StepSplit | None, width: int) -> list[Text]:
-    """Where a step's time goes: one bar, whose parts are told apart by what fills them, not by colour alone."""
+    """Draw the parts of a step's time as one bar, with a different fill character for each part."""
     if split is None or split.step_s <= 0:
         return []
     parts = [
@@ -231,13 +229,13 @@ def step(split: StepSplit | None, width: int) -> list[Text]:
     ]
     parts = [part for part in parts if part[3] >= 0.0005 * split.step_s]
     keys = [f" {glyph} {name} {short(seconds)} s" for glyph, _, name, seconds in parts]
-    room = min(STEP_BAR_MOST, width - LABEL - sum(map(cell_len, keys)))
-    line = Text(left("step", LABEL), no_wrap=True)
-    if room >= STEP_BAR_MIN:
+    bar_width = min(STEP_BAR_MAX, width - LABEL - sum(map(cell_len, keys)))
+    line = Text(align_left("step", LABEL), no_wrap=True)
+    if bar_width >= STEP_BAR_MIN:
         done, end_s = 0, 0.0
         for glyph, style, _, seconds in parts:
             end_s += seconds
-            end = round(room * end_s / split.step_s)
+            end = round(bar_width * end_s / split.step_s)
             line.append(glyph * (end - done), style)
             done = end
     elif sum(map(cell_len, keys)) > width - LABEL:
@@ -248,14 +246,14 @@ def step(split: StepSplit | None, width: int) -> list[Text]:
 
 
 def timing(view: StepTiming | None, width: int) -> list[Text]:
-    """What generation and training take of a step, and what each side is idle."""
+    """Draw the seconds of generation and training in a step, and the idle time of each side."""
     return (
         [] if view is None else labelled("median", joined(timing_words(view), width - LABEL), width, style="dim")
     )
 
 
 def fleet(view: FleetView | None, width: int) -> list[Text]:
-    """What the size of the fleet follows from."""
+    """Draw the reasons for the size of the fleet."""
     if view is None or view.fixed_s is None:
         return []
     cheapest = "prices not known" if view.cheapest is None else f"{view.cheapest:.1f} nodes cheapest"
@@ -266,25 +264,25 @@ def fleet(view: FleetView | None, width: int) -> list[Text]:
 
 
 def weights(view: RunView, width: int) -> list[Text]:
-    """What the newest policy took to reach the nodes."""
+    """Draw the time that the newest policy took to reach the nodes."""
     return [] if view.weights is None else labelled("weights", weights_words(view.weights), width, style="dim")
 
 
-def coming(view: RunView, width: int) -> list[Text]:
-    """What nodes fetch or start that are of no use yet."""
+def joining(view: RunView, width: int) -> list[Text]:
+    """Draw what joining nodes are fetching or starting."""
     stages = stages_words({node.node: node.stage for node in view.nodes if node.stage is not None})
     return [
         line
-        for place, words in enumerate(stages)
-        for line in labelled("" if place else "coming", words, width, style="yellow")
+        for index, words in enumerate(stages)
+        for line in labelled("" if index else "joining", words, width, style="yellow")
     ]
 
 
-# The machines: a line each; of more than fit, groups and counts.
+# The machines: one line each; if there are too many, groups and counts.
 
-GROUP_NAME = 32  # cells, at most
-# What a state is drawn with; what matters more comes first.
-LOOKS = {
+GROUP_NAME_MAX = 32  # cells
+# The style of each state, the most important state first.
+STATE_STYLES = {
     NodeState.SERVING: "green",
     NodeState.IDLE: "green",
     NodeState.LOST: "red",
@@ -296,13 +294,13 @@ LOOKS = {
     NodeState.TERMINATING: "magenta",
     NodeState.GONE: "dim",
 }
-_TROUBLE_FIRST = {state: place for place, state in enumerate(LOOKS) if state not in AT_WORK}
+_TROUBLE_FIRST = {state: rank for rank, state in enumerate(STATE_STYLES) if state not in AT_WORK}
 COUNTS_LINES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A line of the table, its cells in words; `nodes` are whom it is about."""
+    """The cells of one table line, which describes `nodes`."""
 
     nodes: Sequence[NodeView]
     name: str
@@ -316,7 +314,7 @@ class _Row:
 
 
 def machines(view: RunView, width: int, most: int) -> list[Text]:
-    """At most so many lines: a head, the machines, and how many there are of each state."""
+    """Draw at most `most` lines: a head, the machines, and the count of each state."""
     if not view.nodes:
         return [Text(fit("no machines yet", width), "dim")]
     counts = _counts(view, width)[: max(1, most - 2)]
@@ -325,45 +323,46 @@ def machines(view: RunView, width: int, most: int) -> list[Text]:
 
 
 def _rows(view: RunView, most: int) -> list[_Row]:
-    """All where there is room; else the trainer and those in trouble first, and the others in groups."""
+    """Return a row per machine if they fit; else rows for the trainer and failing machines, then groups."""
     if len(view.nodes) <= most:
         return [_row(view, node) for node in view.nodes]
-    by_trouble = sorted(
-        view.nodes, key=lambda one: (one.role is not Role.TRAINER, _TROUBLE_FIRST.get(one.state, len(LOOKS)))
-    )
-    troubled = sum(one.role is Role.TRAINER or one.state in _TROUBLE_FIRST for one in view.nodes)
-    singles = by_trouble[: max(min(troubled, (most + 1) // 2), most - len(_pools(view.nodes)))]
-    chosen = {one.node for one in singles}
-    groups = _pools([one for one in view.nodes if one.node not in chosen])
-    room = most - len(singles)
-    if len(groups) > room:
-        kept, rest = groups[: max(0, room - 1)], groups[max(0, room - 1) :]
-        groups = [*kept, ("elsewhere", [one for _, nodes in rest for one in nodes])][: max(0, room)]
+
+    def rank(node: NodeView) -> tuple[bool, int]:
+        return node.role is not Role.TRAINER, _TROUBLE_FIRST.get(node.state, len(STATE_STYLES))
+
+    important = sum(node.role is Role.TRAINER or node.state in _TROUBLE_FIRST for node in view.nodes)
+    single_count = max(min(important, (most + 1) // 2), most - len(_pools(view.nodes)))
+    chosen = {node.node for node in sorted(view.nodes, key=rank)[:single_count]}
+    groups = _pools([node for node in view.nodes if node.node not in chosen])
+    group_count = most - len(chosen)
+    if len(groups) > group_count:
+        kept, rest = groups[: max(0, group_count - 1)], groups[max(0, group_count - 1) :]
+        groups = [*kept, ("elsewhere", [node for _, nodes in rest for node in nodes])][: max(0, group_count)]
     return [
-        *(_row(view, one) for one in view.nodes if one.node in chosen),
+        *(_row(view, node) for node in view.nodes if node.node in chosen),
         *(_group(name, nodes) for name, nodes in groups),
     ]
 
 
 def _pools(nodes: Sequence[NodeView]) -> list[tuple[str, list[NodeView]]]:
-    """The machines of each pool, the largest first."""
+    """Return the machines of each pool, the largest pool first."""
     found = defaultdict[str, list[NodeView]](list)
-    for one in nodes:
-        place, _, machine = one.pool.partition(" ")
-        found[f"{place.rpartition('/')[2]} {machine}" if one.pool else one.market.replace("_", " ")].append(one)
-    return sorted(found.items(), key=lambda one: -len(one[1]))
+    for node in nodes:
+        zone, _, machine = node.pool.partition(" ")
+        found[f"{zone.rpartition('/')[2]} {machine}" if node.pool else node.market.replace("_", " ")].append(node)
+    return sorted(found.items(), key=lambda pool: -len(pool[1]))
 
 
 def _row(view: RunView, node: NodeView) -> _Row:
-    several = node.engines > 1 and node.phase is NodePhase.SERVING
-    state = f"{node.state} {node.engines_serving}/{node.engines}" if several else node.state
-    unfit = node.unfit and not node.engines_serving
+    counts_engines = node.engines > 1 and node.phase is NodePhase.SERVING
+    state = f"{node.state} {node.engines_serving}/{node.engines}" if counts_engines else node.state
+    is_unfit = node.unfit and not node.engines_serving
     return _Row(
         nodes=(node,),
         name=node.node,
         state=state,
-        style="bold red" if unfit else LOOKS[node.state],
-        policy="unfit" if unfit else (node.policy or NOT_KNOWN),
+        style="bold red" if is_unfit else STATE_STYLES[node.state],
+        policy="unfit" if is_unfit else (node.policy or NOT_KNOWN),
         tokens=short(node.tokens_per_s),
         price=f"{node.price_usd_per_h:.2f}",
         market=node.market.replace("_", " "),
@@ -372,17 +371,17 @@ def _row(view: RunView, node: NodeView) -> _Row:
 
 
 def _group(name: str, nodes: Sequence[NodeView]) -> _Row:
-    serving = sum(one.state in AT_WORK for one in nodes)
-    policies = Counter(one.policy for one in nodes if one.policy).most_common(1)
-    rates = [one.tokens_per_s for one in nodes if one.tokens_per_s is not None]
+    serving = sum(node.state in AT_WORK for node in nodes)
+    policies = Counter(node.policy for node in nodes if node.policy).most_common(1)
+    rates = [node.tokens_per_s for node in nodes if node.tokens_per_s is not None]
     return _Row(
         nodes=nodes,
         name=f"{len(nodes)} more: {name}",
-        state=f"{serving} at work",
+        state=f"{serving} running",
         style="green" if serving == len(nodes) else "yellow",
         policy=policies[0][0] or NOT_KNOWN if policies else NOT_KNOWN,
         tokens=short(sum(rates)) if rates else NOT_KNOWN,
-        price=f"{sum(one.price_usd_per_h for one in nodes):.2f}",
+        price=f"{sum(node.price_usd_per_h for node in nodes):.2f}",
         market="",
         since="",
     )
@@ -399,64 +398,64 @@ class _Column:
     def width(self) -> int:
         return max(self.least, *map(cell_len, (self.title, *self.words)))
 
-    def at(self, place: int | None) -> str:
-        """A row's, or the title."""
-        return self.pad(self.title if place is None else self.words[place], self.width)
+    def cell(self, row: int | None) -> str:
+        """Return the padded cell of a row, or of the head for None."""
+        return self.pad(self.title if row is None else self.words[row], self.width)
 
 
 def _table(rows: Sequence[_Row], width: int) -> list[Text]:
     name, state, ends = _columns(rows, width)
-    lines = [Text(f"{name.at(None)} {state.at(None)}{''.join(f' {end.at(None)}' for end in ends)}", "dim")]
-    for place, row in enumerate(rows):
-        line = Text(name.at(place), no_wrap=True).append(" ").append(state.at(place), row.style)
-        lines.append(line.append("".join(f" {end.at(place)}" for end in ends)))
+    lines = [Text(f"{name.cell(None)} {state.cell(None)}{''.join(f' {end.cell(None)}' for end in ends)}", "dim")]
+    for index, row in enumerate(rows):
+        line = Text(name.cell(index), no_wrap=True).append(" ").append(state.cell(index), row.style)
+        lines.append(line.append("".join(f" {end.cell(index)}" for end in ends)))
     for line in lines:
         line.rstrip()
     return [cut(line, width) for line in lines]
 
 
 def _columns(rows: Sequence[_Row], width: int) -> tuple[_Column, _Column, list[_Column]]:
-    """Name, state, and those after them that there is room for."""
-    singles = max((cell_len(row.name) for row in rows if len(row.nodes) == 1), default=0)
-    most = max(singles, GROUP_NAME)
-    name = _Column("node", [fit(row.name, most) for row in rows], left)
-    state = _Column("state", [row.state for row in rows], left, 8)
+    """Return name, state, and as many further columns as fit."""
+    longest = max((cell_len(row.name) for row in rows if len(row.nodes) == 1), default=0)
+    most = max(longest, GROUP_NAME_MAX)
+    name = _Column("node", [fit(row.name, most) for row in rows], align_left)
+    state = _Column("state", [row.state for row in rows], align_left, 8)
     ends = [
-        _Column("policy", [row.policy for row in rows], left),
-        _Column("tok/s", [row.tokens for row in rows], right),
-        _Column("$/h", [row.price for row in rows], right),
-        _Column("market", [row.market for row in rows], left),
-        _Column("for", [row.since for row in rows], right, 8),
+        _Column("policy", [row.policy for row in rows], align_left),
+        _Column("tok/s", [row.tokens for row in rows], align_right),
+        _Column("$/h", [row.price for row in rows], align_right),
+        _Column("market", [row.market for row in rows], align_left),
+        _Column("for", [row.since for row in rows], align_right, 8),
     ]
-    room = width - name.width - 1 - state.width - 1
+    free = width - name.width - 1 - state.width - 1
     kept = list[_Column]()
     for end in ends:
-        room -= end.width + 1
-        if room < 0:
+        free -= end.width + 1
+        if free < 0:
             break
         kept.append(end)
     return name, state, kept
 
 
 def _counts(view: RunView, width: int) -> list[Text]:
-    """How many machines there are of each state."""
-    found = Counter(one.state for one in view.nodes)
-    told = [f"{found[state]} {state}" for state in LOOKS if found[state]]
-    return [Text(line, "dim", no_wrap=True) for line in in_lines(told, width, COUNTS_LINES)]
+    """Draw the number of machines in each state."""
+    found = Counter(node.state for node in view.nodes)
+    counts = [f"{found[state]} {state}" for state in STATE_STYLES if found[state]]
+    return [Text(line, "dim", no_wrap=True) for line in in_lines(counts, width, COUNTS_LINES)]
 
 
 # The whole screen.
 
 HEIGHT = 24
-MACHINES_LEAST = 5  # lines: their head, three, and the counts
-MACHINES_SHARE = 2 / 3  # of what is left for them and for what happened, at most
+MACHINES_LEAST = 5  # lines: the head, three machines, and the counts
+MACHINES_SHARE = 2 / 3  # maximum share of the lines for machines and events
 EVENTS_LEAST = 3
-TOLD = 11  # cells: a time of day, or how long ago
+TIME_WIDTH = 11  # cells of the time before an event
 BLANK = Text("")
 
 
 class Screen:
-    """A view of a run, for rich: as wide as the console, at most `height` lines."""
+    """A rich renderable of a run: as wide as the console, at most `height` lines."""
 
     def __init__(self, view: RunView, height: int = HEIGHT) -> None:
         self._view = view
@@ -466,59 +465,59 @@ class Screen:
         yield from drawn(self._view, options.max_width, self._height)
 
 
-class _Room:
-    """The lines that are left of a screen."""
+class _FreeLines:
+    """The unused lines of the screen."""
 
     def __init__(self, height: int) -> None:
-        self.left = max(0, height)
+        self.count = max(0, height)
 
     def take(self, lines: Sequence[Text], keep: int = 0) -> list[Text]:
-        """As many of them as there is room for beside `keep` more."""
-        taken = list(lines[: max(0, self.left - keep)])
-        self.left -= len(taken)
+        """Use up and return the first of `lines`, as many as fit while `keep` lines stay free."""
+        taken = list(lines[: max(0, self.count - keep)])
+        self.count -= len(taken)
         return taken
 
 
 def drawn(view: RunView, width: int, height: int) -> list[Text]:
-    """The lines of the screen from the top. What is asked for room first is needed most."""
-    room = _Room(height)
-    top = room.take(head(view, width))
-    troubles = room.take(trouble(view, width))
-    curves = room.take(figures(view, width), EVENTS_LEAST)
+    """Return the lines of the screen from the top. Parts take their lines in the order of importance."""
+    free = _FreeLines(height)
+    top = free.take(head(view, width))
+    troubles = free.take(trouble(view, width))
+    curves = free.take(figures(view, width), EVENTS_LEAST)
     keep = min(MACHINES_LEAST, len(view.nodes) + 2) + EVENTS_LEAST
-    dollars = room.take(money(view.money, width), keep)
-    dollars += room.take(deadline(view, width), keep)
-    parts = room.take(step(view.step_split, width), keep)
-    parts += room.take(timing(view.step_timing, width), keep)
-    joining = room.take(coming(view, width), keep)
-    beside = room.take(weights(view, width), keep) + room.take(fleet(view.fleet, width), keep)
-    blanks = room.take([BLANK] * 3, keep)
-    nodes = room.take(machines(view, width, _machine_lines(view, room.left)))
-    events = _events(view, width, room.left)
+    dollars = free.take(money(view.money, width), keep)
+    dollars += free.take(deadline(view, width), keep)
+    parts = free.take(step(view.step_split, width), keep)
+    parts += free.take(timing(view.step_timing, width), keep)
+    stages = free.take(joining(view, width), keep)
+    details = free.take(weights(view, width), keep) + free.take(fleet(view.fleet, width), keep)
+    blanks = free.take([BLANK] * 3, keep)
+    nodes = free.take(machines(view, width, _machine_lines(view, free.count)))
+    events = _events(view, width, free.count)
     gap = [blanks[:1] for blanks in (blanks, blanks[1:], blanks[2:])]
-    facts = [*curves, *dollars, *parts, *beside, *troubles, *joining]
+    facts = [*curves, *dollars, *parts, *details, *troubles, *stages]
     return [*top, *gap[2], *facts, *gap[0], *nodes, *gap[1], *events]
 
 
-def _machine_lines(view: RunView, room: int) -> int:
-    """How many lines the machines have."""
-    most = max(min(MACHINES_LEAST, room), room - max(EVENTS_LEAST, round((1 - MACHINES_SHARE) * room)))
+def _machine_lines(view: RunView, free: int) -> int:
+    """Return the number of lines for the machines."""
+    most = max(min(MACHINES_LEAST, free), free - max(EVENTS_LEAST, round((1 - MACHINES_SHARE) * free)))
     return min(len(view.nodes) + 2, most)
 
 
 def _events(view: RunView, width: int, count: int) -> list[Text]:
     shown = view.events[-count:] if count > 0 else ()
-    return [_told(clock(line.time_s), line.text, width) for line in shown]
+    return [_event(line, width) for line in shown]
 
 
-def _told(when: str, words: str, width: int) -> Text:
-    before = left(when, TOLD)
-    if width < 2 * TOLD:
-        return Text(fit(words, width), no_wrap=True)
-    return Text(before, "dim", no_wrap=True).append(fit(words, width - len(before)), "not dim")
+def _event(event: EventLine, width: int) -> Text:
+    if width < 2 * TIME_WIDTH:
+        return Text(fit(event.text, width), no_wrap=True)
+    time = align_left(clock(event.time_s), TIME_WIDTH)
+    return Text(time, "dim", no_wrap=True).append(fit(event.text, width - TIME_WIDTH), "not dim")
 
 
-# Watching: the screen drawn again and again, or plain lines where the output is no terminal.
+# Watching: the screen is redrawn repeatedly; plain lines are printed if the output is not a terminal.
 
 REFRESH_S = 0.5
 
@@ -531,12 +530,11 @@ def watch(
     """Show the run until it is over, and return the last view.
 
     Args:
-        get_view: looks at the run.
-        wait: waits for so many seconds, and returns True to stop watching: `threading.Event().wait`.
-        console: where to; on anything but a terminal that can be drawn on, one plain line for each change is
-            printed.
+        get_view: reads the run.
+        wait: waits for the given seconds; returns True to stop watching, as `threading.Event().wait` does.
+        console: prints one plain line for each change if it is not a terminal that supports drawing.
 
-    Ctrl-C is the caller's: KeyboardInterrupt passes, the terminal restored.
+    On Ctrl-C the terminal is restored and KeyboardInterrupt is raised.
     """
     console = console or Console()
     if not console.is_terminal or console.is_dumb_terminal:
@@ -554,17 +552,17 @@ def changes(before: RunView | None, view: RunView) -> list[str]:
     """Return a plain line for each event and the step that are new since `before`."""
     known = {(line.type, line.number, line.index) for line in before.events} if before else set()
     fresh = [line for line in view.events if (line.type, line.number, line.index) not in known]
-    told = [f"{clock(line.time_s)} {plain(line.text)}" for line in fresh]
+    found = [f"{clock(line.time_s)} {plain(line.text)}" for line in fresh]
     newest = _newest(view)
     if newest is not None and (before is None or _newest(before) != newest):
         step, reward, kl = newest
         of = f"/{view.max_steps}" if view.max_steps else ""
-        told.append(f"{clock(view.now_s)} step {step}{of} reward {short(reward)} kl {short(kl)}")
-    return told
+        found.append(f"{clock(view.now_s)} step {step}{of} reward {short(reward)} kl {short(kl)}")
+    return found
 
 
 def _newest(view: RunView) -> tuple[int, float | None, float | None] | None:
-    """What a plain line tells of the newest row, which an evaluation may still add to."""
+    """Return step, reward and KL of the newest row. An evaluation may still add to that row."""
     row = view.recent[-1] if view.recent else None
     return None if row is None else (row.step, row.values.get("reward"), row.values.get("kl"))
 

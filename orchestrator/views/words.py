@@ -1,4 +1,4 @@
-"""How numbers, times, texts, rollbacks and retention are written for people, the same in every view."""
+"""Format numbers, times, texts, rollbacks and retention for people, the same way in every view."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from policies.tick.snapshot import Trainer
 
 NOT_KNOWN = "–"
 _BARS = "▁▂▃▄▅▆▇█"
-_LAST_S = 253_402_300_799.0  # the last second of the year 9999: a run that gets on by nothing ends at no time
+_LAST_S = 253_402_300_799.0  # the last second of the year 9999; the estimated end of a stalled run is infinite
 
 
-def written(time_s: float, form: str, *, local: bool = True) -> str:
-    """A time in a form of strftime's; one outside the years that calendars have is their first or last moment."""
+def format_time(time_s: float, form: str, *, local: bool = True) -> str:
+    """Format a time with strftime, clamped to the years 1970 to 9999."""
     within_s = max(0.0, min(time_s, _LAST_S))
     return time.strftime(form, time.localtime(within_s) if local else time.gmtime(within_s))
 
 
 def clock(time_s: float) -> str:
-    """Local time of day, `14:03:59`."""
-    return written(time_s, "%H:%M:%S")
+    """Return the local time of day, `14:03:59`."""
+    return format_time(time_s, "%H:%M:%S")
 
 
 def moment(time_s: float) -> str:
-    """A day and a time that all read alike, `2026-11-30 18:00 UTC`."""
-    return written(time_s, "%Y-%m-%d %H:%M UTC", local=False)
+    """Return date and time in UTC, `2026-11-30 18:00 UTC`."""
+    return format_time(time_s, "%Y-%m-%d %H:%M UTC", local=False)
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `3:07 min`, `2:03 h`, `4.0 d`: two figures that matter, and the unit."""
+    """Format seconds as `8 s`, `3:07 min`, `2:03 h` or `4.0 d`."""
     seconds = max(0.0, min(seconds, _LAST_S))
     whole = round(seconds)
     if whole < 60:
@@ -61,17 +61,17 @@ def duration(seconds: float) -> str:
 
 
 def seconds_words(value: float) -> str:
-    """`0.4 s`, `13 s`, `2:03 min`: two figures below ten seconds."""
+    """Format seconds as `0.4 s`, `13 s` or `2:03 min`: two significant figures below ten seconds."""
     return duration(value) if value >= 60 else f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
 
 
 def overlap_words(step_s: float, in_turns_s: float, overlapped_s: float, max_staleness: int) -> str:
-    """Return in a sentence what generation ahead of training gains, or would gain at a staleness of 0.
+    """Describe the gain of overlapping generation with training, or at a staleness of 0 the possible gain.
 
     Args:
-        step_s: a step as it is.
-        in_turns_s: generation, then training.
-        overlapped_s: the longer of both.
+        step_s: the actual seconds of a step.
+        in_turns_s: generation plus training.
+        overlapped_s: the longer of the two.
         max_staleness: `rollout.max_staleness`.
     """
     now = seconds_words(step_s)
@@ -83,7 +83,7 @@ def overlap_words(step_s: float, in_turns_s: float, overlapped_s: float, max_sta
 
 
 def short(value: float | None) -> str:
-    """Three significant figures as people write them, `1,240` and `0.00003`; a dash for what is not known."""
+    """Format three significant figures, `1,240` and `0.00003`; a dash for None."""
     if value is None:
         return NOT_KNOWN
     size = abs(value)
@@ -97,12 +97,12 @@ def short(value: float | None) -> str:
 
 
 def usd(value: float) -> str:
-    """Cents where they matter, four decimals below ten cents."""
+    """Format dollars with two decimals, below ten cents with four."""
     return f"${value:,.2f}" if value >= 0.1 or value == 0 else f"${value:.4f}"
 
 
 def data_size(size_bytes: int) -> str:
-    """`512 B`, `14.2 GiB`."""
+    """Format bytes as `512 B` or `14.2 GiB`."""
     value, units = float(size_bytes), ["KiB", "MiB", "GiB", "TiB"]
     if value < 1024:
         return f"{size_bytes} B"
@@ -112,12 +112,12 @@ def data_size(size_bytes: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` characters from the lowest to the highest value; neighbours share one by their mean."""
+    """Draw the values in at most `width` characters, each for the mean of its neighbours."""
     if not values:
         return ""
     size = max(1.0, len(values) / width)
     count = min(width, len(values))
-    bounds = [round(place * size) for place in range(count)] + [len(values)]
+    bounds = [round(index * size) for index in range(count)] + [len(values)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
@@ -125,63 +125,63 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
 
 
-# Texts that others wrote, made fit to be shown: they can neither move nor hide what stands next to them. A
-# model's completions may hold anything: control characters, marks that turn or hide text, and far too much of it.
+# Untrusted text, escaped so that it can neither move nor hide its surroundings. A model's completions may contain
+# control characters, marks that change text direction, and any amount of text.
 
-SHOWN_MAX = 4000  # characters of one value; whoever shows longer ones cuts them for itself, and says so
+SHOWN_MAX = 4000  # characters of one value; callers cut longer values themselves and show that they did
 
-# Controls but for tab and line feed, marks and overrides of direction, invisible characters and separators,
-# surrogates, which no encoding has, and tags, which nothing draws.
-_UNSEEN = re.compile(
+# Control characters except tab and line feed, direction marks and overrides, invisible characters and separators,
+# surrogates (not encodable), and tags (never drawn).
+_INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
 def shown(text: str, most: int = SHOWN_MAX) -> str:
-    """The text with each character that is not seen written as `‹U+202E›`, and cut after `most` characters."""
-    cut = text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} characters more"
-    return _UNSEEN.sub(lambda found: f"‹U+{ord(found[0]):04X}›", cut)
+    """Write each invisible character as `‹U+202E›`, and cut the text after `most` characters."""
+    cut = text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} more characters"
+    return _INVISIBLE.sub(lambda found: f"‹U+{ord(found[0]):04X}›", cut)
 
 
-# A run's timelines: how far a rollback is, and what it changed.
+# The stage of a rollback, and its changes.
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key of `grpo`: its value before, None where that is a default of TRL's not known here, and after."""
+    """The value of a `grpo` key before and after; `before` is None for a TRL default that is not known here."""
 
     before: float | None
     after: float
 
 
 def start_words(start: str | None) -> str:
-    """What a timeline goes on from."""
+    """Name the checkpoint that a timeline starts from."""
     return "the run's start" if start is None else f"checkpoint {start}"
 
 
 def stage_words(rollback: Rollback) -> str:
-    """What a rollback waits for, or that it has passed."""
+    """Describe the stage of a rollback."""
     if rollback.passed:
         return "has passed its probation"
     match rollback.stage:
         case RollbackStage.BEGUN:
-            return "is decided, and not yet in the store"
+            return "is decided but not yet in the store"
         case RollbackStage.FORKED:
-            return "waits for the old trainer to end"
+            return "is waiting for the old trainer to stop"
         case RollbackStage.FENCED:
-            return "waits for its trainer"
+            return "is waiting for its trainer"
         case RollbackStage.RESUMED:
-            return "is trained, and waits for the fleet"
+            return "is training and waiting for the fleet"
         case RollbackStage.PROBATION:
             return f"is on probation until step {rollback.probation_until_step}"
         case _:
             assert_never(rollback.stage)
 
 
-def thrown_away_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
-    """`6 steps and 3,060 tokens thrown away`, and how much of it no logged step was trained on."""
-    lost = f"{steps} steps and {tokens + window_tokens:,} tokens thrown away"
+def discarded_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
+    """Return `6 steps and 3,060 tokens discarded`, and how much of it was never trained on."""
+    lost = f"{steps} steps and {tokens + window_tokens:,} tokens discarded"
     if not windows:
         return lost
     many = "1 window" if windows == 1 else f"{windows} windows"
@@ -189,22 +189,22 @@ def thrown_away_words(steps: int, tokens: int, windows: int, window_tokens: int)
 
 
 def changes_of(fork: Fork, before: Fork | None, grpo: Mapping[str, object]) -> dict[str, Change]:
-    """What this fork changed in `grpo`; its own `changes` hold those of its predecessors, too."""
+    """Return what this fork changed in `grpo`. Its own `changes` include those of earlier forks."""
     known = {**TRL_DEFAULTS, **{key: value for key, value in grpo.items() if isinstance(value, int | float)}}
     known.update({} if before is None else before.changes)
     return {key: Change(known.get(key), value) for key, value in fork.changes.items() if known.get(key) != value}
 
 
 def change_words(changes: Mapping[str, Change]) -> str:
-    """`beta 0.02 → 0.04, learning_rate 1e-06 → 5e-07`"""
+    """Return `beta 0.02 → 0.04, learning_rate 1e-06 → 5e-07`."""
     return ", ".join(
-        f"{key} {one.after:g}" if one.before is None else f"{key} {one.before:g} → {one.after:g}"
-        for key, one in changes.items()
+        f"{key} {change.after:g}" if change.before is None else f"{key} {change.before:g} → {change.after:g}"
+        for key, change in changes.items()
     )
 
 
 def effect_words(effects: Mapping[str, str]) -> str:
-    """`learning_rate: updates of half the size; beta: ...`; keys with the same effect are told together."""
+    """Return `learning_rate: updates of half the size; beta: ...`, with keys of the same effect together."""
     by_text: dict[str, list[str]] = {}
     for key, text in effects.items():
         by_text.setdefault(text, []).append(key)
@@ -212,49 +212,53 @@ def effect_words(effects: Mapping[str, str]) -> str:
 
 
 def skipped_of(fork: Fork, before: Fork | None) -> tuple[Skipped, ...]:
-    """The steps whose prompts this fork leaves out, and the one before it did not."""
+    """Return the steps whose prompts this fork skips and the fork before it did not."""
     known = () if before is None else before.skipped
-    return tuple(one for one in fork.skipped if one not in known)
+    return tuple(span for span in fork.skipped if span not in known)
 
 
 def skipped_words(skipped: Iterable[Skipped]) -> str:
-    """`other prompts for those of steps 41 to 57 of timeline 0`"""
-    told = [f"steps {one.first_step} to {one.last_step} of timeline {one.timeline}" for one in skipped]
-    return f"other prompts for those of {', '.join(told)}" if told else ""
+    """Return `other prompts instead of those of steps 41 to 57 of timeline 0`."""
+    spans = [f"steps {span.first_step} to {span.last_step} of timeline {span.timeline}" for span in skipped]
+    return f"other prompts instead of those of {', '.join(spans)}" if spans else ""
 
 
-# How a run continues that has ended before its last step.
+# How to continue a run that ended before its last step.
 
 
 def going_on(phase: RunPhase, reason: str, store: str) -> str:
-    """What its user can do; empty where there is nothing to go on with."""
+    """Return the command that continues the run; empty where there is none."""
     match phase:
         case RunPhase.FAILED:
-            return f"once the cause is repaired, continue with: grpo-orch resume {quote(store)}"
+            return f"fix the cause, then continue with: grpo-orch resume {quote(store)}"
         case RunPhase.PAUSED if "`budget.usd" in reason:
-            return f"go on with: grpo-orch resume --budget-usd NUMBER {quote(store)}"
+            return f"continue with: grpo-orch resume --budget-usd NUMBER {quote(store)}"
         case RunPhase.PAUSED if NAME_A_TARGET in reason:
             return f"see: grpo-orch checkpoints ls {quote(store)}"
         case RunPhase.PAUSED:
-            return f"go on with: grpo-orch rollback {quote(store)}"
+            return f"continue with: grpo-orch rollback {quote(store)}"
         case RunPhase.GAVE_UP:
-            return f"go on by hand, with something changed: grpo-orch rollback {quote(store)}"
+            return f"change a setting and continue with: grpo-orch rollback {quote(store)}"
         case _:
             return ""
 
 
-# Why each checkpoint of a run stays.
+# Which retention rules keep each checkpoint.
 
 
 def kept_as(
-    listed: Sequence[Checkpoint], spec: RunSpec, forks: Sequence[Fork], beat: Trainer | None
+    listed: Sequence[Checkpoint], spec: RunSpec, forks: Sequence[Fork], heartbeat: Trainer | None
 ) -> dict[PolicyVersion, tuple[str, ...]]:
-    """Return the rules of retention that keep each checkpoint, as of the newest one of the present line; none: it
-    goes with the next. `beat` is the trainer's last: what its guard says decides how far back some are kept."""
+    """Return the retention rules that keep each checkpoint, as of the newest checkpoint of the present line.
+
+    A checkpoint that no rule keeps is deleted after the next save. `heartbeat` is the trainer's last; its guard's
+    verdict decides how far back some checkpoints are kept.
+    """
     timeline = max((fork.timeline for fork in forks), default=0)
     stretches = lineage(forks, timeline)
-    newest_step = max((one.at.step for one in listed if on_lineage(one.at, stretches)), default=0)
-    verdict = beat.verdict if beat is not None and beat.timeline == timeline else None
+    on_line = (checkpoint.at.step for checkpoint in listed if on_lineage(checkpoint.at, stretches))
+    newest_step = max(on_line, default=0)
+    verdict = heartbeat.verdict if heartbeat is not None and heartbeat.timeline == timeline else None
     logging_steps = int(spec.grpo.get("logging_steps", LOGGING_STEPS))
     rules = RetentionRules(
         spec.checkpoints.keep_last,
@@ -262,31 +266,32 @@ def kept_as(
         keep_before(newest_step, verdict or Verdict(), logging_steps),
         keep_since(newest_step, logging_steps),
     )
-    return rules_keeping([StoredCheckpoint(one.at, one.pinned) for one in listed], forks, rules)
+    stored = [StoredCheckpoint(checkpoint.at, checkpoint.pinned) for checkpoint in listed]
+    return rules_keeping(stored, forks, rules)
 
 
-# Lines of a terminal: words made to fit so many cells, which is not so many characters. They are cut between
-# words, so that no number and no name loses a part of itself.
+# Lines of a terminal. Widths are in cells, not characters. Lines are cut between words, so that numbers and names
+# stay whole.
 
-LABEL = 11  # cells of the word before a line of facts, the blank after it included
+LABEL = 11  # cells of the label before a line of facts, including the blank after it
 MORE = " …"
 _JOINT = " · "
 
 
 def plain(words: str) -> str:
-    """On one line, and nothing in it that moves the cursor."""
+    """Return the text on one line, without characters that move the cursor."""
     return " ".join(shown(words).split())
 
 
 def fit(words: str, width: int) -> str:
-    """As many words as there is room for, and an ellipsis where that is not all."""
+    """Return the words that fit on one line, with an ellipsis where some do not."""
     return (wrap(words, width, 1) or [""])[0]
 
 
 def wrap(words: str, width: int, most: int) -> list[str]:
-    """At most so many lines of at most `width` cells; the last one tells by an ellipsis that there was more.
+    """Wrap to at most `most` lines of `width` cells; the last ends with an ellipsis if words are missing.
 
-    A word that is wider than a line is broken, and nothing of it is left out where there are lines enough.
+    A word that is wider than a line is broken.
     """
     if width <= 0 or most <= 0:
         return []
@@ -319,7 +324,7 @@ def _ellipsis(line: str, width: int) -> str:
 
 
 def in_lines(parts: list[str], width: int, most: int) -> list[str]:
-    """The parts in at most so many lines, each part whole, as many from the first on as there is room for."""
+    """Join the parts into at most `most` lines, without breaking a part; parts that do not fit are left out."""
     lines = list[str]()
     for part in parts:
         if lines and cell_len(lines[-1] + _JOINT + part) <= width:
@@ -332,30 +337,31 @@ def in_lines(parts: list[str], width: int, most: int) -> list[str]:
 
 
 def joined(parts: list[str], width: int) -> str:
-    """The same on one line."""
+    """Join the parts on one line."""
     return (in_lines(parts, width, 1) or [""])[0]
 
 
-def left(words: str, width: int) -> str:
-    """Filled with blanks; what is wider is as wide as it is."""
+def align_left(words: str, width: int) -> str:
+    """Pad with blanks on the right. Wider text is returned as it is."""
     return words + " " * (width - cell_len(words))
 
 
-def right(words: str, width: int) -> str:
+def align_right(words: str, width: int) -> str:
+    """Pad with blanks on the left. Wider text is returned as it is."""
     return " " * (width - cell_len(words)) + words
 
 
 def labelled(label: str, words: str, width: int, most: int = 1, style: str = "") -> list[Text]:
-    """A fact on at most so many lines, its label before the first."""
+    """Return a fact on at most `most` lines, with its label before the first."""
     found = wrap(words, width - LABEL, most)
     return [
-        Text(f"{left('' if place else label, LABEL)}{line}", style, no_wrap=True)
-        for place, line in enumerate(found)
+        Text(f"{align_left('' if index else label, LABEL)}{line}", style, no_wrap=True)
+        for index, line in enumerate(found)
     ]
 
 
 def cut(line: Text, width: int) -> Text:
-    """A line that is no prose, within the screen's edge whatever it holds."""
+    """Truncate a line that is not prose at the edge of the screen."""
     if line.cell_len > width:
         line.truncate(max(0, width))
     return line

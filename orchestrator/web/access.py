@@ -1,8 +1,8 @@
-"""Which requests are answered, and what every answer tells a browser.
+"""Decide which requests are answered, and set security headers on every response.
 
-The page is served on this machine's own address alone and asks nobody for a secret; from elsewhere it is reached
-by `ssh -L`. A browser must mean that address by name: a page of somebody else's cannot have its own name resolve
-to 127.0.0.1 and read here.
+The page listens on the loopback address only and needs no secret; use `ssh -L` from other machines. The Host
+header must name the loopback address, so that a foreign site whose name resolves to 127.0.0.1 cannot read the page
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer, or report why not."""
+    """Reject a wrong Host header or method, else call the handler."""
     if _host_of(request) not in LOCAL_NAMES:
-        return web.Response(status=421, text="not the name of this server: ask for 127.0.0.1 or localhost\n")
+        return web.Response(status=421, text="wrong host name: use 127.0.0.1 or localhost\n")
     if request.method not in ("GET", "HEAD"):
         allowed = {hdrs.ALLOW: "GET, HEAD"}
-        return web.Response(status=405, text="nothing can be changed here\n", headers=allowed)
+        return web.Response(status=405, text="this page is read-only\n", headers=allowed)
     return await handler(request)
 
 
 async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """For every answer, errors among them."""
+    """Set the headers of every response, including errors."""
     response.headers.update(HEADERS)
     response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
     response.headers.pop(hdrs.SERVER, None)
 
 
 def _host_of(request: web.Request) -> str:
-    """The name in `Host`, without its port."""
+    """Return the name in the Host header, without its port."""
     named = request.headers.get(hdrs.HOST, "")
     bracketed = re.fullmatch(r"\[([0-9a-fA-F:]+)\](:[0-9]*)?", named)
     return bracketed[1] if bracketed else re.sub(r":[0-9]*$", "", named).lower()

@@ -1,4 +1,4 @@
-"""The pages over HTTP: each drawn, or as JSON, and what keeps them live. Nothing here changes anything."""
+"""Serve the pages over HTTP, as HTML or JSON, and notify them of news. Everything here is read-only."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from checkpoint.records.metrics import Row
 from checkpoint.store.errors import NotFound, StoreError
 from orchestrator.views.model import RunView, deadline_words, is_late
 from orchestrator.views.report import HELD_OUT
-from orchestrator.views.words import data_size, duration, going_on, short, shown, usd, written
+from orchestrator.views.words import data_size, duration, format_time, going_on, short, shown, usd
 from orchestrator.web import course, pages
 from orchestrator.web.access import add_headers, guard
-from orchestrator.web.page import Asked, Page, Refused
+from orchestrator.web.page import Page, PageError, PageRequest
 from orchestrator.web.watch import Look, Watch, looks
 from policies.detect.divergence import Health
 from policies.model.phases import TERMINAL_RUN
@@ -35,7 +35,7 @@ SET_ASIDE_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure, what it is, and what stands below it. `tone` is good, warn, bad or nothing."""
+    """A figure with its label and a note below. `tone` is good, warn, bad or empty."""
 
     label: str
     value: str
@@ -44,25 +44,27 @@ class Figure:
 
 
 def strip(look: Look) -> list[Figure]:
-    """The figures, in their order."""
-    return look.once("strip", lambda: _figures(look))
+    """Return the figures at the top of every page, in order."""
+    return look.cached("strip", lambda: _figures(look))
 
 
 def troubles(view: RunView) -> list[str]:
-    """What is off and does not end the run, a line each."""
-    told = []
-    for one in view.not_bought:
-        wait_s = one.tried_again_s - view.now_s
-        when = f"in {duration(wait_s)}" if wait_s > 0 else "any time now"
-        told.append(f"No machines are bought, {one.kind}; one is tried {when}: {one.reason}")
+    """Describe the problems that do not end the run, a line each."""
+    lines = []
+    for stopped in view.not_bought:
+        wait_s = stopped.tried_again_s - view.now_s
+        when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
+        lines.append(f"Buying is stopped for {stopped.kind}; next test machine {when}: {stopped.reason}")
     if view.store_slow:
-        told.append("The store is slow: the newest checkpoint was put off, those before it are still on their way")
-    told += [f"{one.key} cannot be read and is left out: {one.why}" for one in view.set_aside[-SET_ASIDE_SHOWN:]]
-    return told
+        lines.append(
+            "The store is slow: the newest checkpoint was postponed, earlier ones are still being uploaded"
+        )
+    ignored = view.set_aside[-SET_ASIDE_SHOWN:]
+    return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.why}" for damaged in ignored]
 
 
 def deadline_line(view: RunView) -> Figure | None:
-    """When the run is to be done, where it is on the way there, and what that costs as it goes now."""
+    """Describe the deadline, the progress towards it, and the forecast cost."""
     words = deadline_words(view)
     if not words:
         return None
@@ -72,17 +74,17 @@ def deadline_line(view: RunView) -> Figure | None:
 
 
 def headline(view: RunView) -> str:
-    """What matters most right now, in a few words."""
+    """Describe in a few words what matters most right now."""
     if view.phase in TERMINAL_RUN:
         hint = going_on(view.phase, view.reason, view.store)
         return f"{view.reason}; {hint}" if hint else view.reason
     if not view.daemon.alive:
-        return f"nobody steers it: grpo-orch resume {quote(view.store)}"
+        return f"no controller; run: grpo-orch resume {quote(view.store)}"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
         return f"timeline {view.rollback.timeline} {view.rollback.text}"
     if view.health.health is not Health.HEALTHY:
-        word = "diverged" if view.health.health is Health.TRIPPED else "watched"
-        return f"{word} since step {view.health.onset_step}"
+        finding = "diverged" if view.health.health is Health.TRIPPED else "possible divergence"
+        return f"{finding} since step {view.health.onset_step}"
     if view.parked_s is not None:
         return f"for {duration(view.parked_s)}: {view.reason}"
     return f"the trainer is {view.activity}" if view.activity else view.reason
@@ -99,7 +101,7 @@ def _figures(look: Look) -> list[Figure]:
         Figure("step", f"{view.step:,}", of),
         Figure("reward", short(view.reward), _held_out(look.path)),
         Figure("KL", short(view.kl), limit, "bad" if above else ""),
-        Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} to go" if view.eta_s else ""),
+        Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} left" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
         _rollouts(view),
         Figure("spent", usd(money.spent_usd), forecast),
@@ -108,9 +110,9 @@ def _figures(look: Look) -> list[Figure]:
 
 
 def _rollouts(view: RunView) -> Figure:
-    """How many serve, of how many there are to be: places that a smaller fleet has left are no part of it."""
-    serving = [one for one in view.nodes if one.role is Role.ROLLOUT and one.phase is NodePhase.SERVING]
-    on_demand = sum(one.market is Market.ON_DEMAND for one in serving)
+    """Return the number of serving rollout nodes, and how many are wanted."""
+    serving = [node for node in view.nodes if node.role is Role.ROLLOUT and node.phase is NodePhase.SERVING]
+    on_demand = sum(node.market is Market.ON_DEMAND for node in serving)
     if view.fleet is None:
         below = "none in this run"
     elif view.phase in TERMINAL_RUN:
@@ -125,8 +127,6 @@ def _held_out(rows: Sequence[Row]) -> str:
     return f"held out {short(found)}" if found is not None else ""
 
 
-# The handlers.
-
 # In the order of the navigation.
 PAGES: tuple[Page, ...] = (
     pages.RUN,
@@ -136,21 +136,21 @@ PAGES: tuple[Page, ...] = (
     pages.SAMPLE,
     pages.CHECKPOINTS,
     pages.ROLLBACKS,
-    pages.DIARY,
+    pages.EVENTS,
     course.SERIES,
     course.SPLIT,
     course.LANES,
 )
 
-WATCHERS_MAX = 100  # at a time; each holds a connection
-QUIET_S = 15.0  # after so long without news a word keeps the connection open
-RETRY_MS = 3000  # a browser connects again so long after the connection was lost
+WATCHERS_MAX = 100  # concurrent; each holds a connection
+QUIET_S = 15.0  # without news, a comment is sent at this interval to keep the connection open
+RETRY_MS = 3000  # delay before a browser reconnects
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Site:
-    """The handlers and what they share."""
+    """The request handlers and their shared state."""
 
     def __init__(self, watch: Watch, pages: Sequence[Page] = PAGES) -> None:
         self._watch = watch
@@ -159,7 +159,7 @@ class Site:
         self._watchers = 0
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
         app.cleanup_ctx.append(self._watching)
@@ -177,63 +177,63 @@ class Site:
     def _handler(self, page: Page) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             look = await self._watch.fresh()
-            asked = Asked(request.match_info, request.query)
-            wanted = asked.choice("format", ("html", "json"))
-            data = await asyncio.to_thread(page.data, look, asked)
-            if page.template is None or wanted == "json":
+            page_request = PageRequest(request.match_info, request.query)
+            form = page_request.choice("format", ("html", "json"))
+            data = await asyncio.to_thread(page.data, look, page_request)
+            if page.template is None or form == "json":
                 return _json(data)
-            drawn = await asyncio.to_thread(self._draw, page, look, asked, data, request.path_qs)
+            drawn = await asyncio.to_thread(self._draw, page, look, data, request.path_qs)
             return web.Response(text=drawn, content_type="text/html")
 
         return handle
 
-    def _draw(self, page: Page, look: Look, asked: Asked, data: dict[str, Any], url: str) -> str:
+    def _draw(self, page: Page, look: Look, data: dict[str, Any], url: str) -> str:
         assert page.template is not None
-        return render(page.template, {**self._shared(look, page, url), "asked": asked, **data})
+        return render(page.template, {**self._shared(look, page, url), **data})
 
     def _shared(self, look: Look, page: Page | None, url: str) -> dict[str, Any]:
-        """What every template may use."""
+        """Return the variables of every template."""
         as_json = f"{url}{'&' if '?' in url else '?'}format=json"
-        told = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
-        told |= {"deadline": deadline_line(look.view), "troubles": troubles(look.view)}
-        return {**told, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
+        shared = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
+        shared |= {"deadline": deadline_line(look.view), "troubles": troubles(look.view)}
+        return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: `look`, with its number, whenever there is news."""
+        """Send server-sent events: `look`, with its number, for every newer look."""
         if self._watchers >= WATCHERS_MAX:
-            raise Refused(503, f"{WATCHERS_MAX} are watching already")
+            raise PageError(503, f"{WATCHERS_MAX} pages are open already, close some")
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
         self._watchers += 1
         try:
-            with suppress(ConnectionResetError):  # the page was left
-                await self._tell(request, response)
+            with suppress(ConnectionResetError):  # the page was closed
+                await self._send_looks(request, response)
         finally:
             self._watchers -= 1
         return response
 
-    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def _send_looks(self, request: web.Request, response: web.StreamResponse) -> None:
         await response.prepare(request)
         await response.write(f"retry: {RETRY_MS}\n\n".encode())
         stream = looks(self._watch, self._watch.newest.number)
-        coming = asyncio.ensure_future(anext(stream))
+        next_look = asyncio.ensure_future(anext(stream))
         try:
             while True:
-                await asyncio.wait({coming}, timeout=QUIET_S)
-                if coming.done():
-                    await response.write(f"event: look\ndata: {coming.result().number}\n\n".encode())
-                    coming = asyncio.ensure_future(anext(stream))
+                await asyncio.wait({next_look}, timeout=QUIET_S)
+                if next_look.done():
+                    await response.write(f"event: look\ndata: {next_look.result().number}\n\n".encode())
+                    next_look = asyncio.ensure_future(anext(stream))
                 else:
                     await response.write(b": quiet\n\n")
         finally:
-            coming.cancel()
+            next_look.cancel()
             with suppress(asyncio.CancelledError):
-                await coming
+                await next_look
             await stream.aclose()
 
     async def _file(self, request: web.Request) -> web.Response:
         found = self._static.get(request.match_info["name"])
         if found is None:
-            raise Refused(404, "nothing is there")
+            raise PageError(404, "not found")
         data, kind, tag = found
         headers = {hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache", hdrs.CONTENT_TYPE: kind}
         if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
@@ -242,17 +242,17 @@ class Site:
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers for what cannot be shown."""
+        """Turn errors into error pages."""
         try:
             return await handler(request)
-        except Refused as error:
+        except PageError as error:
             return self._error(request, error.status, str(error))
         except NotFound as error:
             return self._error(request, 404, str(error))
         except StoreError as error:
             return self._error(request, 503, str(error))
         except web.HTTPException as error:
-            return self._error(request, error.status, "nothing is there")
+            return self._error(request, error.status, "not found")
 
     def _error(self, request: web.Request, status: int, message: str) -> web.Response:
         if request.query.get("format") == "json":
@@ -267,34 +267,34 @@ def _json(data: dict[str, Any], status: int = 200) -> web.Response:
 
 
 def _static_files() -> dict[str, tuple[bytes, str, str]]:
-    """By name: content, type, and a tag of it."""
+    """Return content, MIME type and ETag of each file, by name."""
     found: dict[str, tuple[bytes, str, str]] = {}
     root = resources.files("orchestrator.web") / "static"
     folders = [("", root), ("vendor/", root / "vendor")]
     for prefix, folder in folders:
-        for one in folder.iterdir():
-            if one.is_file():
-                data = one.read_bytes()
-                kind = mimetypes.guess_type(one.name)[0] or "text/plain"
+        for file in folder.iterdir():
+            if file.is_file():
+                data = file.read_bytes()
+                kind = mimetypes.guess_type(file.name)[0] or "text/plain"
                 suffix = "; charset=utf-8" if kind.startswith("text/") else ""
-                found[prefix + one.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
+                found[prefix + file.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
     return found
 
 
-# The templates, with everything escaped, and how numbers and times are written in them.
+# The templates, with autoescaping, and their number and time formats.
 
 
 def _day_and_time(time_s: float) -> str:
-    """`21 Nov 14:03:59`, local."""
-    return written(time_s, "%d %b %H:%M:%S")
+    """Return `21 Nov 14:03:59`, local time."""
+    return format_time(time_s, "%d %b %H:%M:%S")
 
 
 def _iso(time_s: float) -> str:
-    return written(time_s, "%Y-%m-%dT%H:%M:%SZ", local=False)
+    return format_time(time_s, "%Y-%m-%dT%H:%M:%SZ", local=False)
 
 
 def _as_text(value: Any) -> Any:
-    """Every text that a template prints goes through `shown`."""
+    """Pass every text that a template prints through `shown`."""
     return value if isinstance(value, Markup) or not isinstance(value, str) else shown(value)
 
 

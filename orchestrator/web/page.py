@@ -1,8 +1,6 @@
-"""What a page is: a path, the data it shows, the template that draws them; and the window of a run that is asked
-for.
+"""A page: a path, its data, and the template that draws them. Also the window of a run that a request selects.
 
-A page's data are JSON: `?format=json` answers with them, for programs. What a page is asked for comes from
-anybody's browser and is checked here.
+A page's data are JSON and returned as such for `?format=json`. Request parameters are untrusted and checked here.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from typing import Any
 from checkpoint.records.metrics import Row
 from orchestrator.web.watch import Look
 
-TEXT_MAX = 200  # characters of anything in a query
+TEXT_MAX = 200  # characters of a parameter
 
 
-class Refused(Exception):
-    """What was asked for cannot be shown; `status` is HTTP's."""
+class PageError(Exception):
+    """The page cannot be shown; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -26,64 +24,63 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Names in the path and in the query."""
+class PageRequest:
+    """The parameters in the path and in the query."""
 
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, name: str, default: str = "") -> str:
-        """Raises Refused."""
+        """Return a parameter. Raises PageError."""
         found = self.path.get(name, self.query.get(name, default))
         if len(found) > TEXT_MAX:
-            raise Refused(400, f"{name}: at most {TEXT_MAX} characters")
+            raise PageError(400, f"{name}: at most {TEXT_MAX} characters")
         return found
 
     def choice(self, name: str, among: tuple[str, ...]) -> str:
-        """One of `among`, the first by default. Raises Refused."""
+        """Return one of `among`, the first by default. Raises PageError."""
         found = self.text(name, among[0])
         if found not in among:
-            raise Refused(400, f"{name}: expected one of {', '.join(among)}")
+            raise PageError(400, f"{name}: expected one of {', '.join(among)}")
         return found
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
-        """Raises Refused."""
+        """Return a number within bounds. Raises PageError."""
         found = self.text(name)
         try:
             number = float(found) if found else default
         except ValueError:
             number = float("nan")
         if not least <= number <= most:
-            raise Refused(400, f"{name}: expected a number from {least:g} to {most:g}")
+            raise PageError(400, f"{name}: expected a number from {least:g} to {most:g}")
         return number
 
     def whole(self, name: str, default: int, least: int, most: int) -> int:
-        """Raises Refused."""
+        """Return an integer within bounds. Raises PageError."""
         number = self.number(name, default, least, most)
         if number != int(number):
-            raise Refused(400, f"{name}: expected a whole number")
+            raise PageError(400, f"{name}: expected a whole number")
         return int(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page.
+    """A page.
 
     Args:
-        path: as aiohttp's router takes it, names in braces.
-        data: what it shows, as JSON's own types; it may take its time and read the store. Raises Refused,
-            StoreError.
-        template: in `templates`; None: there is JSON alone, for a script.
-        name: in the navigation; empty: it is not there.
+        path: a route of aiohttp, with parameters in braces.
+        data: returns the page's data as JSON types. May be slow and read the store. Raises PageError, StoreError.
+        template: a file in `templates`; None: JSON only, for a script.
+        name: in the navigation; empty: not in the navigation.
     """
 
     path: str
-    data: Callable[[Look, Asked], dict[str, Any]]
+    data: Callable[[Look, PageRequest], dict[str, Any]]
     template: str | None = None
     name: str = ""
 
 
-# The window: in steps or in time, and which time that is.
+# The window: in steps or in time, and the time it covers.
 
 AXES = ("step", "time")
 FAR = 1e12
@@ -91,7 +88,7 @@ FAR = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From `low` to `high` on `axis`; the same from `from_s` until `until_s`, seconds since the epoch."""
+    """From `low` to `high` on `axis`, and in time from `from_s` until `until_s`, seconds since the epoch."""
 
     axis: str
     low: float
@@ -100,23 +97,23 @@ class Window:
     until_s: float
 
     def at(self, row: Row) -> float:
-        """Where a row is on the axis."""
+        """Return the position of a row on the axis."""
         return float(row.step) if self.axis == "step" else row.time_s
 
     def holds(self, row: Row) -> bool:
         return self.low <= self.at(row) <= self.high
 
 
-def window_of(look: Look, asked: Asked) -> Window:
-    """Raises Refused."""
-    axis = asked.choice("x", AXES)
-    low, high = asked.number("from", -FAR, -FAR, FAR), asked.number("to", FAR, -FAR, FAR)
+def window_of(look: Look, request: PageRequest) -> Window:
+    """Return the requested window. Raises PageError."""
+    axis = request.choice("x", AXES)
+    low, high = request.number("from", -FAR, -FAR, FAR), request.number("to", FAR, -FAR, FAR)
     begin_s, end_s = extent(look)
     from_s, until_s = begin_s, end_s
     if axis == "time":
         from_s, until_s = max(low, begin_s), min(high, end_s)
     elif (low, high) != (-FAR, FAR):
-        # With the time that its first step took: a step's row is of its end.
+        # A row is logged at the end of its step, so the window starts at the end of the step before.
         before_s = max((row.time_s for row in look.path if row.step < low), default=begin_s)
         from_s = before_s
         until_s = max((row.time_s for row in look.path if low <= row.step <= high), default=before_s)
@@ -124,10 +121,12 @@ def window_of(look: Look, asked: Asked) -> Window:
 
 
 def extent(look: Look) -> tuple[float, float]:
-    """When the run began, and until when something is known of it, seconds since the epoch. Where nobody steers
-    it, that is until the last word."""
-    told = [time_s for _, time_s, _ in (*look.history[:1], *look.history[-1:])]
+    """Return the first and last known moment of the run, seconds since the epoch.
+
+    The last is now if a controller is alive, else that of the last record.
+    """
+    journalled = [time_s for _, time_s, _ in (*look.history[:1], *look.history[-1:])]
     logged = [row.time_s for row in (*look.path[:1], *look.path[-1:])]
-    begin_s = min([*told, *logged], default=look.view.now_s)
-    end_s = look.view.now_s if look.view.daemon.alive else max([*told, *logged], default=look.view.now_s)
+    begin_s = min([*journalled, *logged], default=look.view.now_s)
+    end_s = look.view.now_s if look.view.daemon.alive else max([*journalled, *logged], default=look.view.now_s)
     return begin_s, max(begin_s, end_s)

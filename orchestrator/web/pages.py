@@ -1,4 +1,4 @@
-"""The pages of the run as a whole, its machines now, its checkpoints, rollbacks, money, diary and samples."""
+"""The pages: run, nodes, money, samples, checkpoints, rollbacks and events."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from orchestrator.samples import (
 from orchestrator.views.events import event_json
 from orchestrator.views.measured import FAILED, NodeState
 from orchestrator.views.model import to_json
+from orchestrator.views.report import SEEDS_ONLY, outcome_words
 from orchestrator.views.words import (
     change_words,
     changes_of,
+    discarded_words,
     kept_as,
     skipped_of,
     skipped_words,
-    stage_words,
     start_words,
-    thrown_away_words,
 )
-from orchestrator.web.page import Asked, Page, Refused
+from orchestrator.web.page import Page, PageError, PageRequest
 from orchestrator.web.watch import Look
 from policies.ledger.accounting import abandoned
 from policies.ledger.rentals import spent_over_time
@@ -46,30 +46,30 @@ from policies.model.events import BudgetSet, Diverged
 from policies.model.vocabulary import machine_of
 from policies.serving.gateway_status import MemberStatus
 
-# The first page: how the run goes, on one axis, and what happened last.
+# The first page: curves, step times, machines and the latest events.
 
 
-def _run(look: Look, _: Asked) -> dict[str, Any]:
+def _run(look: Look, _: PageRequest) -> dict[str, Any]:
     return {"run": to_json(look.view)}
 
 
 RUN = Page("/", _run, "run.html", "Run")
 
 
-# The stored checkpoints, and why each of them stays.
+# The stored checkpoints, and the rules that keep each of them.
 
 
-def _checkpoints(look: Look, _: Asked) -> dict[str, Any]:
+def _checkpoints(look: Look, _: PageRequest) -> dict[str, Any]:
     reasons = kept_as(look.checkpoints, look.record.spec, look.state.forks, look.trainer)
     listed = [
         {
-            "version": one.version,
-            "created_at_s": one.created_at_s,
-            "size_bytes": one.size_bytes,
-            "pinned": one.pinned,
-            "kept_as": list(reasons[one.at]),
+            "version": checkpoint.version,
+            "created_at_s": checkpoint.created_at_s,
+            "size_bytes": checkpoint.size_bytes,
+            "pinned": checkpoint.pinned,
+            "kept_as": list(reasons[checkpoint.at]),
         }
-        for one in reversed(look.checkpoints)
+        for checkpoint in reversed(look.checkpoints)
     ]
     return {"checkpoints": listed}
 
@@ -77,43 +77,43 @@ def _checkpoints(look: Look, _: Asked) -> dict[str, Any]:
 CHECKPOINTS = Page("/checkpoints", _checkpoints, "checkpoints.html", "Checkpoints")
 
 
-# Each rollback with its evidence: what was seen, where it went back to, what it changed, how it went.
+# Each rollback: its evidence, its start, its changes, and its outcome.
 
 
-def _rollbacks(look: Look, _: Asked) -> dict[str, Any]:
-    return {"rollbacks": look.once("rollbacks", lambda: _all_rollbacks(look))}
+def _rollbacks(look: Look, _: PageRequest) -> dict[str, Any]:
+    return {"rollbacks": look.cached("rollbacks", lambda: _all_rollbacks(look))}
 
 
 def _all_rollbacks(look: Look) -> list[dict[str, Any]]:
     state = look.state
-    seen = [event for _, _, events in look.history for event in events if isinstance(event, Diverged)]
-    befores = [None, *(one.fork for one in state.rollbacks)]
+    divergences = [event for _, _, events in look.history for event in events if isinstance(event, Diverged)]
+    befores = [None, *(rollback.fork for rollback in state.rollbacks)]
+    losses = abandoned(look.rows, state.rollbacks)
     found = []
-    for one, before, lost in zip(state.rollbacks, befores, abandoned(look.rows, state.rollbacks), strict=False):
-        trips = [event for event in seen if event.timeline == (0 if before is None else before.timeline)]
-        windows, tokens = unused_before(look.rows, one.fork.timeline)
+    for rollback, before, lost in zip(state.rollbacks, befores, losses, strict=False):
+        fork = rollback.fork
+        trips = [event for event in divergences if event.timeline == (0 if before is None else before.timeline)]
+        windows, tokens = unused_before(look.rows, fork.timeline)
         changed = [
-            change_words(changes_of(one.fork, before, look.record.spec.grpo)),
-            skipped_words(skipped_of(one.fork, before)),
+            change_words(changes_of(fork, before, look.record.spec.grpo)),
+            skipped_words(skipped_of(fork, before)),
         ]
         found.append(
             {
-                "timeline": one.fork.timeline,
-                "cause": one.cause,
-                "reason": one.fork.reason,
-                "from_step": one.from_step,
-                "start": start_words(one.fork.start),
-                "changed": "; ".join(part for part in changed if part) or "the sampling seeds alone",
+                "timeline": fork.timeline,
+                "cause": rollback.cause,
+                "reason": fork.reason,
+                "from_step": rollback.from_step,
+                "start": start_words(fork.start),
+                "changed": "; ".join(part for part in changed if part) or SEEDS_ONLY,
                 "evidence": list(trips[-1].evidence) if trips else [],
                 "onset_step": trips[-1].onset_step if trips else None,
                 "steps_abandoned": lost.steps,
                 "tokens_abandoned": lost.tokens,
                 "windows_unused": windows,
                 "tokens_unused": tokens,
-                "thrown_away": thrown_away_words(lost.steps, lost.tokens, windows, tokens),
-                "outcome": stage_words(one)
-                if one.passed or one is state.rollbacks[-1]
-                else "was left by the next",
+                "thrown_away": discarded_words(lost.steps, lost.tokens, windows, tokens),
+                "outcome": outcome_words(rollback, state),
             }
         )
     return found[::-1]
@@ -122,21 +122,20 @@ def _all_rollbacks(look: Look) -> list[dict[str, Any]]:
 ROLLBACKS = Page("/rollbacks", _rollbacks, "rollbacks.html", "Rollbacks")
 
 
-# What the run costs: spent, by what it was for and over time; what it would have been on demand, a step, and at
-# the end as it goes now.
+# The cost of the run: by category and over time, on demand, per step, and the forecast.
 MONEY_POINTS = 400
 
 
-def _money(look: Look, _: Asked) -> dict[str, Any]:
+def _money(look: Look, _: PageRequest) -> dict[str, Any]:
     money = look.view.money
     return {
         "money": asdict(money),
-        "over_time": look.once("dollars", lambda: _over_time(look)),
+        "over_time": look.cached("dollars", lambda: _over_time(look)),
     }
 
 
 def _over_time(look: Look) -> dict[str, Any]:
-    """By what it was for, columns of at most MONEY_POINTS; the budgets from when on; the end as it goes now."""
+    """Return columns of at most MONEY_POINTS values by category, each budget with its start, and the forecast."""
     now_s, money = look.view.now_s, look.view.money
     spent = [asdict(at) for at in spent_over_time(look.history, now_s, look.controllers)]
     times_s = np.array([at.pop("time_s") for at in spent])
@@ -155,7 +154,7 @@ def _over_time(look: Look) -> dict[str, Any]:
 
 
 def _budgets(look: Look) -> list[tuple[float, float]]:
-    """From when on each was, seconds since the epoch, and USD."""
+    """Return the start of each budget, seconds since the epoch, and its USD."""
     first = look.record.spec.budget.usd
     since_s = look.history[0][1] if look.history else look.view.now_s
     found = [] if first is None else [(since_s, first)]
@@ -168,70 +167,70 @@ def _budgets(look: Look) -> list[tuple[float, float]]:
 MONEY = Page("/money", _money, "money.html", "Money")
 
 
-# The journal as a diary: the newest first, a page at a time, by kind and by word.
-DIARY_LINES = 200
+# The journal: the newest events first, in pages, filtered by kind and text.
+EVENTS_ON_A_PAGE = 200
 FAR = 10**9
 
 
-def _diary(look: Look, asked: Asked) -> dict[str, Any]:
-    kind, word = asked.text("kind"), asked.text("word")
-    first = asked.whole("first", 0, 0, FAR)
+def _events(look: Look, request: PageRequest) -> dict[str, Any]:
+    kind, word = request.text("kind"), request.text("word")
+    first = request.whole("first", 0, 0, FAR)
     found = [
         line
-        for line in reversed(look.diary)
+        for line in reversed(look.events)
         if (not kind or line.type == kind) and word.casefold() in line.text.casefold()
     ]
     return {
-        "lines": [event_json(line) for line in found[first : first + DIARY_LINES]],
+        "lines": [event_json(line) for line in found[first : first + EVENTS_ON_A_PAGE]],
         "first": first,
         "total": len(found),
-        "kinds": look.once("kinds", lambda: sorted({line.type for line in look.diary})),
+        "kinds": look.cached("kinds", lambda: sorted({line.type for line in look.events})),
         "kind": kind,
         "word": word,
-        "on_a_page": DIARY_LINES,
+        "on_a_page": EVENTS_ON_A_PAGE,
     }
 
 
-DIARY = Page("/diary", _diary, "diary.html", "Diary")
+EVENTS = Page("/diary", _events, "events.html", "Events")
 
 
-# The machines now: what each does and holds, its speed and price; the lost come last.
+# The machines now: state, policy, speed and price; ended machines come last.
 
 NODES_ON_A_PAGE = 100
-NODES_MOST = 10**6
+FIRST_NODE_MAX = 10**6
 
 
-def _nodes_page(look: Look, asked: Asked) -> dict[str, Any]:
-    first = asked.whole("first", 0, 0, NODES_MOST)
-    told = look.once("nodes", lambda: _nodes(look))
-    counts = Counter(node["state"] for node in told)
+def _nodes_page(look: Look, request: PageRequest) -> dict[str, Any]:
+    first = request.whole("first", 0, 0, FIRST_NODE_MAX)
+    nodes = look.cached("nodes", lambda: _nodes(look))
+    counts = Counter(node["state"] for node in nodes)
     return {
-        "nodes": told[first : first + NODES_ON_A_PAGE],
+        "nodes": nodes[first : first + NODES_ON_A_PAGE],
         "first": first,
-        "total": len(told),
+        "total": len(nodes),
         "counts": dict(counts.most_common()),
         "on_a_page": NODES_ON_A_PAGE,
     }
 
 
 def states_of(look: Look) -> dict[str, str]:
-    """Of each machine now."""
+    """Return the current state of each machine."""
     return {node.node: str(node.state) for node in look.view.nodes}
 
 
 def _members(look: Look) -> defaultdict[str, list[MemberStatus]]:
     members = defaultdict[str, list[MemberStatus]](list)
-    for one in look.gateway.members if look.gateway else []:
-        members[machine_of(one.node)].append(one)
+    for member in look.gateway.members if look.gateway else []:
+        members[machine_of(member.node)].append(member)
     return members
 
 
 def _nodes(look: Look) -> list[dict[str, Any]]:
     members = _members(look)
-    told = []
+    nodes = []
     for node in look.view.nodes:
         own = members[node.node]
-        told.append(
+        nodes.append(
             {
                 "node": node.node,
                 "role": node.role,
@@ -242,34 +241,34 @@ def _nodes(look: Look) -> list[dict[str, Any]]:
                 "pool": node.pool,
                 "policy": node.policy,
                 "tokens_per_s": node.tokens_per_s,
-                "running": sum(one.requests_running for one in own) if own else None,
-                "queue": sum(one.engine.waiting for one in own if one.engine) if own else None,
+                "running": sum(member.requests_running for member in own) if own else None,
+                "queue": sum(member.engine.waiting for member in own if member.engine) if own else None,
                 "price_usd_per_h": node.price_usd_per_h,
                 "restarts": node.restarts,
             }
         )
-    return sorted(told, key=lambda one: (one["role"] != "trainer", one["state"] in (*FAILED, NodeState.GONE)))
+    return sorted(nodes, key=lambda node: (node["role"] != "trainer", node["state"] in (*FAILED, NodeState.GONE)))
 
 
 NODES = Page("/nodes", _nodes_page, "nodes.html", "Nodes")
 
 
-# What the model writes in a step: groups side by side, by words, reward, node and version, the worst and the
-# best. Drawn once: a text that somebody reads does not change under their eyes.
+# The completions of a step: groups side by side, filtered by text, reward, node and policy, sorted by reward. The
+# page is not refreshed, so that the text stays in place while it is read.
 
 SAMPLES_ON_A_PAGE = 32  # completions
 _ONLY = {"": (None, None), "cut": (True, None), "whole": (False, None), "handed_over": (None, True)}
 
 
-def _samples(look: Look, asked: Asked) -> dict[str, Any]:
-    order = Order(asked.choice("order", tuple(Order)))
-    only = asked.choice("only", tuple(_ONLY))
-    first = asked.whole("first", 0, 0, FAR)
-    words = {name: asked.text(name) for name in ("step", "search", "low", "high", "node", "policy")}
+def _samples(look: Look, request: PageRequest) -> dict[str, Any]:
+    order = Order(request.choice("order", tuple(Order)))
+    only = request.choice("only", tuple(_ONLY))
+    first = request.whole("first", 0, 0, FAR)
+    words = {name: request.text(name) for name in ("step", "search", "low", "high", "node", "policy")}
     wanted = Wanted(
         search=words["search"],
-        reward_min=_number(asked, "low"),
-        reward_max=_number(asked, "high"),
+        reward_min=_number(request, "low"),
+        reward_max=_number(request, "high"),
         node=words["node"],
         policy=words["policy"],
         cut=_ONLY[only][0],
@@ -282,14 +281,14 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
     try:
         step = find_step(steps, words["step"])
     except NoSamples as error:
-        raise Refused(404, str(error)) from None
-    chosen, told = choose(step, groups_of(look.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
-    place = steps.index(step)
+        raise PageError(404, str(error)) from None
+    chosen, summary = choose(step, groups_of(look.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
+    index = steps.index(step)
     return {
-        **summary_plain(step, told),
+        **summary_plain(step, summary),
         "why_none": "",
-        "before": str(steps[place - 1]) if place else None,
-        "after": str(steps[place + 1]) if place + 1 < len(steps) else None,
+        "before": str(steps[index - 1]) if index else None,
+        "after": str(steps[index + 1]) if index + 1 < len(steps) else None,
         "steps": len(steps),
         "first": first,
         "on_a_page": SAMPLES_ON_A_PAGE,
@@ -298,40 +297,40 @@ def _samples(look: Look, asked: Asked) -> dict[str, Any]:
             {
                 "group": number,
                 "prompt": messages_plain(rows[0].group.prompt),
-                "completions": [completion_plain(one) for one in rows],
+                "completions": [completion_plain(row) for row in rows],
             }
-            for number, found in groupby(chosen, key=lambda one: one.link.group)
+            for number, found in groupby(chosen, key=lambda row: row.link.group)
             for rows in [list(found)]
         ],
     }
 
 
-def _number(asked: Asked, name: str) -> float | None:
-    return asked.number(name, 0.0, -1e9, 1e9) if asked.text(name) else None
+def _number(request: PageRequest, name: str) -> float | None:
+    return request.number(name, 0.0, -1e9, 1e9) if request.text(name) else None
 
 
 SAMPLES = Page("/samples", _samples, "samples.html", "Samples")
 
 
-# One completion, whole, under a name that lasts as long as its step's samples are kept.
+# A single completion in full, at a URL that is valid as long as the samples of its step are kept.
 
 
-def _sample(look: Look, asked: Asked) -> dict[str, Any]:
+def _sample(look: Look, request: PageRequest) -> dict[str, Any]:
     try:
-        link = Link.parse("/".join(asked.text(name) for name in ("step", "group", "index")))
+        link = Link.parse("/".join(request.text(name) for name in ("step", "group", "index")))
         step = find_step(stored_steps(look.store), link.step)
     except NoSamples as error:
-        raise Refused(404, str(error)) from None
+        raise PageError(404, str(error)) from None
     for number, head, group in groups_of(look.store, step):
         if number == link.group and link.index < len(group.samples):
-            one = Found(link, head, group, group.samples[link.index])
+            found = Found(link, head, group, group.samples[link.index])
             return {
                 "step": str(step),
                 "prompt": messages_plain(group.prompt),
-                "completion": completion_plain(one),
+                "completion": completion_plain(found),
                 "beside": len(group.samples),
             }
-    raise Refused(404, f"step {step} has no completion {link.group}/{link.index}")
+    raise PageError(404, f"step {step} has no completion {link.group}/{link.index}")
 
 
 SAMPLE = Page("/samples/{step}/{group}/{index}", _sample, "sample.html")

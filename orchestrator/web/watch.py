@@ -1,7 +1,7 @@
-"""One reader of the store for everybody who looks.
+"""A single reader of the store for all viewers.
 
-The store is read while somebody looks, about as often as the run does anything, and by nobody else: a page is made
-of the newest look, which is never changed. Whoever waits is told when there is a newer one.
+The store is read only while a page is open, about as often as the run makes progress. Pages are drawn from the
+newest Look, which is immutable; waiting pages are notified of a newer one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from policies.model.state import RunState
 from policies.serving.gateway_status import GatewayStatus
 from policies.tick.snapshot import Trainer
 
-# Between two looks at a run that goes on, a dozen requests each; a gateway that is heard from less often counts as
-# silent (`control.observe.FRESH_S`).
+# Seconds between two looks at a running run; each takes a dozen store requests. LATEST_S must stay below
+# `control.observe.FRESH_S`, or the gateway would count as silent.
 SOONEST_S, LATEST_S = 2.0, 4.0
-OVER_S = 30.0  # at one that is over
+OVER_S = 30.0  # seconds between two looks at a run that is over
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -41,42 +41,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A run as it was at one moment."""
+    """The state of a run at one moment."""
 
-    number: int  # grows with every look that found something new
+    number: int  # increases with every look that found something new
     store: Store
     record: RunRecord
     view: RunView
     state: RunState
-    path: Sequence[Row]  # of the present line, in the order of time
+    path: Sequence[Row]  # of the current timeline and its ancestors, in the order of time
     abandoned: Sequence[Row]
     rows: Sequence[Row]  # all, by timeline and step
     history: Sequence[tuple[int, float, tuple[Event, ...]]]
-    diary: Sequence[EventLine]  # all that happened, in the order of time
+    events: Sequence[EventLine]  # all, in the order of time
     faults: Sequence[RehearsedFault]
     checkpoints: Sequence[Checkpoint]
     trainer: Trainer | None
     controllers: tuple[ControllerRental, ...]  # of a `--remote` run
     gateway: GatewayStatus | None
-    trouble: str = ""  # why it is not newer
-    _made: dict[str, Any] = field(default_factory=dict)
+    trouble: str = ""  # the error that prevented a newer look
+    _cache: dict[str, Any] = field(default_factory=dict)
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for all who see this look."""
-        if name not in self._made:
-            self._made[name] = make()
-        found: T = self._made[name]
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        """Return the result of `make`, which is called once per look."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        found: T = self._cache[name]
         return found
 
 
 class Watch:
-    """Looks at the run while somebody watches. Raises StoreError at the start; later it says what is wrong."""
+    """Reads the run while pages are open. Raises StoreError at the start; later errors are in `Look.trouble`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._looker = Looker(store)
         self._history: list[tuple[int, float, tuple[Event, ...]]] = []
-        self._diary: list[EventLine] = []
+        self._events: list[EventLine] = []
         self._number = 0
         self._looking = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -86,21 +86,21 @@ class Watch:
         self._looked_at_s = time.monotonic()
 
     async def fresh(self) -> Look:
-        """The newest look, not older than the pace allows."""
+        """Return the newest look, refreshed if it is older than `pace_s`."""
         async with self._looking:
             if time.monotonic() - self._looked_at_s >= self.pace_s:
                 await self._look_again()
         return self.newest
 
     async def after(self, number: int) -> Look:
-        """Wait for a look that is newer than that one."""
+        """Wait for a look with a higher number."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.newest.number > number)
         return self.newest
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """As long as the block runs, somebody watches."""
+        """Count a watcher for the duration of the block."""
         self._watchers += 1
         self._wanted.set()
         try:
@@ -111,7 +111,7 @@ class Watch:
                 self._wanted.clear()
 
     async def run(self) -> None:
-        """Look again and again, while somebody watches."""
+        """Refresh repeatedly, while there are watchers."""
         while True:
             await self._wanted.wait()
             await self.fresh()
@@ -126,11 +126,11 @@ class Watch:
     async def _look_again(self) -> None:
         try:
             look = await asyncio.to_thread(self._look)
-        except Exception as error:  # whatever it is, the page shows it beside the last look, and tries again
+        except Exception as error:  # the page shows any error with the last look, and tries again
             if not isinstance(error, StoreError):
                 log.exception("look_failed")
             trouble = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-            look = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _made={})
+            look = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _cache={})
         self._looked_at_s = time.monotonic()
         if look.trouble != self.newest.trouble or _mark(look) != _mark(self.newest):
             async with self._changed:
@@ -141,15 +141,15 @@ class Watch:
         view, reader = self._looker.look(), self._looker.reader
         last = self._history[-1][0] if self._history else 0
         known = {fault.number for fault in reader.faults}
-        told = {line.number for line in self._diary if not line.epoch}
-        fresh = [rehearsed_line(fault) for fault in reader.faults if fault.number in known - told]
+        shown = {line.number for line in self._events if not line.epoch}
+        fresh = [rehearsed_line(fault) for fault in reader.faults if fault.number in known - shown]
         if reader.last is not None and reader.last.number > last:
             records = [record for record in journal.read(self._store, last) if not record.is_void]
             decoded = [(record.number, record.time_s, record.decoded()) for record in records]
             self._history = [*self._history, *decoded]
             fresh += [line for record in records for line in lines(record)]
         if fresh:
-            self._diary = [*self._diary, *sorted(fresh, key=lambda line: line.time_s)]
+            self._events = [*self._events, *sorted(fresh, key=lambda line: line.time_s)]
         self._number += 1
         return Look(
             number=self._number,
@@ -161,7 +161,7 @@ class Watch:
             abandoned=reader.abandoned,
             rows=reader.rows,
             history=self._history,
-            diary=self._diary,
+            events=self._events,
             faults=tuple(reader.faults),
             checkpoints=reader.checkpoints,
             trainer=reader.trainer,
@@ -171,12 +171,12 @@ class Watch:
 
 
 def _mark(look: Look) -> tuple[object, ...]:
-    """What two looks that show the same have in common."""
+    """Return a key that changes when a look shows something new."""
     last = look.path[-1] if look.path else None
     gateway = look.gateway
     return (
-        look.diary[-1].number if look.diary else 0,
-        len(look.diary),
+        look.events[-1].number if look.events else 0,
+        len(look.events),
         (last.timeline, last.step, last.time_s, len(last.values)) if last else None,
         look.trainer,
         (gateway.boot_id, gateway.seq) if gateway else None,
@@ -187,7 +187,7 @@ def _mark(look: Look) -> tuple[object, ...]:
 
 
 async def looks(watch: Watch, known: int) -> AsyncGenerator[Look, None]:
-    """Every newer look, as it comes."""
+    """Yield every look that is newer than number `known`."""
     with watch.watching():
         while True:
             look = await watch.after(known)

@@ -1,12 +1,12 @@
-"""Whether a run diverges, told from what its trainer logs: healthy, to be watched, or tripped, and since when.
+"""Detect a divergence in the metrics that a trainer logs: healthy, watch, or tripped, and since which step.
 
 Pure and incremental: the trainer follows each point as it is logged, the controller follows the stored rows, and
-both come to the same verdict.
+both reach the same verdict.
 
-KL is judged by what of it the run's own past does not explain, in nats per token: one nat is too much, less where
-other signals leave their past at the same time, more where the reward has surely gained meanwhile. Where the KL is
-small, or is not logged, a reward that has collapsed or gradients that explode need another signal beside them.
-What is lost slowly is told over longer windows (`policies.detect.slides`).
+KL is judged by its excess over what the run's own past explains, in nats per token: an excess of one nat trips.
+The limit is lower if other signals leave their past at the same time, and higher if the reward has surely risen
+meanwhile. If KL is small or not logged, a collapsed reward or exploding gradients need a second signal. Slow
+losses are detected over longer windows (`policies.detect.slides`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from policies.detect.signals import WINDOW_POINTS, Series, around, dated, explained
-from policies.detect.slides import slid
+from policies.detect.slides import slide_symptoms
 from policies.detect.symptoms import (
     CLIPPED,
     FACTOR,
@@ -29,52 +29,52 @@ from policies.detect.symptoms import (
     SURE_WOBBLES,
     Symptom,
     best_until,
-    endless,
     follow_signals,
     gained_wobbles,
+    hacked_witnesses,
+    is_endless,
     learnt_until,
     symptom,
     symptoms,
-    tricked,
 )
 
-# Nats per token that the past does not explain. Without reference to anything else; and that the surest gain in
-# reward is worth: formats are learnt at 3 to 4.
+# Maximum unexplained KL in nats per token: without a gain in reward, and the allowance for the surest gain. Runs
+# that learn an answer format reach 3 to 4.
 KL_UNPAID = 1.0
 KL_PAID = 5.0
-# Nats per token, whatever the past or the reward: the policy writes what the reference never would.
+# Maximum KL in nats per token, whatever the past or the reward: the policy writes text the reference never would.
 KL_BROKEN = 20.0
-# NaN once is a bad batch, four times is a policy that is gone. Gradients alone overflow in the search of mixed
-# precision for its loss scale, which begins at 2^16 and halves with every step.
+# A single NaN is a bad batch; four in a row mean a broken policy. Gradients alone may overflow while mixed
+# precision searches for its loss scale, which starts at 2^16 and halves with every step.
 NOT_FINITE_POINTS = 4
 OVERFLOW_STEPS = 16
 NOT_FINITE = ("kl", "loss", "reward", "grad_norm")
 
 
-# Nothing that is logged tells a harder task from a policy that forgets.
+# The logged metrics cannot distinguish a harder task from a policy that forgets.
 TASK_HINT = (
-    "if the tasks became harder there, name that step in policies.kl.task_changes, or to detect as --task-change"
+    "if the tasks became harder then, add the step to policies.kl.task_changes, or use detect --task-change"
 )
 
 
 class Health(StrEnum):
-    """How a run is."""
+    """The health of a run."""
 
     HEALTHY = "healthy"
-    WATCH = "watch"  # something is off; the checkpoints from before it are kept
-    TRIPPED = "tripped"  # it diverges; stays
+    WATCH = "watch"  # possible divergence; earlier checkpoints are kept
+    TRIPPED = "tripped"  # divergence; permanent
 
 
-# Logged points from the first bad update to the trip, the median of what `make bench-detect` measures.
+# Logged points from the first bad update to the trip: the median measured by `make bench-detect`.
 TYPICAL_DELAY_POINTS = 11
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was logged at one step, by TRL's names.
+    """The metrics logged at a step, by TRL's names.
 
-    NaN and infinity are what they are. None is a null: it counts as not finite only in a column that has had a
-    number, because other frameworks write null in columns that they never log.
+    Values may be NaN or infinite. None stands for null; it counts as not finite only in a column that has had a
+    number, because some frameworks write null in columns that they never log.
     """
 
     step: int
@@ -83,10 +83,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known after a point.
+    """The verdict after a point.
 
-    `onset_step` is the first step that the excursion under way may have touched: a checkpoint of an earlier step
-    is untouched. None while healthy. `evidence` is one sentence per signal, the strongest first.
+    `onset_step` is the first step that the current excursion may have affected, None while healthy; checkpoints of
+    earlier steps are unaffected. `evidence` has a sentence per signal, the strongest first.
     """
 
     health: Health = Health.HEALTHY
@@ -98,11 +98,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """The state between two points. JSON types only, and its size does not grow with the run.
+    """The state between two points. JSON types only, of bounded size.
 
-    `not_finite` is by signal: the number of points in a row that were not finite, and a step from before them.
+    `not_finite` holds, by signal, the number of consecutive points that were not finite, and a step before them.
     `numbers` names the signals of NOT_FINITE that have had a finite value. `quiet` counts the points since the
-    watched symptom was last seen.
+    last symptom.
     """
 
     verdict: Verdict = Verdict()
@@ -116,12 +116,12 @@ class Detector:
 def follow(
     detector: Detector, point: Point, limit: float | None = None, task_changes: Collection[int] = ()
 ) -> Detector:
-    """Return the detector after one more logged point. Never raises.
+    """Return the detector after the next logged point. Never raises.
 
     Args:
-        limit: `policies.kl.limit`, KL above the run's own start; None where the user gave none.
-        task_changes: `policies.kl.task_changes`, the first steps of new tasks. There every signal but the KL
-            starts over: a harder task's rewards have no past.
+        limit: `policies.kl.limit`, the maximum KL above its initial value; None if not set.
+        task_changes: `policies.kl.task_changes`, the first steps of new tasks. Every signal but KL starts over
+            there, because rewards of the old task say nothing about the new one.
     """
     before = detector.verdict
     if point.step <= before.step:
@@ -138,7 +138,9 @@ def follow(
         return replace(after, verdict=replace(before, step=point.step), quiet=detector.quiet + 1)
     onset = _onset(found, after.signals.get(REWARD))
     if health is Health.WATCH and before.onset_step is not None:
-        onset = min(onset, before.onset_step)  # watched checkpoints stay; a trip is dated by all evidence up to it
+        onset = min(
+            onset, before.onset_step
+        )  # keep earlier checkpoints; a trip is dated by the evidence of its point
     evidence = tuple(symptom.text for symptom in found)
     if health is not Health.TRIPPED:
         return replace(after, verdict=Verdict(health, point.step, onset, None, evidence))
@@ -148,7 +150,7 @@ def follow(
 
 
 def trip_at(detector: Detector, step: int, onset_step: int, evidence: str) -> Detector:
-    """Return the detector tripped at `step` by what no point tells."""
+    """Return the detector tripped at `step` by evidence that is not in a logged point."""
     before = detector.verdict
     if before.health is Health.TRIPPED:
         return detector
@@ -158,15 +160,15 @@ def trip_at(detector: Detector, step: int, onset_step: int, evidence: str) -> De
 
 def _remember(detector: Detector, point: Point) -> Detector:
     finite = {name: value for name, value in point.values.items() if value is not None and math.isfinite(value)}
-    # An infinite KL in the loss makes the gradients so: where these are finite, it is the logged mean that
-    # overflowed, at single tokens. What is infinite in the loss or the reward reaches the gradients or stops them.
-    sound = finite.keys() | ({KL} if finite.get("grad_norm", 0.0) > 0.0 else set())
-    not_finite = {name: count for name, count in detector.not_finite.items() if name not in sound}
+    # An infinite KL in the loss makes the gradients infinite. If they are finite, only the logged mean of KL
+    # overflowed, at single tokens. An infinite loss or reward reaches the gradients or stops them.
+    valid = finite.keys() | ({KL} if finite.get("grad_norm", 0.0) > 0.0 else set())
+    not_finite = {name: count for name, count in detector.not_finite.items() if name not in valid}
     for name in NOT_FINITE:
-        if name not in point.values or name in sound:
+        if name not in point.values or name in valid:
             continue
         if point.values[name] is not None or name in detector.numbers:
-            # With several steps to a point the one before may hold some that were not finite: those are left out.
+            # If a point covers several steps, the previous point may cover some that were not finite; skip those.
             count, since = not_finite.get(name, (0, 2 * detector.verdict.step - point.step))
             not_finite[name] = (count + 1, since)
     signals = follow_signals(detector.signals, point.step, finite)
@@ -175,33 +177,33 @@ def _remember(detector: Detector, point: Point) -> Detector:
 
 
 def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, Sequence[Symptom]]:
-    """Return how the run is and what tells it, the strongest first."""
+    """Return the health and its evidence, the strongest symptom first."""
     series = detector.signals
     kl, reward = series.get(KL), series.get(REWARD)
-    gone = _not_finite(detector, step) or _over(kl, limit) or _absurd(series)
-    if gone:
-        return Health.TRIPPED, gone
-    hacked = tricked(series)
-    lost = slid(series)
+    certain = _not_finite(detector, step) or _over_limit(kl, limit) or _absurd(series)
+    if certain:
+        return Health.TRIPPED, certain
+    hacked = hacked_witnesses(series)
+    lost = slide_symptoms(series)
     if len(lost) > 1:
         return Health.TRIPPED, lost
     seen = (*symptoms(series), *hacked)
-    pays = None if hacked or endless(series) else reward
+    credited = None if hacked or is_endless(series) else reward
     excursion = symptom(KL_SIGNAL, kl) if kl is not None and _excess(kl) > KL_UNPAID / FACTOR**4 else None
     health, found = Health.HEALTHY, list[Symptom]()
     if kl is not None and excursion is not None:
-        fallen = any(one.group == REWARD for one in seen)
-        health, found = _excursion(kl, pays, excursion, seen if fallen else (*seen, *lost))
+        has_fallen = any(sign.group == REWARD for sign in seen)
+        health, found = _excursion(kl, credited, excursion, seen if has_fallen else (*seen, *lost))
     if health is Health.TRIPPED or not seen:
         return health, found
-    rises = gained_wobbles(reward, min(one.calm_step for one in seen)) >= SURE_WOBBLES
-    shown = [one for one in (*seen, excursion) if one is not None and (one.strong or not rises)]
-    if _broken(reward, shown):
+    rises = gained_wobbles(reward, min(sign.calm_step for sign in seen)) >= SURE_WOBBLES
+    shown = [sign for sign in (*seen, excursion) if sign is not None and (sign.strong or not rises)]
+    if _is_broken(reward, shown):
         return Health.TRIPPED, shown
     if hacked:
-        lasts = any(one.points >= LASTING_POINTS for one in hacked)
+        lasts = any(sign.points >= LASTING_POINTS for sign in hacked)
         return (Health.TRIPPED if lasts else Health.WATCH), hacked
-    groups = {one.group for one in shown}
+    groups = {sign.group for sign in shown}
     if len(groups) >= 2 or REWARD in groups:
         return Health.WATCH, shown
     return health, found
@@ -210,21 +212,21 @@ def _judge(detector: Detector, step: int, limit: float | None) -> tuple[Health, 
 def _excursion(
     kl: Series, reward: Series | None, excursion: Symptom, seen: Sequence[Symptom]
 ) -> tuple[Health, list[Symptom]]:
-    """Weigh the KL that the past does not explain: others lower the bar, a reward that gains raises it."""
+    """Compare the unexplained KL with its limit, which other symptoms lower and a gain in reward raises."""
     excess = _excess(kl)
     wobbles = gained_wobbles(reward, excursion.calm_step)
     confirming = [
-        one
-        for one in seen
-        if (one.strong or (wobbles < SURE_WOBBLES and one.group in (REWARD, "gradients", "witness")))
-        and one.points <= excursion.points + LASTING_POINTS
+        sign
+        for sign in seen
+        if (sign.strong or (wobbles < SURE_WOBBLES and sign.group in (REWARD, "gradients", "witness")))
+        and sign.points <= excursion.points + LASTING_POINTS
     ]
     paid = min(max(wobbles / SURE_WOBBLES, 0.0), KL_PAID)
-    strength = {one.group: 1 + one.strong for one in sorted(confirming, key=lambda one: one.strong)}
-    bar = KL_UNPAID / FACTOR ** sum(strength.values()) + paid
-    if excess > bar:
+    strength = {sign.group: 1 + sign.strong for sign in sorted(confirming, key=lambda sign: sign.strong)}
+    limit = KL_UNPAID / FACTOR ** sum(strength.values()) + paid
+    if excess > limit:
         return Health.TRIPPED, [excursion, *confirming]
-    return Health.WATCH if excess > bar / FACTOR else Health.HEALTHY, [excursion]
+    return Health.WATCH if excess > limit / FACTOR else Health.HEALTHY, [excursion]
 
 
 def _not_finite(detector: Detector, step: int) -> list[Symptom]:
@@ -237,16 +239,16 @@ def _not_finite(detector: Detector, step: int) -> list[Symptom]:
 
 
 def _excess(kl: Series) -> float:
-    """Nats per token that the past does not explain."""
+    """Return the KL that the past does not explain, in nats per token."""
     level = math.exp(kl.sustained(1.0))
     return level - math.exp(explained(kl, 1.0))
 
 
 def _onset(found: Sequence[Symptom], reward: Series | None) -> int:
-    """Return the first step that the excursion may have touched.
+    """Return the first step that the excursion may have affected.
 
-    A run that learnt was well meanwhile and is never dated to its start: it was well until its reward last stood
-    at its best, or, where the KL had left its past by then, until the reward had surely gained.
+    A run that learnt something is never dated to its start: it was healthy until its reward last was at its best,
+    or, if KL had left its past by then, until the reward had surely risen.
     """
     onset = min(symptom.onset_step for symptom in found)
     if onset > 1:
@@ -256,35 +258,39 @@ def _onset(found: Sequence[Symptom], reward: Series | None) -> int:
     return max(1, best if best <= kl_onset else learnt_until(reward))
 
 
-def _over(kl: Series | None, limit: float | None) -> list[Symptom]:
-    """The excursion over the user's own limit."""
+def _over_limit(kl: Series | None, limit: float | None) -> list[Symptom]:
+    """Return the symptom of a KL above the user's limit."""
     if kl is None or kl.start is None or limit is None:
         return []
-    level, begin = math.exp(kl.sustained(1.0)), math.exp(kl.start)
-    if level <= begin + limit:
+    level, start = math.exp(kl.sustained(1.0)), math.exp(kl.start)
+    if level <= start + limit:
         return []
-    text = f"KL {level:.3g}, over the limit of {limit:g} above its start of {begin:.3g}"
-    return [_since_calm(kl, math.log(level / (begin + limit / 4)), text)]
+    text = f"KL {level:.3g}, above its initial value of {start:.3g} by more than the limit of {limit:g}"
+    return [_since_calm(kl, math.log(level / (start + limit / 4)), text)]
 
 
 def _absurd(series: Mapping[str, Series]) -> list[Symptom]:
-    """What needs no past: a KL that nothing is worth, or all completions cut and all groups alike from the start.
+    """Return symptoms that need no past: an extreme KL, or only cut completions and equal rewards from the start.
 
-    Of KL less is too much where all is cut or all groups are alike, and nothing was gained by it.
+    The KL limit is lower if completions are cut or rewards are equal, and the reward has not risen.
     """
-    alike: list[Series] = []
+    saturated: list[Series] = []
     if gained_wobbles(series.get(REWARD), 0) < SURE_WOBBLES:
         most = 2 * math.log(FACTOR)
-        there = [series[name] for name in (CLIPPED, NO_VARIANCE) if name in series]
-        alike = [one for one in there if one.sustained(1.0) >= most]
-        mute = [one for one in there if one.points >= 3 * LASTING_POINTS and min(one.levels) >= most / 2]
-        if len(mute) == 2:
-            return [Symptom("mute", "all completions are cut and all groups alike, since the start", 0, 0, 0)]
+        shares = [series[name] for name in (CLIPPED, NO_VARIANCE) if name in series]
+        saturated = [share for share in shares if share.sustained(1.0) >= most]
+        always = [
+            share for share in shares if share.points >= 3 * LASTING_POINTS and min(share.levels) >= most / 2
+        ]
+        if len(always) == 2:
+            text = "since the start, all completions are cut and all groups have equal rewards"
+            return [Symptom("mute", text, 0, 0, 0)]
     kl = series.get(KL)
     level = 0.0 if kl is None else math.exp(kl.sustained(1.0))
-    if kl is None or level <= KL_BROKEN / FACTOR ** len(alike):
+    if kl is None or level <= KL_BROKEN / FACTOR ** len(saturated):
         return []
-    return [_since_calm(kl, math.log(FACTOR), f"KL {level:.3g} nats per token, more than any gain is worth")]
+    text = f"KL {level:.3g} nats per token, more than any gain in reward justifies"
+    return [_since_calm(kl, math.log(FACTOR), text)]
 
 
 def _since_calm(kl: Series, least: float, text: str) -> Symptom:
@@ -292,21 +298,21 @@ def _since_calm(kl: Series, least: float, text: str) -> Symptom:
     return Symptom("kl", text, shift.onset_step, shift.calm_step, shift.points)
 
 
-def _broken(reward: Series | None, found: Sequence[Symptom]) -> bool:
-    """Whether a reward that has fallen and does not recover, or gradients, tell it whatever the KL.
+def _is_broken(reward: Series | None, found: Sequence[Symptom]) -> bool:
+    """Return whether a lasting fall of the reward, or the gradients, prove a divergence regardless of KL.
 
-    Another signal must have left its past with them, or all that was learnt be lost for long.
+    Another signal must have left its past with them, or everything learnt must have been lost for long.
     """
-    lead = next((one for one in found if one.group in (REWARD, "gradients")), None)
+    lead = next((sign for sign in found if sign.group in (REWARD, "gradients")), None)
     if lead is None:
         return False
-    beside = [one for one in found if one.group != lead.group and one.points <= lead.points + LASTING_POINTS]
-    groups = {one.group for one in beside}
+    others = [sign for sign in found if sign.group != lead.group and sign.points <= lead.points + LASTING_POINTS]
+    groups = {sign.group for sign in others}
     if lead.group != REWARD or reward is None or reward.start is None:
         return len(groups) >= 2
     if gained_wobbles(reward, lead.lowest_step) >= SURE_WOBBLES:
         return False
     if lead.points >= 3 * LASTING_POINTS and around(reward, lead.points)[1] <= reward.start + reward.wobble:
         return True
-    lasting = lead.points >= LASTING_POINTS
-    return len(groups) >= 2 or any(one.strong or lasting for one in beside)
+    is_lasting = lead.points >= LASTING_POINTS
+    return len(groups) >= 2 or any(sign.strong or is_lasting for sign in others)

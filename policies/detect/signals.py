@@ -1,9 +1,9 @@
-"""Robust statistics of one logged signal: where it is now, what its own past explains, and since when it does not.
+"""Robust statistics of one logged signal: its present level, what its past explains, and when it left its past.
 
-What trainers log has heavy tails: TRL's KL estimate is exponential in a single token, so points of 10 to 1,000
-times the level come and go, two or three in a row. Nothing here is a mean of raw values: the present is an order
-statistic of the last points, the past is made of running medians, kept finer the newer they are, so that what is
-remembered stays small and the time of a change is known to a share of its age.
+Logged metrics have heavy tails: TRL's KL estimate is exponential in a single token, so outliers of 10 to 1,000
+times the level occur, two or three in a row. So no mean of raw values is used: the present is an order statistic
+of the last points, the past consists of running medians. Newer medians are kept in finer blocks, so that the state
+stays small and the time of a change is known to a share of its age.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-# Points. The present: all but OUTLIERS of them must say so. Spikes of the KL come in twos and threes.
+# The present, in points. All but OUTLIERS of them must agree, because KL spikes last two or three points.
 WINDOW_POINTS = 7
 OUTLIERS = 2
-# Points. What a run has lived with for so long is its own past: an adapter's KL of 0.5, a bump in the beginning.
+# Points after which a level counts as the run's normal past: an adapter's KL of 0.5, a bump at the start.
 PAST_POINTS = 100
-# Of the time that a change took: so much earlier it may have begun. Slow ramps need it.
+# A change may have begun earlier than seen, by this share of the time it took. Needed for slow ramps.
 DOUBT_SHARE = 0.75
-# After six of one size two become one: a block is at most a sixth of its age, and 10,000 points are 70 blocks.
+# When a size has more than six blocks, the two oldest are merged. A block spans at most a sixth of its age, and
+# 10,000 points need 70 blocks.
 BLOCKS_OF_A_SIZE = 6
-HUGE = 1e30  # values beyond count as this, so that differences stay finite
+HUGE = 1e30  # values are clamped to this, so that differences stay finite
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What is remembered of one signal.
+    """The stored state of one signal.
 
-    `recent` are its last WINDOW_POINTS values. The past is in blocks, oldest first: how many points lie in it, the
-    step of the last of them, and the mean of their running medians. `wobble` is the mean distance of a value from
-    its true level, told from second differences, in which no trend is.
+    `recent` are its last WINDOW_POINTS values. The past is in blocks, oldest first: `sizes` are their point
+    counts, `ends` the step of each block's last point, `levels` the mean of its running medians. `wobble` is the
+    mean distance of a value from its true level, estimated from second differences, which contain no trend.
     """
 
     points: int = 0
@@ -43,14 +44,16 @@ class Series:
     wobble: float = 0.0
 
     def sustained(self, sign: float) -> float:
-        """What all but OUTLIERS of the last points reach (sign 1) or stay under (-1); while there are too few,
-        so far off that nothing follows from it."""
+        """Return the level that all but OUTLIERS of the last points reach (sign 1) or stay under (sign -1).
+
+        With too few points, it is -HUGE or HUGE, which triggers nothing.
+        """
         if len(self.recent) < WINDOW_POINTS:
             return -sign * HUGE
         return sorted(self.recent, reverse=sign < 0)[OUTLIERS]
 
     def level_at(self, step: int) -> float:
-        """The level at an earlier step."""
+        """Return the level at an earlier step."""
         return next(
             (level for end, level in zip(self.ends, self.levels, strict=True) if end >= step), self.levels[-1]
         )
@@ -58,36 +61,36 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """The level that a signal has left, and when it was last seen there.
+    """The calm level that a signal has left, and when it was last seen there.
 
-    `onset_step` is the first step that the shift may have touched, with what is not known of it on the early side.
+    `onset_step` is the first step that the shift may have affected; its uncertainty is on the early side.
     """
 
     calm: float
     calm_step: int
     onset_step: int
-    points: int  # since it was last seen there
+    points: int  # since `calm_step`
 
 
 def follow_series(series: Series, step: int, value: float) -> Series:
-    """Return the series after one more finite value."""
+    """Return the series after another finite value."""
     value = min(max(value, -HUGE), HUGE)
     recent, points = (*series.recent, value)[-WINDOW_POINTS:], series.points + 1
     middle, wobble = median(recent), series.wobble
     if points >= WINDOW_POINTS:
-        # A wild one counts as three times the usual.
-        off = abs(recent[-1] - 2 * recent[-2] + recent[-3]) / math.sqrt(6)
-        off = min(off, 3 * wobble) if wobble and points > 3 * WINDOW_POINTS else off
-        wobble = _short(wobble + (off - wobble) / min(points - WINDOW_POINTS + 1, PAST_POINTS))
+        # Outliers are clamped to three times the usual.
+        distance = abs(recent[-1] - 2 * recent[-2] + recent[-3]) / math.sqrt(6)
+        distance = min(distance, 3 * wobble) if wobble and points > 3 * WINDOW_POINTS else distance
+        wobble = _rounded(wobble + (distance - wobble) / min(points - WINDOW_POINTS + 1, PAST_POINTS))
     start = middle if points == 3 else series.start
     return Series(points, recent, *_with_block(series, step, middle), start, wobble)
 
 
 def explained(series: Series, sign: float, *, concave: bool = True) -> float:
-    """Return the level that the past explains, in the direction of `sign`; concave: of a logarithm.
+    """Return the level that the past explains, in the direction of `sign`. Use `concave` for a logarithm.
 
-    A positive signal that grows from nothing in a concave way, as the KL of a healthy run does, is at its point n
-    at most n/m times what it was at its point m, for every m. What the lowest few of these allow is explained.
+    A positive signal with concave growth from 0, as the KL of a healthy run, is at point n at most n/m times its
+    value at point m, for every m. The result is the bound from the lowest tenth of these points.
     """
     count, past = series.points, list[tuple[float, int]]()
     for i in range(len(series.levels) - 1, -1, -1):
@@ -105,11 +108,11 @@ def explained(series: Series, sign: float, *, concave: bool = True) -> float:
 
 
 def dated(series: Series, sign: float, by: float, *, ramp: bool = True) -> Shift:
-    """Say since when a signal is beyond the level `by` under where it is now: the change that fits best.
+    """Return when a signal left the level that is `by` below its present one: the change that fits best.
 
-    Each point votes for or against having changed, with how far it is beyond a fifth of the way and no more than
-    that, so that what swings is not back at each trough. A logarithm's ramp that began before the past that was
-    looked at is followed down.
+    Each point votes for or against a change, with its distance from a fifth of the way. Votes are capped at that
+    fifth, so that an oscillating signal does not count as calm at each trough. For a logarithm, a ramp that began
+    before the examined past is followed down (`ramp`).
     """
     present = sign * series.sustained(sign)
     levels, counts = [sign * level for level in series.levels], [0, *accumulate(series.sizes)]
@@ -122,9 +125,9 @@ def dated(series: Series, sign: float, by: float, *, ramp: bool = True) -> Shift
         if not ramp or calm - lowest - math.log(max(counts[first], 1) / before) <= (present - calm) / 4:
             break
         calm = lowest
-    there = calm + 3 / 4 * (present - calm)
-    arrived = next((counts[i] for i in range(first, len(levels)) if levels[i] >= there), series.points)
-    # A running median is of the middle of its window.
+    three_quarters = calm + 3 / 4 * (present - calm)
+    arrived = next((counts[i] for i in range(first, len(levels)) if levels[i] >= three_quarters), series.points)
+    # A running median describes the middle of its window.
     latest = counts[first] - WINDOW_POINTS // 2 - 1 - DOUBT_SHARE * (arrived - counts[first])
     onset = max((end for end, count in zip(series.ends, counts[1:], strict=True) if count <= latest), default=0)
     seen = series.ends[first - 1] if first else 0
@@ -132,7 +135,7 @@ def dated(series: Series, sign: float, by: float, *, ramp: bool = True) -> Shift
 
 
 def around(series: Series, points: int) -> tuple[float, float]:
-    """Return the mean levels of as many points before the last ones, and of these; of PAST_POINTS at most."""
+    """Return the mean levels of the points before the last `points`, and of these; at most PAST_POINTS each."""
     width, count = min(points, PAST_POINTS), 0
     sums, weights = [0.0, 0.0], [0, 0]
     for size, level in zip(reversed(series.sizes), reversed(series.levels), strict=True):
@@ -145,21 +148,23 @@ def around(series: Series, points: int) -> tuple[float, float]:
     return sums[0] / max(weights[0], 1), sums[1] / max(weights[1], 1)
 
 
-def lucky(series: Series, points: int) -> float:
-    """The mean distance of a mean of so many points from its true level: as if they were independent, or as the
-    run's own blocks are apart, whichever is more."""
-    told: list[float] = []
+def noise_of_mean(series: Series, points: int) -> float:
+    """Return the mean distance of a mean of `points` points from its true level.
+
+    It is the larger of two estimates: for independent points, and from the differences of the run's own blocks.
+    """
+    distances: list[float] = []
     for (oldest, older), (_, size) in pairwise(pairwise(series.sizes)):
         if size <= WINDOW_POINTS:
             break
-        at = len(told)
-        off = abs(series.levels[at + 2] - 2 * series.levels[at + 1] + series.levels[at])
-        told.append(off / math.sqrt(1 / oldest + 4 / older + 1 / size))
-    return max(series.wobble, median(told) if told else 0.0) / math.sqrt(points)
+        at = len(distances)
+        distance = abs(series.levels[at + 2] - 2 * series.levels[at + 1] + series.levels[at])
+        distances.append(distance / math.sqrt(1 / oldest + 4 / older + 1 / size))
+    return max(series.wobble, median(distances) if distances else 0.0) / math.sqrt(points)
 
 
 def _changed_at(levels: Sequence[float], sizes: Sequence[int], calm: float, present: float, *, ramp: bool) -> int:
-    """The first block of those at the end that speak most for a change, none of them from before it was calm."""
+    """Return the first of the last blocks with the most votes for a change, none of them before a calm time."""
     most = (present - calm) / 5
     first, votes, best = len(levels), 0.0, 0.0
     for i in range(len(levels) - 1, -1, -1):
@@ -172,29 +177,29 @@ def _changed_at(levels: Sequence[float], sizes: Sequence[int], calm: float, pres
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one, of an even number the lower."""
+    """Return the median, the lower of two middle values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def _with_block(
     series: Series, step: int, level: float
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Add a block of one point; of too many of one size the two oldest become one. Sizes never grow with time."""
-    sizes, ends, levels = [*series.sizes, 1], [*series.ends, step], [*series.levels, _short(level)]
+    """Add a block of one point, and merge the two oldest of a size that has too many. Older blocks are larger."""
+    sizes, ends, levels = [*series.sizes, 1], [*series.ends, step], [*series.levels, _rounded(level)]
     at = len(sizes) - 1
     while at - (first := sizes.index(sizes[at])) >= BLOCKS_OF_A_SIZE:
         sizes[first : first + 2] = [2 * sizes[first]]
-        levels[first : first + 2] = [_short((levels[first] + levels[first + 1]) / 2)]
+        levels[first : first + 2] = [_rounded((levels[first] + levels[first + 1]) / 2)]
         del ends[first]
         at = first
     return tuple(sizes), tuple(ends), tuple(levels)
 
 
 def resolution(level: float) -> float:
-    """Return the difference below which two levels are equal: they are stored with five digits."""
+    """Return the difference below which two levels are equal; levels are stored with five digits."""
     return abs(level) / 1e4
 
 
-def _short(value: float) -> float:
-    """Round to five digits, because the state is written often."""
+def _rounded(value: float) -> float:
+    """Round to five digits, because the state is stored often."""
     return float(f"{value:.5g}")

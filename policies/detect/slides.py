@@ -1,9 +1,9 @@
-"""Slow slides: what a run loses little by little, within the noise of its points.
+"""Slow slides: losses of reward that are smaller than the noise of single points.
 
-A reward of one prompt a step is 0 or 1: of a few points it says nothing, of sixty it does. So windows of growing
-length are looked at, each beside the best of its length before it. What counts is more than luck at that length,
-which the run's own blocks tell: how far means of so many points are apart for no reason. A reward alone proves
-nothing here either; something that is written otherwise has to go with it, or a KL that the past does not explain.
+The reward of one prompt a step is 0 or 1: a few points show nothing, sixty do. So windows of growing length are
+compared with the best earlier window of the same length. A loss must exceed the noise of means of that length,
+which is estimated from the run's own blocks. A reward alone proves nothing here either: the text of the
+completions must have changed with it, or KL must exceed what the past explains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from policies.detect.signals import PAST_POINTS, Series, dated, lucky, resolution
+from policies.detect.signals import PAST_POINTS, Series, dated, noise_of_mean, resolution
 from policies.detect.symptoms import (
     ENTROPY,
     FACTOR,
@@ -31,18 +31,18 @@ from policies.detect.symptoms import (
     natural,
 )
 
-# What is another when other things are written. Harder prompts have more of their answers cut, groups that are
-# alike and other gradients; they make no answers of three times the length.
+# Signals that change with the text of completions. Harder prompts also cause cut answers, equal groups and other
+# gradients, but not answers of three times the length.
 WRITTEN = tuple(signal for signal in SIGNALS if signal.name in (ENTROPY, LENGTH, SAMPLING))
 
 
 @dataclass(frozen=True, slots=True)
 class Slide:
-    """A window that is surely lower than the best of its length before it.
+    """A window whose reward is surely lower than that of the best earlier window of the same length.
 
-    `best` and `now` are their means; `onset_step` is in the middle of the best one. Until `still_until` the reward
-    was not surely lower than that, over a window after `still_from`. The last window begins after `now_from`.
-    `window` is their length in points; `points` came after `still_until`.
+    `best` and `now` are the means of both; `onset_step` is in the middle of the best window. The window from
+    `still_from` to `still_until` is the last that was not surely lower. The last window begins after `now_from`.
+    `window` is the length in points; `points` counts the points after `still_until`.
     """
 
     best: float
@@ -55,46 +55,49 @@ class Slide:
     points: int
 
 
-def slid(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
-    """Return the reward's symptom where it has slid, and after it those of what else is written since: of the
-    shortest window that has any of those, else of the shortest of LASTING_POINTS or more."""
-    alone: tuple[Symptom, ...] = ()
+def slide_symptoms(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
+    """Return the symptom of a reward that has slid, followed by those of changed completions.
+
+    They are those of the shortest window with changed completions, else of the shortest window of at least
+    LASTING_POINTS.
+    """
+    reward_only: tuple[Symptom, ...] = ()
     for slide in slides_of(series[REWARD]) if REWARD in series else ():
         text = (
             f"{REWARD} {slide.now:.3g} over {slide.window} points, {slide.best:.3g} up to step {slide.still_until}"
         )
         lead = Symptom(REWARD, text, slide.onset_step, slide.still_until, slide.points)
-        beside = (_beside(signal, series.get(signal.name), slide) for signal in WRITTEN)
-        found = (lead, *(one for one in beside if one is not None))
+        changed = (_changed_signal(signal, series.get(signal.name), slide) for signal in WRITTEN)
+        found = (lead, *(sign for sign in changed if sign is not None))
         if len(found) > 1:
             return found
         if slide.window >= LASTING_POINTS:
-            alone = alone or found
-    return alone
+            reward_only = reward_only or found
+    return reward_only
 
 
 def slides_of(series: Series) -> Iterator[Slide]:
-    """The slides that are sure, the shortest window first; none where it rises again."""
+    """Yield the sure slides, the shortest window first; none if the reward rises again."""
     sums = _Sums(series)
     found = (sums.slide(window) for window in sums.windows())
-    return (one for one in found if one is not None)
+    return (slide for slide in found if slide is not None)
 
 
 class _Sums:
-    """The blocks of a series, to take means over any of them."""
+    """Prefix sums over the blocks of a series, for means over any range of them."""
 
     def __init__(self, series: Series) -> None:
         self._series = series
-        self._luck = lucky(series, 1)
+        self._noise = noise_of_mean(series, 1)
         self._start = math.inf if series.start is None else series.start
         self._ends = (0, *series.ends)
         self._counts = [0, *accumulate(series.sizes)]
         self._sums = [0.0, *accumulate(s * level for s, level in zip(series.sizes, series.levels, strict=True))]
 
     def windows(self) -> Iterator[int]:
-        """Lengths, doubling, of which there are three in the series: the best of one is none.
+        """Yield doubling window lengths that fit three times into the series.
 
-        A short log has one window of half of LASTING_POINTS.
+        A short log has a single window of half of LASTING_POINTS.
         """
         window = LASTING_POINTS if self._counts[-1] >= 3 * LASTING_POINTS else LASTING_POINTS // 2
         while 3 * window <= self._counts[-1]:
@@ -102,8 +105,7 @@ class _Sums:
             window *= 2
 
     def slide(self, window: int) -> Slide | None:
-        """The last window beside the best before it, of those that are not older than so many windows as what is
-        lived with for long."""
+        """Compare the last window with the best earlier one, at most PAST_POINTS / LASTING_POINTS windows back."""
         counts, sums, last = self._counts, self._sums, len(self._counts) - 1
         oldest = self._first_within(window + window * PAST_POINTS // LASTING_POINTS)
         now_first, lowest, end = self._first_within(window), self._start, 0
@@ -121,15 +123,13 @@ class _Sums:
         if not before:
             return None
         (best, best_first, best_end), now = max(before), self._mean(now_first, last)
-        there, luck = (
-            max(now, self._mean(self._first_within(LASTING_POINTS), last)),
-            self._luck / math.sqrt(window),
-        )
-        least = max(2 * SURE_WOBBLES * luck, (best - lowest) / 2, resolution(best))
-        if best - there <= least or self._rises(best_end):
+        present = max(now, self._mean(self._first_within(LASTING_POINTS), last))
+        noise = self._noise / math.sqrt(window)
+        least = max(2 * SURE_WOBBLES * noise, (best - lowest) / 2, resolution(best))
+        if best - present <= least or self._rises(best_end):
             return None
-        still = best - max(SURE_WOBBLES * luck, (best - there) / 5)
-        _, late, late_end = next(one for one in reversed(before) if one[0] >= still)
+        still = best - max(SURE_WOBBLES * noise, (best - present) / 5)
+        _, late, late_end = next(earlier for earlier in reversed(before) if earlier[0] >= still)
         middle = bisect_right(counts, (counts[best_first] + counts[best_end]) / 2) - 1
         return Slide(
             best=best,
@@ -143,22 +143,21 @@ class _Sums:
         )
 
     def _rises(self, since: int) -> bool:
-        """Whether the last points are surely higher than the lowest of those since then."""
+        """Return whether the last points are surely higher than the lowest block since block `since`."""
         levels = self._series.levels
         lowest = levels.index(min(levels[since:]), since)
         return gained_wobbles(self._series, self._series.ends[lowest]) >= SURE_WOBBLES
 
     def _first_within(self, points: int) -> int:
-        """The first block of the last ones that hold so many points, or all there are."""
+        """Return the first of the last blocks that hold `points` points, or the first of all."""
         return max(bisect_right(self._counts, self._counts[-1] - points) - 1, 0)
 
     def _mean(self, first: int, end: int) -> float:
         return (self._sums[end] - self._sums[first]) / (self._counts[end] - self._counts[first])
 
 
-def _beside(signal: Signal, series: Series | None, slide: Slide) -> Symptom | None:
-    """Whether the signal is many times, and surely, what it was while the reward had not surely fallen, and left
-    that no earlier."""
+def _changed_signal(signal: Signal, series: Series | None, slide: Slide) -> Symptom | None:
+    """Return the symptom of a signal that surely changed, by FACTOR or more, with the slide and not before it."""
     if series is None:
         return None
     then, now = (
@@ -168,18 +167,18 @@ def _beside(signal: Signal, series: Series | None, slide: Slide) -> Symptom | No
     if then is None or now is None:
         return None
     by = signal.sign * (now - then)
-    if by < max(math.log(FACTOR), 2 * SURE_WOBBLES * lucky(series, slide.window)):
+    if by < max(math.log(FACTOR), 2 * SURE_WOBBLES * noise_of_mean(series, slide.window)):
         return None
     shift = dated(series, signal.sign, max(signal.sign * (series.sustained(signal.sign) - then), math.log(FACTOR)))
     if shift.points > slide.points + LASTING_POINTS:
         return None
     level, before = natural(signal, now), natural(signal, then)
-    text = f"{signal.words} {level:.3g}, {as_factor(level, before)} its {before:.3g} of then"
+    text = f"{signal.words} {level:.3g}, {as_factor(level, before)} its {before:.3g} before"
     return Symptom(signal.group, text, min(shift.onset_step, slide.onset_step), shift.calm_step, shift.points)
 
 
 def _level(series: Series, after_step: int, until_step: int) -> float | None:
-    """The mean level in these steps, None where none was logged."""
+    """Return the mean level in these steps, None if nothing was logged."""
     blocks = zip(series.sizes, series.levels, series.ends, strict=True)
     inside = [(size, level) for size, level, end in blocks if after_step < end <= until_step]
     return sum(size * level for size, level in inside) / sum(size for size, _ in inside) if inside else None

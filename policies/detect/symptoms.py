@@ -1,8 +1,8 @@
-"""What leaves its own past when a policy breaks: KL, reward, gradients, entropy, completions, the sampler.
+"""Symptoms of a divergence: KL, reward, gradients, entropy, completions or sampler leave their own past.
 
-All but the reward and its witnesses are judged alike, by the logarithm of the signal, or of its odds where it is
-a share: how many times it is what its own past explains. None but a KL that is large by itself proves anything
-alone: rewards dip and recover, answers get shorter when a format is learnt, entropy falls in every healthy run.
+All signals but the reward and its witnesses are judged by their logarithm, or by their log odds if they are
+shares: by what factor they exceed what their past explains. Only a large KL is proof on its own: rewards dip and
+recover, answers get shorter when a format is learnt, and entropy falls in every healthy run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from policies.detect.signals import (
     dated,
     explained,
     follow_series,
-    lucky,
     median,
+    noise_of_mean,
     resolution,
 )
 
@@ -33,39 +33,40 @@ SAMPLING = "sampling/sampling_logp_difference/mean"
 LENGTH = "completions/mean_length"
 ENTROPY = "entropy"
 KL_SEQUENCE = "kl_sequence"
-# Before the name of a score that is logged and not trained on: what a reward that is tricked does not raise.
+# Prefix of a score that is logged and not trained on, so reward hacking does not raise it.
 WITNESS = "witness/"
-# Times what the past explains, of every signal; that squared is strong. Gradients and lengths vary by less.
+# A symptom exceeds what the past explains by this factor, a strong one by its square. Healthy gradients and
+# lengths vary by less.
 FACTOR = 3.0
-# Wobbles of the reward, or of a logarithm: a change of so many is no luck. A collapse is twice that.
+# A change of the reward, or of a logarithm, by this many wobbles is significant; a collapse is twice that.
 SURE_WOBBLES = 3.0
-# Points. While the KL is small, a fallen reward and one weak symptom must last: dips of the reward recover. What
-# left its past so long before the others has nothing to do with them. Three times that is for good: a run that
-# lost all it had learnt, or that never began to learn.
+# Points. While KL is small, a fallen reward and one weak symptom must last this long, because dips recover.
+# Signals that left their past longer apart are unrelated. Three times that is permanent: a run that lost
+# everything it had learnt, or that never began to learn.
 LASTING_POINTS = 20
-# Tokens of a completion where the KL is a sum over it and its length isn't logged, as in logs of PPO.
+# Assumed completion length if KL is a sum over the completion and its length is not logged, as in logs of PPO.
 SEQUENCE_TOKENS = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One signal that left its past. Those of one group go together and count once."""
+    """A signal that left its past. Symptoms of the same group count once."""
 
     group: str
     text: str
     onset_step: int
     calm_step: int
-    points: int  # since it was last seen as before
+    points: int  # since `calm_step`
     strong: bool = False
-    lowest_step: int = 0  # of a reward, since it fell
+    lowest_step: int = 0  # of a fallen reward, the step of its lowest level
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """A signal whose leaving its past in the direction of `sign` is a symptom.
+    """A signal that is a symptom if it leaves its past in the direction of `sign`.
 
-    `floor`: under it there is nothing to tell: KL and sampler differ by so much for no reason but their precision,
-    and a share under a half is not most.
+    Values below `floor` are ignored: KL and sampler differ by that much through rounding, and a share below a half
+    is not a majority.
     """
 
     name: str
@@ -81,8 +82,8 @@ SIGNALS = (
     Signal(ENTROPY, "entropy", "entropy", 1.0, 0.01),
     Signal(LENGTH, "completion length", "completions", 1.0),
     Signal(LENGTH, "completion length", "completions", -1.0),
-    Signal(CLIPPED, "the completions are cut at their longest", "completions", 1.0, 0.5),
-    Signal(NO_VARIANCE, "the groups have no variance", "variance", 1.0, 0.5),
+    Signal(CLIPPED, "the completions are cut", "completions", 1.0, 0.5),
+    Signal(NO_VARIANCE, "the groups have equal rewards", "variance", 1.0, 0.5),
     Signal(SAMPLING, "sampling difference", "sampling", 1.0, 0.03),
 )
 KL_SIGNAL = Signal(KL, "KL", "kl", 1.0, 1e-4)
@@ -91,34 +92,35 @@ FLOORS = {signal.name: signal.floor for signal in (*SIGNALS, KL_SIGNAL)}
 
 
 def follow_signals(series: Mapping[str, Series], step: int, values: Mapping[str, float]) -> dict[str, Series]:
-    """Return the series after one more point, of which `values` are the finite ones."""
+    """Return the series after another point; `values` are its finite values."""
     scores = (REWARD, *(name for name in values if name.startswith(WITNESS)))
-    told = {name: values[name] for name in (*scores, *FLOORS) if name in values}
-    if KL not in told and KL_SEQUENCE in values:
-        told[KL] = values[KL_SEQUENCE] / max(1.0, values.get(LENGTH, SEQUENCE_TOKENS))
-    if told.get("grad_norm", 0.0) <= 0.0:  # a step without one: all groups had one reward each
-        told.pop("grad_norm", None)
+    logged = {name: values[name] for name in (*scores, *FLOORS) if name in values}
+    if KL not in logged and KL_SEQUENCE in values:
+        logged[KL] = values[KL_SEQUENCE] / max(1.0, values.get(LENGTH, SEQUENCE_TOKENS))
+    if logged.get("grad_norm", 0.0) <= 0.0:  # a step without gradients: all groups had equal rewards
+        logged.pop("grad_norm", None)
     after = dict(series)
-    if _other_prompts(series):  # what was is no past of what they bring; the policy, and so the KL, is the same
+    if _has_other_prompts(series):  # new prompts have no past; the policy, and so KL, is the same
         after = {KL: series[KL]}
-    for name, value in told.items():
-        # An estimate of the KL with a sign sinks as it climbs: what it is away from 0 is what it has to say.
+    for name, value in logged.items():
+        # A signed KL estimate can fall below 0 as KL rises: use its distance from 0.
         value = abs(value) if name == KL else value
         level = value if name in scores else _logarithm(value, FLOORS[name], share=name in SHARES)
         after[name] = follow_series(after.get(name, Series()), step, level)
     return after
 
 
-def _other_prompts(series: Mapping[str, Series]) -> bool:
-    """Whether the data have become harder at once: from one point to the next the reward falls and the length is
-    another or the entropy rises, and the KL, still below a third of a nat, does not grow.
+def _has_other_prompts(series: Mapping[str, Series]) -> bool:
+    """Return whether the prompts have suddenly become harder.
 
-    No update changes what is written and leaves the KL as it was. A policy that breaks at a small KL goes to
-    answers without end, or to one answer.
+    That is: from one point to the next the reward falls, and the length changes or the entropy rises, while KL is
+    below a third of a nat and does not grow. No update changes the completions and leaves KL unchanged. A policy
+    that breaks at a small KL writes endless answers, or always the same answer.
     """
     if KL not in series or series[KL].sustained(1.0) >= -math.log(FACTOR):
         return False
-    jumps = {name: _jump(one) for name, one in series.items() if name in (KL, REWARD, LENGTH, ENTROPY, CLIPPED)}
+    names = (KL, REWARD, LENGTH, ENTROPY, CLIPPED)
+    jumps = {name: _jump(signal) for name, signal in series.items() if name in names}
     sure = {name: jump for name, jump in jumps.items() if abs(jump) >= SURE_WOBBLES * series[name].wobble > 0}
     if jumps[KL] >= math.log(FACTOR) or sure.get(REWARD, 0.0) >= 0.0 or jumps.get(CLIPPED, 0.0) > 0.0:
         return False
@@ -126,7 +128,7 @@ def _other_prompts(series: Mapping[str, Series]) -> bool:
 
 
 def _jump(series: Series) -> float:
-    """By how much the last half of the window is apart from the first, if it is more of a step than of a ramp."""
+    """Return the difference of the last and the first half of the window; 0 for a ramp instead of a step."""
     half = WINDOW_POINTS // 2
     before, after = series.recent[:half], series.recent[half:]
     if len(series.recent) < WINDOW_POINTS:
@@ -142,35 +144,35 @@ def _logarithm(value: float, floor: float, *, share: bool) -> float:
 
 
 def natural(signal: Signal, level: float) -> float:
-    """What was logged, of its logarithm."""
+    """Return the logged value for a logarithm or log odds."""
     return 1 / (1 + math.exp(-level)) if signal.name in SHARES else math.exp(level)
 
 
 def symptoms(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
-    """Return every symptom that the last points show, without the KL's, the reward's first."""
+    """Return the symptoms of the last points, except KL's, the reward's first."""
     found = [_collapse(REWARD, "reward", series.get(REWARD))]
     found += [symptom(signal, series.get(signal.name)) for signal in SIGNALS if _has_past(series.get(signal.name))]
     return tuple(symptom for symptom in found if symptom is not None)
 
 
 def _has_past(series: Series | None) -> bool:
-    """Return whether there is a full window before the present one: with less, a first value would be the past."""
+    """Return whether a full window precedes the present one, so that the past is more than a first value."""
     return series is not None and series.points >= 2 * WINDOW_POINTS
 
 
-def tricked(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
-    """Return the witnesses that have fallen, as a reward does, while the reward that is trained surely rose."""
-    fallen = [_collapse("witness", name, one) for name, one in series.items() if name.startswith(WITNESS)]
+def hacked_witnesses(series: Mapping[str, Series]) -> tuple[Symptom, ...]:
+    """Return the witnesses that have collapsed while the trained reward surely rose (reward hacking)."""
+    witnesses = [_collapse("witness", name, score) for name, score in series.items() if name.startswith(WITNESS)]
     reward = series.get(REWARD)
     return tuple(
-        replace(one, text=f"{one.text}, while the reward rose")
-        for one in fallen
-        if one is not None and gained_wobbles(reward, one.calm_step) >= SURE_WOBBLES
+        replace(witness, text=f"{witness.text}, while the reward rose")
+        for witness in witnesses
+        if witness is not None and gained_wobbles(reward, witness.calm_step) >= SURE_WOBBLES
     )
 
 
 def symptom(signal: Signal, series: Series | None) -> Symptom | None:
-    """Whether the signal is so many times what its past explains, and by more than it wobbles."""
+    """Return the symptom of a signal that exceeds what its past explains by FACTOR and by more than its noise."""
     if series is None or series.points <= WINDOW_POINTS:
         return None
     by = signal.sign * (series.sustained(signal.sign) - explained(series, signal.sign))
@@ -182,7 +184,7 @@ def symptom(signal: Signal, series: Series | None) -> Symptom | None:
         return None
     level, calm = natural(signal, series.sustained(signal.sign)), natural(signal, shift.calm)
     if signal.name in SHARES:
-        text = f"{level:.0%} of {signal.words}, at most {calm:.0%} at step {shift.calm_step}"
+        text = f"{level:.0%} of {signal.words}, {calm:.0%} or less at step {shift.calm_step}"
     else:
         factor = as_factor(level, calm)
         text = f"{signal.words} {level:.3g}, {factor} its calm level of {calm:.3g} at step {shift.calm_step}"
@@ -190,34 +192,34 @@ def symptom(signal: Signal, series: Series | None) -> Symptom | None:
 
 
 def gained_wobbles(reward: Series | None, since_step: int) -> float:
-    """By how many wobbles the reward is higher than at that step."""
+    """Return by how many wobbles the reward is higher than at `since_step`."""
     if reward is None or reward.start is None:
         return 0.0
     gain = reward.sustained(1.0) - reward.level_at(since_step)
     return gain / reward.wobble if reward.wobble else math.copysign(HUGE, gain) if gain else 0.0
 
 
-def endless(series: Mapping[str, Series]) -> bool:
-    """Whether nearly all completions are cut at their longest, of which no more than half were at the start."""
+def is_endless(series: Mapping[str, Series]) -> bool:
+    """Return whether nearly all completions are cut, and at most half were at the start."""
     cut = series.get(CLIPPED)
     return cut is not None and cut.levels[0] <= 0.0 and cut.sustained(1.0) >= 2 * math.log(FACTOR)
 
 
 def best_until(reward: Series | None) -> int:
-    """Return the last step at which a reward that has surely gained or fallen stood at its best, else 0."""
+    """Return the last step with the best reward, if the reward has surely risen or fallen; else 0."""
     if reward is None or reward.start is None:
         return 0
     sure, best = SURE_WOBBLES * reward.wobble, max(reward.levels)
     if best - min(reward.start, reward.levels[-1]) <= 2 * sure:
         return 0
-    # A level is a running median: half a window of it may already be worse.
+    # A level is a running median, so half of its window may already be worse.
     return max(end for end, level in zip(reward.ends, reward.levels, strict=True) if level >= best - sure / 2)
 
 
 def learnt_until(reward: Series | None) -> int:
-    """The last step before the reward had surely gained, where it has surely fallen since; 0 where not.
+    """Return the last step before the reward had surely risen, if it has surely fallen since; else 0.
 
-    Whatever the KL did until then was learning: no divergence began before.
+    KL changes until then were learning; no divergence began before.
     """
     if reward is None or reward.start is None:
         return 0
@@ -229,7 +231,7 @@ def learnt_until(reward: Series | None) -> int:
 
 
 def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
-    """A fall that takes half of what was gained, and is no luck: the longer it lasts, the smaller may it be."""
+    """Return the symptom of a significant fall by at least half of the gain. Longer falls may be smaller."""
     if reward is None or reward.start is None:
         return None
     top = explained(reward, -1.0, concave=False)
@@ -240,8 +242,8 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
     if shift.points > PAST_POINTS:
         return None
     before, after = around(reward, shift.points)
-    sure = (before - after) * _rooted(shift.points) >= 2 * SURE_WOBBLES * lucky(reward, 1)
-    if not sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
+    is_sure = (before - after) * _rooted(shift.points) >= 2 * SURE_WOBBLES * noise_of_mean(reward, 1)
+    if not is_sure or before - after <= max(SURE_WOBBLES * reward.wobble, (before - reward.start) / 2):
         return None
     text = f"{words} {after:.3g}, fallen from {before:.3g} since step {shift.calm_step}"
     since = [(level, end) for level, end in zip(reward.levels, reward.ends, strict=True) if end > shift.calm_step]
@@ -250,7 +252,7 @@ def _collapse(group: str, words: str, reward: Series | None) -> Symptom | None:
 
 
 def _rooted(points: int) -> float:
-    """By what luck shrinks over so many points: the longer a change lasts, the smaller may it be."""
+    """Return the factor by which noise shrinks over `points`: longer changes may be smaller."""
     return math.sqrt(max(points / WINDOW_POINTS, 1.0))
 
 
@@ -259,11 +261,11 @@ def _of(group: str, text: str, shift: Shift, *, strong: bool = False) -> Symptom
 
 
 def as_factor(level: float, calm: float) -> str:
-    """In words, by what factor: "41 times" or "1/36 of"."""
+    """Describe a factor: "41 times" or "1/36 of"."""
     return f"{_plain(level / calm)} times" if level >= calm else f"1/{_plain(calm / level)} of"
 
 
 def _plain(factor: float) -> str:
-    """Two digits, with no exponent: 1.4, 41, 270, 1,400."""
+    """Format two significant digits without an exponent: 1.4, 41, 270, 1,400."""
     rounded = float(f"{factor:.2g}")
     return f"{rounded:,.{1 if rounded < 10 else 0}f}"

@@ -1,4 +1,4 @@
-"""The specification of the run that an evaluation is: the evaluated run's machines, model and rewards."""
+"""Build the run specification of an evaluation: machines, model and rewards of the evaluated run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of, settings_in
 
-# Of `grpo`: what a completion or its score depends on. All else is about training.
+# The keys of `grpo` that affect completions or their scores. The others affect training only.
 KEPT = frozenset(
     {
         "bf16",
@@ -28,7 +28,7 @@ KEPT = frozenset(
         "vllm_structured_outputs_regex",
     }
 )
-# Greedy, and one completion each. TRL wants two in a group that it trains on, which is none here.
+# Greedy decoding, one completion per prompt. TRL requires training groups of two; an evaluation does not train.
 GREEDY: dict[str, Any] = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -45,17 +45,17 @@ SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "n"})
 
 
 def as_run(spec: RunSpec, storage: str, dataset: Dataset | tuple[Dataset, ...]) -> RunSpec:
-    """Return the run of an evaluation of `spec`'s policies on a dataset.
+    """Return the specification of a run that evaluates `spec`'s policies on a dataset.
 
-    The weights are loaded by one process, whatever trained them. Where it was several, they may be more than one
-    GPU has room for, and are held in the machine's memory: the nodes generate.
+    A single process loads the weights. If several processes trained them, they may not fit on one GPU and are held
+    in main memory; the nodes generate.
     """
     grpo = {key: value for key, value in spec.grpo.items() if key in KEPT} | GREEDY
-    if given := settings_in(spec.grpo, "generation_kwargs"):
-        grpo["generation_kwargs"] = {key: value for key, value in given.items() if key not in SAMPLING}
+    if settings := settings_in(spec.grpo, "generation_kwargs"):
+        grpo["generation_kwargs"] = {key: value for key, value in settings.items() if key not in SAMPLING}
     if processes_of(spec) > 1 and not generates_itself(spec):
         grpo["use_cpu"] = True
-    fleet = replace(spec.policies.fleet, deadline=None)  # which is the training's
+    fleet = replace(spec.policies.fleet, deadline=None)  # the deadline is for training
     return replace(
         spec,
         name=f"{spec.name}-eval",

@@ -1,6 +1,6 @@
-"""What became of one problem: correct, of the right form and wrong, unreadable, or not scored at all.
+"""Classify a completion as correct, wrong, unreadable or unscored, from the scores of the reward functions.
 
-Reward functions say which: `tasks.rewards.graders` is how.
+`tasks.rewards.graders` marks the reward functions that decide it.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-SINGLE = 2.0**-23  # scores come in single precision, where 0.9 is less than 0.9
+SINGLE = 2.0**-23  # relative rounding error of scores, which are single precision
 
 
 class Verdict(StrEnum):
-    """In the order of the table that people read."""
+    """The verdicts, in the order of the printed table."""
 
     CORRECT = "correct"
-    WRONG = "wrong"  # an answer could be read, or no function tells whether one could
+    WRONG = "wrong"  # the answer was readable, or no function reports readability
     UNREADABLE = "unreadable"
-    UNSCORED = "unscored"  # no node took the prompt, or the dataset has no answer to compare with
+    UNSCORED = "unscored"  # all nodes rejected the prompt, or the dataset has no answer to compare with
 
 
 def verdict(score: float | None, full: float, readable: bool | None) -> Verdict:
     """Judge one completion.
 
     Args:
-        score: of the function that tells right from wrong; None: it has none.
-        full: what that function gives an answer that is right.
-        readable: whether an answer could be read; None: nobody says.
+        score: of the function that decides correctness; None if it returned none.
+        full: the score of a correct answer.
+        readable: whether the answer was readable; None if unknown.
     """
     if score is None:
         return Verdict.UNSCORED
@@ -36,12 +36,15 @@ def verdict(score: float | None, full: float, readable: bool | None) -> Verdict:
 
 
 def told_readable(
-    count: int, said: Sequence[bool] | None, forms: Sequence[Sequence[float | None]]
+    count: int, reported: Sequence[bool] | None, forms: Sequence[Sequence[float | None]]
 ) -> list[bool | None]:
-    """Whether each of `count` completions could be read: by the function that scores it, else by all that look at
-    its form, which give 1 for the right one."""
-    if said is not None:
-        return list(said)
+    """Return whether each of `count` completions was readable.
+
+    `reported` comes from the scoring function. Without it, a completion is readable if all functions that check
+    its form score it 1.
+    """
+    if reported is not None:
+        return list(reported)
     if not forms:
         return [None] * count
     return [

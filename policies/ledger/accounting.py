@@ -1,8 +1,8 @@
-"""What a run's faults cost: seconds and tokens. Dollars are in `rentals`.
+"""Compute the seconds and tokens that a run's faults cost. Dollars are in `rentals`.
 
-Pure arithmetic over what was logged. A fault is known from the journal (somebody noticed) or from the rehearsal
-(somebody did it); a rehearsed one and its traces in the journal are one fault. Seconds are lost where the time
-between two logged steps is longer than it usually is, and are put down to the faults that fell between the two.
+Pure arithmetic over logged data. Faults come from the journal and from rehearsals; a rehearsed fault and its
+traces in the journal count as one fault. Seconds are lost if the time between two logged steps is longer than
+usual, and are charged to the faults between these steps.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s,
 
 GATEWAY = "gateway"
 DAEMON = "daemon"
-TICK_S = 2.0  # an event bears the time at which its tick began: a fault may strike between that and the look
-# A trace in the journal this long after a fault is still that fault's; a dead machine is seen sooner.
+TICK_S = 2.0  # an event has the start time of its tick; a fault may happen later in that tick
+# Maximum seconds between a fault and its traces in the journal; a dead machine is detected sooner.
 TRACE_S = 60.0
-# No faults: a trainer that was told to stop, a run that diverges, and a run.yaml that no attempt can train.
-STOPPED_BY_ITSELF = (exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.BAD_SPEC, exit_codes.NOTHING_LEARNT)
+# Exits that are not faults: a fenced trainer, a divergence, an unusable run.yaml, no rewards.
+DELIBERATE_EXITS = (exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.BAD_SPEC, exit_codes.NOTHING_LEARNT)
 
 
 class LoggedRow(Protocol):
-    """A row of the log, `checkpoint.records.metrics.Row`. Times are the wall clock at the step's end."""
+    """A logged row, `checkpoint.records.metrics.Row`. Times are wall clock at the end of the step."""
 
     @property
     def timeline(self) -> int: ...
@@ -51,7 +51,7 @@ class LoggedRow(Protocol):
     @property
     def time_s(self) -> float: ...
     @property
-    def reached_s(self) -> float: ...  # when the run first had this step
+    def reached_s(self) -> float: ...  # when the run first completed this step
     @property
     def tokens(self) -> int: ...
     @property
@@ -63,18 +63,18 @@ RowT = TypeVar("RowT", bound=LoggedRow)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that went wrong. `target` is a slot, `rollouts`, `trainer`, GATEWAY or DAEMON."""
+    """A fault. `target` is a slot, `rollouts`, `trainer`, GATEWAY or DAEMON."""
 
     name: str
     target: str
     struck_s: float
-    seen_s: float  # its last trace in the journal; equal to `struck_s` where there is none
-    at_step: int | None = None  # None: the last step that had been logged then
+    seen_s: float  # its last trace in the journal; equal to `struck_s` without a trace
+    at_step: int | None = None  # None: the last step logged before it
 
 
 @dataclass(frozen=True, slots=True)
 class FaultCost:
-    """What one fault cost. `survived` once a step was logged after it, or the run has finished."""
+    """The cost of a fault. It is `survived` once a later step is logged, or the run has finished."""
 
     name: str
     at_step: int
@@ -84,10 +84,10 @@ class FaultCost:
 
 
 def surviving_rows(rows: Iterable[RowT], when: Callable[[RowT], float] = lambda row: row.time_s) -> list[RowT]:
-    """Return the rows in the order of time, without those that a restarted trainer has yet to make again.
+    """Return the rows in the order of time, without those that a restarted trainer will repeat.
 
-    A trainer that went back to step 10 replaces the rows of 11, 12, ... one by one; a row whose predecessor is
-    younger than itself belongs to the life that was lost.
+    A trainer restarted at step 10 replaces the rows of 11, 12, ... one after the other. A row that is older than
+    its predecessor was logged before the restart.
     """
     kept: list[RowT] = []
     newest: dict[int, float] = {}
@@ -99,8 +99,10 @@ def surviving_rows(rows: Iterable[RowT], when: Callable[[RowT], float] = lambda 
 
 
 def journalled_faults(history: History) -> list[Fault]:
-    """Return what the journal calls a fault, while the run was on: a machine that vanished or was given up, work
-    that ended with an error, a gateway that came back, a controller that replaced another."""
+    """Return the faults in the journal while the run was live.
+
+    These are lost or replaced machines, jobs that failed, and restarts of the gateway or the controller.
+    """
     ledger = _Ledger()
     for _, time_s, events in history:
         for event in events:
@@ -110,12 +112,12 @@ def journalled_faults(history: History) -> list[Fault]:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What has to be remembered between two events to know a fault from the run's ordinary life."""
+    """The state between two journal events that is needed to recognize faults."""
 
     found: list[Fault] = field(default_factory=list)
     slots: dict[str, str] = field(default_factory=dict)
     phases: dict[str, NodePhase] = field(default_factory=dict)
-    counted: set[str] = field(default_factory=set)  # nodes on their way out, or whose end is in `found` already
+    counted: set[str] = field(default_factory=set)  # nodes that are terminating, or whose fault is in `found`
     run: RunPhase = RunPhase.STARTING
     controllers: int = 0
     gateways: int = 0
@@ -125,13 +127,13 @@ class _Ledger:
             case RunMoved():
                 self.run = event.phase
                 if event.phase is RunPhase.STARTING:
-                    self.gateways = 0  # a resumed run starts a gateway of its own
+                    self.gateways = 0  # a resumed run starts a new gateway
             case NodeRequested():
                 self.slots[event.node] = event.slot
             case NodeMoved():
                 self._moved(event, time_s)
-            case JobExited() if event.exit_code in STOPPED_BY_ITSELF:
-                self.gateways = 0  # which ends with the trainer's work, and starts with the next
+            case JobExited() if event.exit_code in DELIBERATE_EXITS:
+                self.gateways = 0  # the gateway stops and starts with the trainer's job
             case JobExited() if event.exit_code != 0:
                 self.counted.add(event.node)
                 self._add(
@@ -148,7 +150,7 @@ class _Ledger:
                 if self.controllers > 1:
                     self._add("controller replaced", DAEMON, time_s)
             case _:
-                pass  # every other event is the run going on
+                pass  # other events are not faults
 
     def _moved(self, event: NodeMoved, time_s: float) -> None:
         before, self.phases[event.node] = self.phases.get(event.node), event.phase
@@ -159,7 +161,7 @@ class _Ledger:
         elif event.phase is NodePhase.TERMINATING:
             self.counted.add(event.node)
             if before is NodePhase.SERVING:
-                self._add(f"{event.node} given up", self.slots[event.node], time_s)
+                self._add(f"{event.node} terminated", self.slots[event.node], time_s)
 
     def _add(self, name: str, target: str, time_s: float, at_step: int | None = None) -> None:
         if self.run in LIVE_RUN:
@@ -167,28 +169,27 @@ class _Ledger:
 
 
 def merge_faults(rehearsed: Iterable[Fault], journalled: Iterable[Fault]) -> list[Fault]:
-    """Return every fault once, in order: what the journal says is a trace of an earlier fault that explains it.
+    """Return each fault once, in order. A journalled fault that an earlier one explains is a trace of that one.
 
-    A fault explains one trace of each thing it hits within TRACE_S; the trainer's machine takes the gateway along.
+    A fault explains a single trace of each target it hits, within TRACE_S. A loss of the trainer's machine also
+    hits the gateway.
     """
     known = [(fault, set[str]()) for fault in rehearsed]
-    recent = list(
-        range(len(known))
-    )  # of `known`, what may explain a trace: those left out are too old for later ones
+    recent = list(range(len(known)))  # indices of faults that are recent enough to explain a trace
     for trace in sorted(journalled, key=lambda fault: fault.struck_s):
-        recent = [place for place in recent if trace.struck_s <= known[place][0].struck_s + TRACE_S]
-        near = [
-            place
-            for place, (fault, explained) in ((place, known[place]) for place in recent)
+        recent = [index for index in recent if trace.struck_s <= known[index][0].struck_s + TRACE_S]
+        causes = [
+            index
+            for index, (fault, explained) in ((index, known[index]) for index in recent)
             if fault.struck_s - TICK_S <= trace.struck_s
             and trace.target not in explained
             and _hits(fault.target, trace.target)
         ]
-        if near:
-            place = max(near, key=lambda place: known[place][0].struck_s)
-            fault, explained = known[place]
+        if causes:
+            index = max(causes, key=lambda index: known[index][0].struck_s)
+            fault, explained = known[index]
             explained.add(trace.target)
-            known[place] = (replace(fault, seen_s=max(fault.seen_s, trace.seen_s)), explained)
+            known[index] = (replace(fault, seen_s=max(fault.seen_s, trace.seen_s)), explained)
         else:
             recent.append(len(known))
             known.append((trace, {trace.target}))
@@ -202,65 +203,65 @@ def _hits(target: str, slot: str) -> bool:
 
 
 def fault_costs(rows: Sequence[LoggedRow], faults: Sequence[Fault], *, finished: bool = False) -> list[FaultCost]:
-    """Return what each fault cost, in their order.
+    """Return the cost of each fault, in their order.
 
-    A gap between two logged steps costs what it is longer than the median gap in which nothing happened. It is
-    shared evenly by the faults that had struck by its end and were not yet seen before its start, and so are the
-    tokens thrown away in the step that ended it. Steps count from when the run first had them: what making one
-    again cost is in the gap after the last step before it.
+    The gap between two logged steps costs its excess over the median gap without faults. The cost is shared evenly
+    by the faults that happened before its end and were last seen after its start, as are the tokens discarded in
+    the step that ended it. A step counts when the run first completed it, so the time to repeat steps is in the
+    gap after the last step before them.
     """
     path = surviving_rows(rows, lambda row: row.reached_s)
     gaps = list(pairwise(path))
-    inside = _inside(path, faults)
+    inside = _faults_in_gaps(path, faults)
     spans = [end.reached_s - start.reached_s for start, end in gaps]
     usual_s = median([span for span, hit in zip(spans, inside, strict=True) if not hit] or spans or [0.0])
     seconds, tokens = [0.0] * len(faults), [0] * len(faults)
     steps_at = _steps_at(path, faults)
     for (_, end), span, hit in zip(gaps, spans, inside, strict=True):
-        for place, n in enumerate(hit):
+        for rank, n in enumerate(hit):
             seconds[n] += (span - usual_s) / len(hit)
-            # Whole tokens: the first of the faults take what does not divide.
-            tokens[n] += end.tokens_discarded // len(hit) + (place < end.tokens_discarded % len(hit))
+            # Whole tokens: the first faults take the remainder.
+            tokens[n] += end.tokens_discarded // len(hit) + (rank < end.tokens_discarded % len(hit))
     return [
         FaultCost(
             name=fault.name,
             at_step=step_at if fault.at_step is None else fault.at_step,
-            seconds_lost=max(0.0, lost),  # a window that was shorter than usual lost nothing
-            tokens_regenerated=again,
+            seconds_lost=max(0.0, lost),  # a gap that was shorter than usual lost nothing
+            tokens_regenerated=regenerated,
             survived=finished or (bool(path) and path[-1].reached_s > fault.struck_s),
         )
-        for fault, lost, again, step_at in zip(faults, seconds, tokens, steps_at, strict=True)
+        for fault, lost, regenerated, step_at in zip(faults, seconds, tokens, steps_at, strict=True)
     ]
 
 
-def _inside(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[list[int]]:
-    """Of each gap between two rows: the faults that had struck by its end and were not yet seen before its start.
+def _faults_in_gaps(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[list[int]]:
+    """Return, for each gap between rows, the faults that happened before its end and were seen after its start.
 
-    Looked up by time: a long run has ten thousand rows and, with a thousand machines, as many faults.
+    Uses bisection, because a long run has ten thousand rows and may have as many faults.
     """
     times_s = [row.reached_s for row in path]
     found: list[list[int]] = [[] for _ in times_s[1:]]
     for n, fault in enumerate(faults):
         first = max(0, bisect_left(times_s, fault.struck_s) - 1)
         last = min(len(found), bisect_left(times_s, fault.seen_s))
-        for place in range(first, last):
-            found[place].append(n)
+        for gap in range(first, last):
+            found[gap].append(n)
     return found
 
 
 def _steps_at(path: Sequence[LoggedRow], faults: Sequence[Fault]) -> list[int]:
-    """The highest step that had been logged when each struck."""
+    """Return the highest step that was logged before each fault."""
     times_s = [row.reached_s for row in path]
     highest = [0, *accumulate((row.step for row in path), max)]
     return [highest[bisect_right(times_s, fault.struck_s)] for fault in faults]
 
 
-# What of a run's log belongs to its present timeline, and what rollbacks threw away.
+# The rows of the current timeline and its ancestors, and those that rollbacks abandoned.
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """What a rollback threw away: the line that it left, from after its start to `last_step`."""
+    """The steps that a rollback abandoned, from after its start to `last_step`."""
 
     last_step: int
     steps: int
@@ -268,9 +269,9 @@ class Abandoned:
 
 
 def split_by_line(rows: Iterable[RowT], forks: Sequence[Fork]) -> tuple[list[RowT], list[RowT]]:
-    """Return the rows that the run's present timeline consists of, and those that rollbacks abandoned.
+    """Return the rows of the current timeline and its ancestors, and those that rollbacks abandoned.
 
-    `forks` are all that are in the store, in order; the order of the rows stays.
+    `forks` are all forks in the store, in order. The order of the rows is kept.
     """
     stretches = lineage(forks, forks[-1].timeline if forks else 0)
     line: list[RowT] = []
@@ -281,15 +282,14 @@ def split_by_line(rows: Iterable[RowT], forks: Sequence[Fork]) -> tuple[list[Row
 
 
 def abandoned(rows: Sequence[LoggedRow], rollbacks: Sequence[Rollback]) -> list[Abandoned]:
-    """Return what each rollback threw away, in their order. A step that two of them left counts once, with the
-    first."""
+    """Return what each rollback abandoned, in their order. A step counts only for the first that abandoned it."""
     found = []
-    for place, rollback in enumerate(rollbacks):
-        line, _ = split_by_line(rows, [one.fork for one in rollbacks[:place]])
+    for index, rollback in enumerate(rollbacks):
+        line, _ = split_by_line(rows, [earlier.fork for earlier in rollbacks[:index]])
         start = rollback.fork.start_at
         start_step = 0 if start is None else start.step
-        left = [one for one in line if one.step > start_step]
-        # The old trainer may have gone on a little before it ended.
-        last_step = max([rollback.from_step, *(one.step for one in left)])
-        found.append(Abandoned(last_step, max(0, last_step - start_step), sum(one.tokens for one in left)))
+        lost = [row for row in line if row.step > start_step]
+        # The old trainer may have made more steps before it stopped.
+        last_step = max([rollback.from_step, *(row.step for row in lost)])
+        found.append(Abandoned(last_step, max(0, last_step - start_step), sum(row.tokens for row in lost)))
     return found

@@ -1,4 +1,4 @@
-"""What a run's machines have cost, from the journal: who was there from when until when, and at what price."""
+"""Compute the cost of a run's machines from the journal: when each was rented, and at what price."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 @dataclass(frozen=True, slots=True)
 class Rental:
-    """A machine from its request until it was gone, seconds since the epoch. Until its price was known, it is the
-    most that it could be."""
+    """A machine from its request until it was gone, seconds since the epoch.
+
+    Until the price is known, the maximum price is used.
+    """
 
     node: str
     role: Role
@@ -34,7 +36,7 @@ class Rental:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRental:
-    """The machine of a `--remote` run's daemon, or one before it; seconds since the epoch."""
+    """A controller machine of a `--remote` run; seconds since the epoch."""
 
     from_s: float
     until_s: float
@@ -47,7 +49,7 @@ class ControllerRental:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """USD: as it was, and the same hours at on-demand prices."""
+    """The actual cost, and the cost of the same hours at on-demand prices, USD."""
 
     cost_usd: float
     cost_all_on_demand_usd: float
@@ -55,14 +57,14 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class SpentAt:
-    """What had been spent by a moment, USD, by what it was for. Sums: none ever falls.
+    """Cumulative USD spent by `time_s`, by category.
 
     Attributes:
         time_s: seconds since the epoch.
         trainer_usd: the trainer's machines, whatever their market.
         spot_usd, on_demand_usd: rollout nodes.
         controller_usd: the machine of a `--remote` run's daemon.
-        disks_usd: of all machines but the controller's.
+        disks_usd: disks of all machines except the controller's.
     """
 
     time_s: float
@@ -74,22 +76,22 @@ class SpentAt:
 
     @property
     def usd(self) -> float:
-        """All of it."""
+        """The total."""
         machines = self.trainer_usd + self.spot_usd + self.on_demand_usd + self.controller_usd
         return machines + self.disks_usd
 
 
 def rentals(history: History, now_s: float) -> list[Rental]:
-    """Return every machine that was ever there or may have been: from its request until gone, or until `now_s`.
+    """Return every machine that existed or may have existed, from its request until gone, or until `now_s`.
 
-    Where a controller's clock is behind the one before it, what ran then stays as old as it was known to be.
+    If a controller's clock is behind that of the controller before it, running machines keep their known age.
     """
     running: dict[str, Rental] = {}
     ended: list[Rental] = []
-    told_s = 0.0
+    last_s = 0.0
     for _, time_s, events in history:
         for event in events:
-            before_s, told_s = told_s, time_s
+            before_s, last_s = last_s, time_s
             match event:
                 case TookOver():
                     back_s = behind_s(before_s, time_s, event.since_told_s)
@@ -101,25 +103,24 @@ def rentals(history: History, now_s: float) -> list[Rental]:
                 case NodeMoved(phase=NodePhase.REFUSED) | NodeMoved(phase=NodePhase.GONE, refusal=Refusal()):
                     running.pop(event.node, None)
                 case MachineBought() if event.node in running:
-                    asked, disk = running[event.node], event.disk_usd_per_h
+                    rental, disk = running[event.node], event.disk_usd_per_h
                     running[event.node] = replace(
-                        asked,
+                        rental,
                         market=event.market,
                         price_usd_per_h=event.price_usd_per_h,
                         on_demand_usd_per_h=event.on_demand_usd_per_h,
-                        disk_usd_per_h=asked.disk_usd_per_h if disk is None else disk,
+                        disk_usd_per_h=rental.disk_usd_per_h if disk is None else disk,
                     )
                 case NodeMoved(phase=NodePhase.GONE) if event.node in running:
                     ended.append(replace(running.pop(event.node), until_s=time_s))
                 case _:
-                    pass  # nothing else starts or ends a machine
+                    pass  # other events do not start or end a machine
     return sorted([*ended, *running.values()], key=lambda rental: (rental.from_s, rental.node))
 
 
-def bill(rented: Iterable[Rental], beside_usd: float = 0.0) -> Bill:
-    """Price the rentals as they were, and as if each had been on demand, where that price is known; what is spent
-    beside them is the same either way."""
-    cost = on_demand = beside_usd
+def bill(rented: Iterable[Rental], other_usd: float = 0.0) -> Bill:
+    """Sum the rentals at actual and at on-demand prices, if known. `other_usd` is added to both."""
+    cost = on_demand = other_usd
     for rental in rented:
         on_list = rental.on_demand_usd_per_h or rental.price_usd_per_h
         cost += rental.hours * (rental.price_usd_per_h + rental.disk_usd_per_h)
@@ -128,15 +129,15 @@ def bill(rented: Iterable[Rental], beside_usd: float = 0.0) -> Bill:
 
 
 def spent_over_time(history: History, now_s: float, controller: Iterable[ControllerRental] = ()) -> list[SpentAt]:
-    """Return what was spent by each moment at which something began or ended to cost, and by `now_s`, in order.
+    """Return the cumulative cost at each moment at which a rate changed, and at `now_s`, in order.
 
-    Between two moments it grows evenly. Prices are those that became known in the end, from the request on: what
-    a machine might have cost, and did not, is in no sum. Empty where nothing was ever asked for.
+    It is linear between two moments. The final known price of a machine is used from its request on. Empty if no
+    machine was ever requested.
 
     Args:
         history: the run's journal.
-        now_s: seconds since the epoch; what still runs is counted until then.
-        controller: the machines of a `--remote` run's daemon, which the journal does not tell of.
+        now_s: seconds since the epoch; running machines are counted until then.
+        controller: controller machines of a `--remote` run, which are not in the journal.
     """
     changes = sorted([*_changes(rentals(history, now_s)), *_controller_changes(controller, now_s)])
     times_s = sorted({time_s for time_s, _, _ in changes})
@@ -150,7 +151,7 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
             place += 1
         found.append(SpentAt(time_s, **totals))
         for name, rate in rates.items():
-            # Rates come and go in floating point: what is left of none is none.
+            # Clamped at 0: adding and subtracting rates leaves rounding errors.
             totals[name] += max(0.0, rate) * (next_s - time_s) / 3600
     return found
 
@@ -158,40 +159,40 @@ def spent_over_time(history: History, now_s: float, controller: Iterable[Control
 _CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "disks_usd")
 
 
-def _rental(asked: NodeRequested, time_s: float, until_s: float) -> Rental:
-    most, disk = asked.most_usd_per_h, asked.disk_usd_per_h
-    return Rental(asked.node, asked.role, asked.market, time_s, until_s, most, most, disk)
+def _rental(request: NodeRequested, time_s: float, until_s: float) -> Rental:
+    most, disk = request.most_usd_per_h, request.disk_usd_per_h
+    return Rental(request.node, request.role, request.market, time_s, until_s, most, most, disk)
 
 
 def _changes(rented: Sequence[Rental]) -> Iterator[tuple[float, str, float]]:
-    """When a rate changes, which, and by how much, USD an hour."""
-    for one in rented:
-        spot = "spot_usd" if one.market is Market.SPOT else "on_demand_usd"
-        name = "trainer_usd" if one.role is Role.TRAINER else spot
-        yield from _for(one.from_s, one.until_s, name, one.price_usd_per_h)
-        yield from _for(one.from_s, one.until_s, "disks_usd", one.disk_usd_per_h)
+    """Yield the time, the category and the amount, USD an hour, of each change of a rate."""
+    for rental in rented:
+        market = "spot_usd" if rental.market is Market.SPOT else "on_demand_usd"
+        name = "trainer_usd" if rental.role is Role.TRAINER else market
+        yield from _rate(rental.from_s, rental.until_s, name, rental.price_usd_per_h)
+        yield from _rate(rental.from_s, rental.until_s, "disks_usd", rental.disk_usd_per_h)
 
 
 def _controller_changes(rented: Iterable[ControllerRental], now_s: float) -> Iterator[tuple[float, str, float]]:
-    for one in rented:
-        yield from _for(one.from_s, min(one.until_s, now_s), "controller_usd", one.usd_per_h)
+    for rental in rented:
+        yield from _rate(rental.from_s, min(rental.until_s, now_s), "controller_usd", rental.usd_per_h)
 
 
-def _for(from_s: float, until_s: float, name: str, usd_per_h: float) -> Iterator[tuple[float, str, float]]:
+def _rate(from_s: float, until_s: float, name: str, usd_per_h: float) -> Iterator[tuple[float, str, float]]:
     if until_s >= from_s:
         yield from_s, name, usd_per_h
         yield until_s, name, -usd_per_h
 
 
-# Each machine's life, from the journal alone: its phases and when, where, at what price, and how it ended.
+# The life of each machine, from the journal: its phases, pool, price and end.
 
 
 class End(StrEnum):
-    """How a life ended."""
+    """How a machine ended."""
 
-    LOST = "lost"  # nobody had asked for it
+    LOST = "lost"  # not terminated by the controller
     RETURNED = "returned"
-    REFUSED = "refused"  # its cloud never gave it
+    REFUSED = "refused"  # the cloud never provided it
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +206,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One machine, from its request until it was gone or, with `end` None, until now."""
+    """A machine from its request until it was gone or, if `end` is None, until now."""
 
     node: str
     role: Role
     slot: str
     market: Market
-    pool: str  # where it was asked for or landed; empty: its cloud does not say
-    price_usd_per_h: float  # 0: not known
+    pool: str  # requested or actual; empty: unknown
+    price_usd_per_h: float  # 0: unknown
     spans: tuple[Span, ...]
     end: End | None
-    reason: str  # of its last move
+    reason: str  # of its last phase change
 
     @property
     def from_s(self) -> float:
@@ -228,7 +229,7 @@ class Life:
 
 @dataclass(slots=True)
 class _Draft:
-    """A life that goes on, as far as it is read."""
+    """A life that is being read from the journal."""
 
     request: NodeRequested
     market: Market
@@ -240,7 +241,7 @@ class _Draft:
     spans: list[Span] = field(default_factory=list)
 
     def enter(self, phase: NodePhase, at_s: float, reason: str) -> None:
-        """A controller's clock may be behind the one before it: no span ends before it begins."""
+        """Enter a phase. No span ends before it begins, although controllers' clocks differ."""
         at_s = max(at_s, self.since_s)
         self.spans.append(Span(self.phase, self.since_s, at_s))
         self.phase, self.since_s, self.reason = phase, at_s, reason
@@ -261,30 +262,30 @@ class _Draft:
 
 
 def lives(history: History, now_s: float) -> list[Life]:
-    """Return every machine that was asked for, in that order; those still there live until `now_s`."""
-    going: dict[str, _Draft] = {}
+    """Return every requested machine, in the order of requests; live machines last until `now_s`."""
+    drafts: dict[str, _Draft] = {}
     found: list[Life] = []
     for _, time_s, events in history:
         for event in events:
             match event:
                 case NodeRequested():
                     pool = str(event.pool or "")
-                    going[event.node] = _Draft(
+                    drafts[event.node] = _Draft(
                         event, event.market, pool, NodePhase.REQUESTED, time_s, event.reason
                     )
-                case MachineBought() if event.node in going:
-                    draft = going[event.node]
+                case MachineBought() if event.node in drafts:
+                    draft = drafts[event.node]
                     draft.market, draft.price_usd_per_h = event.market, event.price_usd_per_h
                     draft.pool = str(event.pool or event.where or draft.pool)
-                case NodeMoved() if event.node in going:
-                    draft = going[event.node]
+                case NodeMoved() if event.node in drafts:
+                    draft = drafts[event.node]
                     end = _end(draft.phase, event.phase)
                     draft.enter(event.phase, time_s, event.reason)
                     if end is not None:
-                        found.append(going.pop(event.node).life(end))
+                        found.append(drafts.pop(event.node).life(end))
                 case _:
-                    pass  # nothing else begins, moves or ends a machine
-    for draft in going.values():
+                    pass  # other events do not affect machines
+    for draft in drafts.values():
         draft.enter(draft.phase, now_s, draft.reason)
         found.append(draft.life(None))
     return sorted(found, key=lambda life: (life.from_s, life.node))

@@ -1,7 +1,4 @@
-"""Which checkpoints of a run may go.
-
-Every rule names what stays; only what no rule names is retired.
-"""
+"""Decide which checkpoints of a run are retired: those that no rule keeps."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from policies.model.spec import CheckpointsSpec
 from policies.model.timelines import Fork, lineage, on_lineage
 from policies.model.vocabulary import PolicyVersion
 
-# A divergence is noticed some logged points after it began: checkpoints are always kept so far back.
+# Logged points within which a divergence is detected: all checkpoints of that span are kept.
 NOTICED_POINTS = 20
-# One checkpoint stays in each of so many stretches of each width: the fewest with which a target is less than
-# twice as old as one that has gone.
+# For each width, a checkpoint is kept in each of the newest STRETCHES stretches. With fewer, a rollback target
+# could be twice as old as a retired checkpoint.
 STRETCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint in the store. A pinned one stays until it is unpinned."""
+    """A checkpoint in the store. A pinned checkpoint is kept until it is unpinned."""
 
     version: PolicyVersion
     pinned: bool = False
@@ -31,107 +28,109 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """What stays on the line of the newest timeline, besides what a rollback may need."""
+    """Which checkpoints of the newest timeline and its ancestors are kept, besides those for rollbacks."""
 
-    keep_last: int  # so many of the newest
-    keep_every_steps: int | None = None  # what lies on a multiple of it
-    keep_before_step: int | None = None  # the newest one from before this step; see `keep_before`
+    keep_last: int  # the newest N
+    keep_every_steps: int | None = None  # those at multiples of it
+    keep_before_step: int | None = None  # the newest before this step; see `keep_before`
     keep_since_step: int | None = None  # all since this step; see `keep_since`
 
 
 def versions_to_retire(
     checkpoints: Sequence[StoredCheckpoint], forks: Sequence[Fork], rules: RetentionRules
 ) -> tuple[PolicyVersion, ...]:
-    """Return the versions that no rule keeps, oldest first. With `keep_last` >= 1 one version always stays."""
+    """Return the versions that no rule keeps, oldest first. With `keep_last` >= 1 at least one is kept."""
     return tuple(version for version, names in rules_keeping(checkpoints, forks, rules).items() if not names)
 
 
 def rules_keeping(
     checkpoints: Sequence[StoredCheckpoint], forks: Sequence[Fork], rules: RetentionRules
 ) -> dict[PolicyVersion, tuple[str, ...]]:
-    """Return the rules that keep each version, in a few words each, oldest version first.
+    """Return the names of the rules that keep each version, oldest version first.
 
-    Kept are pinned checkpoints and, on the line of the newest timeline, which reaches back past the checkpoint
-    that it began from: what `rules` say, some at doubling ages, and during a rollback's probation its start and
-    the one before that. What a fork abandoned goes once probation has passed.
+    Pinned checkpoints are kept. Of the newest timeline and its ancestors, the checkpoints named by `rules` are
+    kept, some at doubling ages, and during a rollback's probation its start and the checkpoint before it.
+    Abandoned checkpoints are retired after probation.
 
-    Until the newest timeline's line has a checkpoint nothing goes, so that the run is not left with nothing. Nor
-    does one of a timeline that `forks` does not know: the caller has not seen its fork yet.
+    Nothing is retired until the newest timeline or an ancestor has a checkpoint. Checkpoints of a timeline that is
+    not in `forks` are kept, because the caller has not seen its fork yet.
     """
     newest = max((fork.timeline for fork in forks), default=0)
     stretches = lineage(forks, newest)
-    versions = sorted(one.version for one in checkpoints)
+    versions = sorted(checkpoint.version for checkpoint in checkpoints)
     line = [version for version in versions if on_lineage(version, stretches)]
     waiting = on_probation(line, forks)
     every, before, since = rules.keep_every_steps, rules.keep_before_step, rules.keep_since_step
     found: dict[str, Iterable[PolicyVersion]] = {
-        "pinned": [one.version for one in checkpoints if one.pinned],
+        "pinned": [checkpoint.version for checkpoint in checkpoints if checkpoint.pinned],
         "newer timeline": [version for version in versions if version.timeline > newest],
         f"newest {rules.keep_last}": line[-rules.keep_last :],
-        f"every {every} steps": [one for one in line if every is not None and one.step % every == 0],
-        "before a possible divergence": [one for one in line if before is not None and one.step < before][-1:],
-        "recent": [one for one in line if since is not None and one.step >= since],
+        f"every {every} steps": [version for version in line if every is not None and version.step % every == 0],
+        "before a possible divergence": [
+            version for version in line if before is not None and version.step < before
+        ][-1:],
+        "recent": [version for version in line if since is not None and version.step >= since],
         "doubling ages": at_doubling_ages(line),
         "rollback on probation": {
-            one for start in waiting for one in [two for two in line if two.step <= start][-2:]
+            version for start in waiting for version in [old for old in line if old.step <= start][-2:]
         },
         "abandoned, until probation has passed": [
-            one for one in versions if one not in line and (waiting or not line)
+            version for version in versions if version not in line and (waiting or not line)
         ],
     }
-    kept = {name: frozenset(ones) for name, ones in found.items()}
-    return {version: tuple(name for name, ones in kept.items() if version in ones) for version in versions}
+    kept = {name: frozenset(group) for name, group in found.items()}
+    return {version: tuple(name for name, group in kept.items() if version in group) for version in versions}
 
 
 def at_doubling_ages(line: Sequence[PolicyVersion]) -> set[PolicyVersion]:
-    """Return those of a line, oldest first, that stay so that every step has one from before it.
+    """Return the versions of `line`, oldest first, that are kept so that every step has an earlier checkpoint.
 
-    Cut into stretches of 1, 2, 4, 8, ... steps, the line keeps the oldest checkpoint of each of the newest
-    STRETCHES of every width, about 1.5 for each doubling of the run's length. For whatever was saved `age` steps
-    before the newest one, one stays that is as old or older, but less than `2 * age`. The oldest of a stretch was
-    the oldest of each narrower one within it: so it does not matter how often this was applied, and going back to
-    an earlier checkpoint needs none that has gone.
+    For each width of 1, 2, 4, 8, ... steps, the oldest checkpoint in each of the newest STRETCHES stretches is
+    kept: about 1.5 checkpoints for each doubling of the run's length. For every checkpoint saved `age` steps
+    before the newest, one is kept that is at least as old, but less than `2 * age`. The oldest checkpoint of a
+    stretch is also the oldest of each narrower stretch within it. So the result does not depend on how often the
+    rule was applied, and rolling back needs no retired checkpoint.
     """
     if not line:
         return set()
     newest, width = line[-1].step, 1
-    stays = {line[0]}
+    kept = {line[0]}
     while width <= newest:
         oldest = {version.step // width: version for version in reversed(line)}
-        stays.update(version for place, version in oldest.items() if place > newest // width - STRETCHES)
+        kept.update(version for stretch, version in oldest.items() if stretch > newest // width - STRETCHES)
         width *= 2
-    return stays
+    return kept
 
 
 def on_probation(line: Sequence[PolicyVersion], forks: Sequence[Fork]) -> list[int]:
-    """Return the start steps of rollbacks whose probation `line` has not passed yet."""
+    """Return the start steps of the rollbacks whose probation `line` has not passed."""
     reached = line[-1].step if line else 0
-    waiting = [one for one in forks if reached <= one.probation_until_step]
-    return [0 if one.start_at is None else one.start_at.step for one in waiting]
+    waiting = [fork for fork in forks if reached <= fork.probation_until_step]
+    return [0 if fork.start_at is None else fork.start_at.step for fork in waiting]
 
 
 def keep_before(step: int, verdict: Verdict, logging_steps: int) -> int:
-    """Return the step before which the newest checkpoint must stay, as of `step`.
+    """Return the step before which the newest checkpoint must be kept, as of `step`.
 
-    That is where the present excursion began, or, while there is none, where an unnoticed one may have.
+    That is the onset of the current excursion or, without one, the earliest onset of an undetected excursion.
     """
     return keep_since(step, logging_steps) if verdict.onset_step is None else verdict.onset_step
 
 
 def keep_since(step: int, logging_steps: int) -> int:
-    """Return the step since which all checkpoints must stay, as of `step`.
+    """Return the step since which all checkpoints must be kept, as of `step`.
 
-    A divergence that is noticed later may have begun after any of them, and then that one is needed.
+    A divergence that is detected later may have begun after any of them, and would need that checkpoint.
     """
     return max(0, step - NOTICED_POINTS * logging_steps)
 
 
-# Which stored completions of a run may go: all but those that a restart may need again, and a sample.
+# Stored completions. They are deleted, except those that a restart may need, and a sample.
 #
 # They are large: a token takes 26 bytes, so a step of 1,024 completions of 4,000 tokens takes 108 MB, and 5,000
 # such steps 540 GB.
 
-# The newest checkpoint may turn out damaged; a restart from the one before needs its completions, too.
+# If the newest checkpoint is damaged, a restart from the one before needs the completions since that one.
 RESTARTS_FROM = 2
 
 
@@ -144,10 +143,10 @@ def versions_to_delete(
 ) -> tuple[PolicyVersion, ...]:
     """Return the policy versions whose stored completions no restart needs, in order.
 
-    What stays: on the newest timeline, all since the oldest of the newest `keep_last` checkpoints (at least two)
-    of its line; on earlier ones, whose seeds differ so that nothing of them is ever replayed, all until every
-    rollback has passed its probation; on the line, multiples of `sample_steps` for good; and everything of a
-    timeline that `forks` does not know.
+    Kept are: on the newest timeline, all since the oldest of the newest `keep_last` checkpoints (at least two); on
+    earlier timelines, which are never replayed because their seeds differ, all until every rollback has passed its
+    probation; multiples of `sample_steps` on the newest timeline and its ancestors, permanently; and everything of
+    a timeline that is not in `forks`.
     """
     newest = max((fork.timeline for fork in forks), default=0)
     stretches = lineage(forks, newest)
@@ -156,27 +155,27 @@ def versions_to_delete(
     since_step = oldest[0].step if oldest else 0
     waiting = bool(on_probation(line, forks)) or not line
 
-    def stays(version: PolicyVersion) -> bool:
+    def is_kept(version: PolicyVersion) -> bool:
         if version.timeline > newest or (version.step % sample_steps == 0 and on_lineage(version, stretches)):
             return True
         return version.step >= since_step if version.timeline == newest else waiting
 
-    return tuple(version for version in sorted(set(stored)) if not stays(version))
+    return tuple(version for version in sorted(set(stored)) if not is_kept(version))
 
 
-# How many of a run's checkpoints stay in its store at a time, before it is started.
+# The maximum number of checkpoints in the store, computed before a run starts.
 
-# What a store may take of one machine, slow and fast: what a `down` waits for reckons with the same two
-# (policies.control.stopping), and Ceph's gateway took 200 MB/s (docs/benchmarks.md).
+# Upload speed from a single machine to a store, slow and fast. `down` assumes the same two
+# (policies.control.stopping); Ceph's gateway reached 200 MB/s (docs/benchmarks.md).
 STORE_BYTES_PER_S = (100 * 10**6, 1000 * 10**6)
-# Of the newest saves, beside those that stay as recent: their number grows with the logarithm of the run's length.
-FOLLOWED = 300
+# Newest saves that are simulated, in addition to the recent ones. Earlier saves only add a few at doubling ages.
+SIMULATED_SAVES = 300
 
 
 def most_kept(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps: int) -> int:
-    """Return how many checkpoints of a healthy run of so many steps stay at most, by the rules of retention."""
+    """Return the maximum number of checkpoints that a healthy run of `steps` steps keeps at a time."""
     saves = steps // save_steps
-    first, most = max(0, saves - FOLLOWED - NOTICED_POINTS * logging_steps // save_steps), 0
+    first, most = max(0, saves - SIMULATED_SAVES - NOTICED_POINTS * logging_steps // save_steps), 0
     line = [
         StoredCheckpoint(PolicyVersion(0, step))
         for step in _steps_at_doubling_ages(save_steps, save_steps * first)
@@ -184,8 +183,8 @@ def most_kept(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps
     for step in range(save_steps * (first + 1), save_steps * saves + 1, save_steps):
         line.append(StoredCheckpoint(PolicyVersion(0, step)))
         before, since = keep_before(step, Verdict(), logging_steps), keep_since(step, logging_steps)
-        gone = set(versions_to_retire(line, (), RetentionRules(rules.keep_last, None, before, since)))
-        line = [one for one in line if one.version not in gone]
+        retired = set(versions_to_retire(line, (), RetentionRules(rules.keep_last, None, before, since)))
+        line = [checkpoint for checkpoint in line if checkpoint.version not in retired]
         most = max(most, len(line))
     if rules.keep_every_steps is None:
         return most
@@ -193,11 +192,11 @@ def most_kept(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps
 
 
 def _steps_at_doubling_ages(save_steps: int, newest: int) -> list[int]:
-    """Steps among which are all that the rule of doubling ages keeps at that step: what it keeps has no memory."""
+    """Return a superset of the steps that the rule of doubling ages keeps at step `newest`."""
     found, width = {save_steps} if newest else set(), 1
     while width <= newest:
-        places = range(max(0, newest // width - STRETCHES), newest // width + 1)
-        oldest = (save_steps * max(1, math.ceil(place * width / save_steps)) for place in places)
+        stretches = range(max(0, newest // width - STRETCHES), newest // width + 1)
+        oldest = (save_steps * max(1, math.ceil(stretch * width / save_steps)) for stretch in stretches)
         found.update(step for step in oldest if step <= newest)
         width *= 2
     return sorted(found)

@@ -83,6 +83,6 @@ def test_run_whose_rewards_are_all_none_fails(tiny: Path, tmp_path: Path) -> Non
             in message
         )
         assert [event.kind for event in events if isinstance(event, Noticed)] == ["no_reward"]
-        assert run.cli("events", run.url).stdout.count("Noticed at step 1: no completion had a reward") == 1
+        assert run.cli("events", run.url).stdout.count("Warning at step 1: no completion had a reward") == 1
     finally:
         run.end()

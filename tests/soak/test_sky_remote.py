@@ -50,7 +50,7 @@ def test_the_laptop_reads_of_it_in_the_store(run: SkyRun, sky_rig: SkyRig) -> No
     assert status["daemon"]["host"] == f"ip-{address.replace('.', '-')}"
     assert sorted(node["node"] for node in status["nodes"]) == sorted(NODES)
     events = run.cli("events").stdout
-    assert all(f"{node} was asked for" in events for node in NODES), events
+    assert all(f"{node} was requested" in events for node in NODES), events
     assert sky_rig.api_server_pids() == []
     assert "grpo-orch controller: starting the daemon: up" in run.cli("logs", "daemon").stdout
 

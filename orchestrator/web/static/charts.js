@@ -1,4 +1,4 @@
-// The curves: panels over one axis that zoom together, drawn again with each look.
+// The curves: panels with a common axis that zoom together, redrawn with each look.
 "use strict";
 (() => {
   const HEIGHT = 150, SPARSE = "held_out";
@@ -11,26 +11,26 @@
     { name: "staleness", optional: true, lines: [["staleness", "--orange", "steps"]] },
   ];
   const box = document.getElementById("charts"), toggle = document.getElementById("axis"), where = document.getElementById("where");
-  let axis = "step", drawn = null, range = null, panels = [], plots = [], data = null, asked = 0;
-  // An optional panel is drawn where it has a value.
-  const filled = () => PANELS.filter((one) => !one.optional || one.lines.some(([name]) => data.present[name].some((v) => v != null)));
+  let axis = "step", drawn = null, range = null, panels = [], plots = [], data = null, requests = 0;
+  // An optional panel is drawn if it has a value.
+  const filled = () => PANELS.filter((panel) => !panel.optional || panel.lines.some(([name]) => data.present[name].some((v) => v != null)));
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? v.toFixed(0) : String(+v.toPrecision(3));
 
-  // How far apart two neighbours of a curve may be: beyond that the line has a hole.
-  const reach = (xs) => {
+  // The maximum distance of two neighbours of a curve; beyond that the line has a gap.
+  const gapLimit = (xs) => {
     const apart = xs.slice(1).map((x, i) => x - xs[i]).sort((a, b) => a - b);
     return apart.length ? 4 * apart[apart.length >> 1] : 0;
   };
-  // One x for what is present and what was abandoned. Where the other alone has a point a line goes on: undefined.
+  // A common x for current and abandoned values; undefined where only the other line has a point, so the line continues.
   const merged = (panel) => {
     const xs = [...new Set([...data.present.x, ...data.abandoned.x])].sort((a, b) => a - b);
-    const place = new Map(xs.map((x, i) => [x, i]));
+    const indexOf = new Map(xs.map((x, i) => [x, i]));
     const column = (part, name) => {
       const out = new Array(xs.length).fill(null);
-      const own = data[part].x, far = reach(own);
+      const own = data[part].x, limit = gapLimit(own);
       own.forEach((x, i) => {
-        if (i && x - own[i - 1] <= far) out.fill(undefined, place.get(own[i - 1]) + 1, place.get(x));
-        out[place.get(x)] = data[part][name][i];
+        if (i && x - own[i - 1] <= limit) out.fill(undefined, indexOf.get(own[i - 1]) + 1, indexOf.get(x));
+        out[indexOf.get(x)] = data[part][name][i];
       });
       return out;
     };
@@ -44,9 +44,9 @@
     ctx.save();
     ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
     ctx.strokeStyle = colourOf("--lost"); ctx.globalAlpha = .45; ctx.lineWidth = 1;
-    for (const one of panel === PANELS[0] ? data.faults : []) {
-      const x = Math.round(u.valToPos(one[axis], "x", true)) + .5;
-      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + devicePixelRatio * (4 + 2 * Math.min(4, one.count))); ctx.stroke();
+    for (const fault of panel === PANELS[0] ? data.faults : []) {
+      const x = Math.round(u.valToPos(fault[axis], "x", true)) + .5;
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + devicePixelRatio * (4 + 2 * Math.min(4, fault.count))); ctx.stroke();
     }
     ctx.globalAlpha = 1;
     if (panel.limit && limit != null) {
@@ -60,51 +60,51 @@
     if (axis !== "step") return;
     const { ctx, bbox } = u;
     ctx.save(); ctx.fillStyle = colourOf("--shade");
-    for (const one of data.timelines) {
-      const a = Math.max(bbox.left, u.valToPos(one.start_step, "x", true));
-      const b = Math.min(bbox.left + bbox.width, u.valToPos(one.from_step, "x", true));
+    for (const timeline of data.timelines) {
+      const a = Math.max(bbox.left, u.valToPos(timeline.start_step, "x", true));
+      const b = Math.min(bbox.left + bbox.width, u.valToPos(timeline.from_step, "x", true));
       if (b > a) ctx.fillRect(a, bbox.top, b - a, bbox.height);
     }
     ctx.restore();
   };
-  // What stands above a panel: its values under the cursor, or its newest. A line of which there is nothing is not named.
+  // The heading of a panel: its values at the cursor, or the newest. Lines without data are hidden.
   const heading = (panel) => {
     const head = document.createElement("p"), values = new Map();
     head.className = "head";
     head.append(Object.assign(document.createElement("b"), { textContent: panel.name }));
     for (const [name, stroke, label] of [...panel.lines, ["abandoned", "--grey", "abandoned"]]) {
-      const one = document.createElement("span"), key = document.createElement("i"), value = document.createElement("span");
-      one.className = "line";
+      const line = document.createElement("span"), key = document.createElement("i"), value = document.createElement("span");
+      line.className = "line";
       key.style.setProperty("--key", `var(${stroke})`);
       values.set(name, value);
-      one.append(key, `${label ?? name} `, value);
-      head.append(one);
+      line.append(key, `${label ?? name} `, value);
+      head.append(line);
     }
     return { head, values };
   };
-  // The last value up to the cursor: what is present and what was abandoned seldom share an x, evaluations are rare.
-  const under = (u, column, sparse) => {
+  // The last value up to the cursor: current and abandoned lines seldom share an x, and evaluations are rare.
+  const valueAt = (u, column, sparse) => {
     const values = u.data[column], at = u.cursor.idx, from = at ?? values.length - 1;
     const least = at == null || sparse ? 0 : from - 3;
     let i = from;
     while (i > 0 && i > least && values[i] == null) i--;
     return number(values[i]);
   };
-  const tell = (panel, values) => (u) => {
-    panel.lines.forEach(([name], i) => { values.get(name).textContent = under(u, 2 + 3 * i, name === SPARSE); });
-    values.get("abandoned").textContent = u.cursor.idx == null ? "" : under(u, 1, false);
+  const showValues = (panel, values) => (u) => {
+    panel.lines.forEach(([name], i) => { values.get(name).textContent = valueAt(u, 2 + 3 * i, name === SPARSE); });
+    values.get("abandoned").textContent = u.cursor.idx == null ? "" : valueAt(u, 1, false);
     const x = u.cursor.idx == null ? null : u.data[0][u.cursor.idx];
-    where.textContent = x == null ? "drag to zoom, double-click for all" : place(x) + near(u);
+    where.textContent = x == null ? "drag to zoom, double-click to reset" : position(x) + faultNear(u);
   };
-  const offer = (panel, values) => (u) => {
+  const hideEmpty = (panel, values) => (u) => {
     const columns = [["abandoned", 1], ...panel.lines.map(([name], i) => [name, 2 + 3 * i])];
     for (const [name, column] of columns) values.get(name).parentElement.hidden = u.data[column].every((value) => value == null);
   };
-  const place = (x) => axis === "step" ? `step ${Math.round(x).toLocaleString("en")}` : new Date(x * 1000).toLocaleString();
-  const near = (u) => {
-    const away = (one) => Math.abs(u.valToPos(one[axis], "x") - u.cursor.left);
-    const one = data.faults.reduce((best, other) => !best || away(other) < away(best) ? other : best, null);
-    return one && away(one) < 5 ? ` · ${one.name}, ${number(one.seconds_lost)} s lost` : "";
+  const position = (x) => axis === "step" ? `step ${Math.round(x).toLocaleString("en")}` : new Date(x * 1000).toLocaleString();
+  const faultNear = (u) => {
+    const distance = (fault) => Math.abs(u.valToPos(fault[axis], "x") - u.cursor.left);
+    const nearest = data.faults.reduce((best, fault) => !best || distance(fault) < distance(best) ? fault : best, null);
+    return nearest && distance(nearest) < 5 ? ` · ${nearest.name}, ${number(nearest.seconds_lost)} s lost` : "";
   };
   const below = (last) => {
     const own = axis === "time" ? timeAxis : stepAxis;
@@ -126,8 +126,8 @@
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: (u, i) => series[i].width ? 5 : 0 } },
       axes: [{ ...line, size: last ? 26 : 8, ...below(last) }, { ...line, size: 70, values: (u, vs) => vs.map(number) }],
       hooks: {
-        drawClear: [shades], draw: [marks(panel)], setCursor: [tell(panel, values)], ready: [offer(panel, values), tell(panel, values)],
-        setData: [offer(panel, values), tell(panel, values)],
+        drawClear: [shades], draw: [marks(panel)], setCursor: [showValues(panel, values)], ready: [hideEmpty(panel, values), showValues(panel, values)],
+        setData: [hideEmpty(panel, values), showValues(panel, values)],
         setSelect: [(u) => {
           if (u.select.width < 4) return;
           range = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
@@ -137,21 +137,21 @@
       },
     };
   };
-  const told = () => {
+  const publish = () => {
     box.dataset.points = String(data.present.x.length);
     box.dataset.from = String(data.present.x[0] ?? "");
     box.dataset.to = String(data.present.x.at(-1) ?? "");
   };
   const draw = () => {
-    plots.forEach((one) => one.destroy());
+    plots.forEach((plot) => plot.destroy());
     plots = [];
     box.replaceChildren();
-    const none = !data.present.x.length && !data.abandoned.x.length;
-    box.classList.toggle("empty", none);
-    if (none) {
+    const isEmpty = !data.present.x.length && !data.abandoned.x.length;
+    box.classList.toggle("empty", isEmpty);
+    if (isEmpty) {
       box.append(Object.assign(document.createElement("p"), { className: "none", textContent: range ? "no step ended here" : "no step has ended yet" }));
       drawn = null;
-      return told();
+      return publish();
     }
     panels = filled();
     plots = panels.map((panel, i) => {
@@ -160,39 +160,39 @@
       return new uPlot(options(panel, values, i === panels.length - 1), merged(panel), box);
     });
     drawn = axis;
-    told();
+    publish();
   };
   const refresh = () => {
     if (drawn !== axis || !data.present.x.length || filled().length !== panels.length) return draw();
-    plots.forEach((one, i) => one.setData(merged(panels[i])));
-    told();
+    plots.forEach((plot, i) => plot.setData(merged(panels[i])));
+    publish();
   };
   const load = async () => {
     document.body.dispatchEvent(new CustomEvent("window", { detail: { axis, range } }));
-    const mine = ++asked;
+    const mine = ++requests;
     const query = new URLSearchParams({ x: axis, points: String(Math.max(100, Math.min(2000, box.clientWidth))) });
     if (range) { query.set("from", String(range[0])); query.set("to", String(range[1])); }
     const answer = await fetch("/series?" + query);
     if (!answer.ok) return;
     const found = await answer.json();
-    if (mine !== asked) return;  // it was asked for something else meanwhile
+    if (mine !== requests) return;  // a newer request was sent
     data = found;
     refresh();
   };
   box.addEventListener("dblclick", () => { range = null; load(); });
-  const turn = (to) => {
+  const setAxis = (to) => {
     axis = to;
     toggle.textContent = axis === "step" ? "by time" : "by step";
   };
   toggle.addEventListener("click", (event) => {
     event.preventDefault();
-    turn(axis === "step" ? "time" : "step");
+    setAxis(axis === "step" ? "time" : "step");
     range = null; load();
   });
-  // A part of what is drawn below is a part of this: of the machines in time, of the steps' time on the axis here.
+  // Zooms in the charts below also apply here: machines zoom in time, step times on the axis of the curves.
   document.body.addEventListener("zoom", (event) => {
     event.preventDefault();
-    if (event.detail.range) turn(event.detail.axis);
+    if (event.detail.range) setAxis(event.detail.axis);
     ({ range } = event.detail); load();
   });
   document.body.addEventListener("look", load);

@@ -1,8 +1,8 @@
-// What the drawings share.
+// Functions that the charts share.
 "use strict";
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// How a moment is written on an axis whose marks are so many seconds apart.
+// Format a time for an axis whose marks are `apart_s` seconds apart.
 const onAxis = (time_s, apart_s) => {
   const at = new Date(time_s * 1000);
   const midnight = at.getHours() === 0 && at.getMinutes() === 0 && at.getSeconds() === 0;
@@ -15,7 +15,7 @@ const axisStyle = () => ({
   stroke: colourOf("--soft"), grid: { stroke: colourOf("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif",
 });
 
-// Each column upon those before it, the highest first: drawn in that order, each hides what is below it.
+// Stack the columns, the highest first: drawn in that order, each covers the ones behind it.
 const stackUp = (columns) => {
   const sums = new Array(columns[0]?.length ?? 0).fill(0), found = [];
   for (const column of columns) found.unshift(column.map((value, i) => sums[i] += value));
@@ -24,8 +24,8 @@ const stackUp = (columns) => {
 
 // A coloured key, its name, and its value.
 const keyed = (colour, name, words) => {
-  const one = document.createElement("span"), key = document.createElement("i");
+  const entry = document.createElement("span"), key = document.createElement("i");
   key.style.setProperty("--key", `var(${colour})`);
-  one.append(key, `${name} `, Object.assign(document.createElement("b"), { textContent: words }));
-  return one;
+  entry.append(key, `${name} `, Object.assign(document.createElement("b"), { textContent: words }));
+  return entry;
 };

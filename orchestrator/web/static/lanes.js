@@ -1,18 +1,18 @@
-// The machines over time, a lane for each place in the fleet. Drawn on one canvas; zooms with the curves where there are any.
+// The machines over time, a lane for each node. Drawn on one canvas; zooms with the curves if the page has them.
 "use strict";
 (() => {
   const LANE = 15, BAR = 9, HEAD = 18, FOOT = 18, LEFT = 70, RIGHT = 10;
   const box = document.getElementById("lanes"), canvas = box.querySelector("canvas"), ctx = canvas.getContext("2d");
-  const told = document.getElementById("lanes-told"), more = document.getElementById("lanes-more"), legend = document.getElementById("lanes-legend");
+  const info = document.getElementById("lanes-info"), more = document.getElementById("lanes-more"), legend = document.getElementById("lanes-legend");
   const charts = document.getElementById("charts"), count = Number(box.dataset.count);
-  let axis = "step", range = null, first = 0, ended = false, data = null, asked = 0, held = null;
+  let axis = "step", range = null, first = 0, ended = false, data = null, requests = 0, held = null;
   const style = () => getComputedStyle(document.documentElement);
   const colours = () => {
-    const all = style(), one = (name) => all.getPropertyValue("--" + name).trim();
+    const all = style(), colour = (name) => all.getPropertyValue("--" + name).trim();
     return {
-      requested: one("requested"), booting: one("booting"), loading: one("loading"), serving: one("serving"), idle: one("idle"),
-      draining: one("draining"), terminating: one("draining"), lost: one("lost"), ink: one("ink"), soft: one("soft"), line: one("line"),
-      panel: one("paper"), orange: one("orange"), violet: one("violet"), sel: one("sel"),
+      requested: colour("requested"), booting: colour("booting"), loading: colour("loading"), serving: colour("serving"), idle: colour("idle"),
+      draining: colour("draining"), terminating: colour("draining"), lost: colour("lost"), ink: colour("ink"), soft: colour("soft"), line: colour("line"),
+      panel: colour("paper"), orange: colour("orange"), violet: colour("violet"), sel: colour("sel"),
     };
   };
   const width = () => box.clientWidth - LEFT - RIGHT;
@@ -32,18 +32,18 @@
       if (px > LEFT + 16 && px < LEFT + width() - 12) ctx.fillText(onAxis(t, apart), px, height - 5);
     }
   };
-  // Where policies changed: a line through all lanes, named where there is room.
+  // Policy changes: a line through all lanes, with its name if it fits.
   const policyLines = (c, height) => {
     let free = LEFT;
     ctx.textAlign = "left";
-    for (const one of data.policies) {
-      const px = Math.round(x(one.time)) + .5, size = ctx.measureText(one.policy).width;
-      ctx.strokeStyle = ctx.fillStyle = one.forks ? c.violet : c.soft;
-      ctx.globalAlpha = one.forks ? .9 : .35;
+    for (const change of data.policies) {
+      const px = Math.round(x(change.time)) + .5, size = ctx.measureText(change.policy).width;
+      ctx.strokeStyle = ctx.fillStyle = change.forks ? c.violet : c.soft;
+      ctx.globalAlpha = change.forks ? .9 : .35;
       ctx.beginPath(); ctx.moveTo(px, HEAD - 3); ctx.lineTo(px, height - FOOT); ctx.stroke();
       ctx.globalAlpha = 1;
       if (px + 2 < free || px + 3 + size > LEFT + width()) continue;
-      ctx.fillText(one.policy, px + 3, HEAD - 7);
+      ctx.fillText(change.policy, px + 3, HEAD - 7);
       free = px + size + 12;
     }
   };
@@ -53,31 +53,31 @@
     ctx.fillStyle = c[phase] ?? c.requested;
     ctx.fillRect(a, top, Math.max(.75, b - a), size);
   };
-  const lane = (c, one, row) => {
+  const drawLane = (c, lane, row) => {
     const top = HEAD + row * LANE + (LANE - BAR) / 2;
     ctx.fillStyle = c.soft; ctx.textAlign = "left";
-    let name = one.slot;
+    let name = lane.slot;
     while (ctx.measureText(name).width > LEFT - 8) name = name.slice(0, -2) + "…";
     ctx.fillText(name, 0, top + BAR - 1);
-    one.machines.forEach((machine, i) => {
-      // A machine that leaves while its place has the next one already goes on below that one.
-      const over = one.machines[i + 1]?.spans[0][1] ?? Infinity;
+    lane.machines.forEach((machine, i) => {
+      // A machine that is still there when its replacement starts continues as a thin bar below it.
+      const replaced = lane.machines[i + 1]?.spans[0][1] ?? Infinity;
       for (const [phase, from, to] of machine.spans) {
-        bar(c, phase, from, Math.min(to, over), top, BAR);
-        bar(c, phase, Math.max(from, over), to, top + BAR - 2, 3);
+        bar(c, phase, from, Math.min(to, replaced), top, BAR);
+        bar(c, phase, Math.max(from, replaced), to, top + BAR - 2, 3);
       }
-      const [, begun] = machine.spans[0], left = machine.spans.at(-1)[2];
+      const [, begin] = machine.spans[0], end = machine.spans.at(-1)[2];
       if (machine.market === "on demand") {
-        ctx.globalAlpha = .9; bar({ on: c.orange }, "on", begun, left, top + BAR + 1, 1.5); ctx.globalAlpha = 1;
+        ctx.globalAlpha = .9; bar({ on: c.orange }, "on", begin, end, top + BAR + 1, 1.5); ctx.globalAlpha = 1;
       }
-      if (left < data.from_s || left > data.until_s || !machine.end) return;
-      const at = clip(x(left));
+      if (end < data.from_s || end > data.until_s || !machine.end) return;
+      const at = clip(x(end));
       ctx.fillStyle = ctx.strokeStyle = machine.end === "returned" ? c.soft : c.lost;
       if (machine.end === "refused") ctx.strokeRect(at - 3, top + 2.5, 3, BAR - 5);
       else ctx.fillRect(at - 2, top - 1.5, 2, BAR + 3);
     });
-    if (one.now && data.until_s === data.end_s) {
-      ctx.fillStyle = c[one.now] ?? c.requested;
+    if (lane.now && data.until_s === data.end_s) {
+      ctx.fillStyle = c[lane.now] ?? c.requested;
       ctx.fillRect(LEFT + width() + 3, top + 1, BAR - 2, BAR - 2);
     }
   };
@@ -90,55 +90,55 @@
     ctx.font = "11px " + style().getPropertyValue("--sans");
     ctx.lineWidth = 1;
     axisLine(c, height);
-    data.lanes.forEach((one, row) => lane(c, one, row));
+    data.lanes.forEach((lane, row) => drawLane(c, lane, row));
     policyLines(c, height);
     if (held && held.to != null) {
       ctx.fillStyle = c.sel;
       ctx.fillRect(Math.min(held.from, held.to), HEAD, Math.abs(held.to - held.from), height - HEAD - FOOT);
     }
-    canvas.setAttribute("aria-label", `${data.lanes.length} lanes of machines: ${data.lanes.map((one) => `${one.slot} ${one.now}`).join(", ")}`);
+    canvas.setAttribute("aria-label", `${data.lanes.length} lanes of machines: ${data.lanes.map((lane) => `${lane.slot} ${lane.now}`).join(", ")}`);
     box.dataset.lanes = String(data.lanes.length);
     box.dataset.from = String(data.from_s); box.dataset.to = String(data.until_s);
   };
   const button = (words, then) => {
-    const one = Object.assign(document.createElement("button"), { type: "button", textContent: words });
-    one.addEventListener("click", () => { then(); load(); });
-    return one;
+    const element = Object.assign(document.createElement("button"), { type: "button", textContent: words });
+    element.addEventListener("click", () => { then(); load(); });
+    return element;
   };
-  const around = () => {
+  const drawPager = () => {
     const { total, lanes } = data, parts = [];
     if (total > lanes.length) {
-      if (first > 0) parts.push(button("before", () => { first = Math.max(0, first - count); }));
+      if (first > 0) parts.push(button("previous", () => { first = Math.max(0, first - count); }));
       const note = document.createElement("span");
       note.className = "note";
-      note.textContent = lanes.length ? `${(first + 1).toLocaleString("en")} to ${(first + lanes.length).toLocaleString("en")} of ${total.toLocaleString("en")}, what changed last comes first` : "none here";
+      note.textContent = lanes.length ? `${(first + 1).toLocaleString("en")} to ${(first + lanes.length).toLocaleString("en")} of ${total.toLocaleString("en")}, latest change first` : "none here";
       parts.push(note);
-      if (first + lanes.length < total) parts.push(button("further", () => { first += count; }));
+      if (first + lanes.length < total) parts.push(button("next", () => { first += count; }));
     }
-    if (data.ended) parts.push(button(ended ? "without the ended" : `and ${data.ended.toLocaleString("en")} ended`, () => { ended = !ended; first = 0; }));
+    if (data.ended) parts.push(button(ended ? "hide ended nodes" : `show ${data.ended.toLocaleString("en")} ended nodes`, () => { ended = !ended; first = 0; }));
     more.replaceChildren(...parts);
   };
-  const under = (px, py) => {
-    const one = data.lanes[Math.floor((py - HEAD) / LANE)];
-    if (!one || py < HEAD) return null;
+  const hit = (px, py) => {
+    const lane = data.lanes[Math.floor((py - HEAD) / LANE)];
+    if (!lane || py < HEAD) return null;
     const t = time(px), slack = (data.until_s - data.from_s) / Math.max(1, width()) * 2;
-    for (const machine of [...one.machines].reverse()) {
+    for (const machine of [...lane.machines].reverse()) {
       const span = machine.spans.find(([, from, to]) => t >= from - slack && t <= to + slack);
       if (span) return { machine, span };
     }
-    return { slot: one.slot };
+    return { slot: lane.slot };
   };
-  const say = (event) => {
-    const at = data && under(event.offsetX, event.offsetY);
-    if (!at) { told.textContent = told.dataset.idle; return; }
+  const showDetails = (event) => {
+    const at = data && hit(event.offsetX, event.offsetY);
+    if (!at) { info.textContent = info.dataset.idle; return; }
     const when = new Date(time(event.offsetX) * 1000).toLocaleString("en-GB");
-    if (!at.machine) { told.textContent = `${when} · ${at.slot}: no machine`; return; }
+    if (!at.machine) { info.textContent = `${when} · ${at.slot}: no machine`; return; }
     const { machine, span: [phase, from, to] } = at, last = machine.spans.at(-1)[2];
     const parts = [when, `${machine.node} ${phase}, ${duration(to - from)}`, machine.pool.endsWith(machine.market) ? "" : machine.market, machine.pool];
     if (machine.price_usd_per_h) parts.push(`$${machine.price_usd_per_h.toFixed(2)} an hour`);
     if (machine.end) parts.push(`${machine.end} after ${duration(last - machine.spans[0][1])}: ${machine.reason}`);
     else parts.push(machine.reason);
-    told.textContent = parts.filter(Boolean).join(" · ");
+    info.textContent = parts.filter(Boolean).join(" · ");
   };
   const zoom = (to) => {
     const event = new CustomEvent("zoom", { detail: { axis: "time", range: to }, cancelable: true });
@@ -148,10 +148,10 @@
     if (!data || event.button) return;
     canvas.setPointerCapture(event.pointerId);
     held = { from: clip(event.offsetX), to: null };
-    say(event);
+    showDetails(event);
   });
   canvas.addEventListener("pointermove", (event) => {
-    say(event);
+    showDetails(event);
     if (held) { held.to = clip(event.offsetX); draw(); }
   });
   canvas.addEventListener("pointerup", () => {
@@ -161,19 +161,19 @@
     else draw();
   });
   canvas.addEventListener("pointercancel", () => { held = null; draw(); });
-  canvas.addEventListener("pointerleave", () => { told.textContent = told.dataset.idle; });
+  canvas.addEventListener("pointerleave", () => { info.textContent = info.dataset.idle; });
   canvas.addEventListener("dblclick", () => zoom(null));
   const load = async () => {
-    const number = ++asked;
+    const mine = ++requests;
     const query = new URLSearchParams({ x: axis, first: String(first), count: String(count), ended: ended ? "yes" : "no" });
     if (range) { query.set("from", String(range[0])); query.set("to", String(range[1])); }
     const answer = await fetch("/lanes?" + query);
     if (!answer.ok) return;
     const found = await answer.json();
-    if (number !== asked) return;  // it was asked for something else meanwhile
+    if (mine !== requests) return;  // a newer request was sent
     data = found;
     draw();
-    around();
+    drawPager();
     legend.hidden = false;
   };
   document.body.addEventListener("window", (event) => {

@@ -1,17 +1,17 @@
-// What happens while a page is open: it hears of each new look at the run, and draws itself again.
+// Keeps an open page live: the server notifies it of each new look at the run, and it redraws itself.
 "use strict";
 (() => {
   let source = null;
   const mark = (words) => {
-    const there = document.getElementById("live-mark");
-    if (there) there.title = words;
+    const element = document.getElementById("live-mark");
+    if (element) element.title = words;
     document.body.classList.toggle("lost", words !== "live");
   };
   const open = () => {
-    if (source || document.hidden) return;  // a browser has few connections: none for a page that nobody sees
+    if (source || document.hidden) return;  // browsers limit connections, so hidden pages use none
     source = new EventSource("/live");
     source.addEventListener("open", () => mark("live"));
-    source.addEventListener("error", () => mark("not connected; it tries again"));
+    source.addEventListener("error", () => mark("not connected; retrying"));
     source.addEventListener("look", (event) => {
       mark("live");
       document.body.dispatchEvent(new CustomEvent("look", { detail: event.data }));
@@ -24,7 +24,7 @@
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return close();
     open();
-    document.body.dispatchEvent(new CustomEvent("look"));  // what came while nobody looked
+    document.body.dispatchEvent(new CustomEvent("look"));  // show what changed while the page was hidden
   });
   window.addEventListener("pagehide", close);
   window.addEventListener("pageshow", open);

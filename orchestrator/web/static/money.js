@@ -1,24 +1,24 @@
-// Dollars over time: what they were for, one upon another; the budget, and where it goes as it goes now.
+// Cost over time, stacked by category, with the budget and the forecast.
 "use strict";
 (() => {
   const HEIGHT = 260;
   const COLOURS = {
     trainer: "--blue", spot: "--green", "on demand": "--orange", controller: "--grey", disks: "--ochre",
   };
-  const box = document.getElementById("dollars"), told = document.getElementById("dollars-told");
+  const box = document.getElementById("dollars"), info = document.getElementById("dollars-info");
   let data = null, plot = null;
   const usd = (v) => v == null ? "–" : v === 0 ? "$0" : "$" + v.toLocaleString("en", v >= 1000 ? { maximumFractionDigits: 0 } : { minimumFractionDigits: 2, maximumFractionDigits: 2 });
   const parts = () => Object.keys(COLOURS).filter((name) => data.usd[name]?.some((value) => value > 0));
-  const tell = (at) => {
-    const last = data.x.length - 1, place = at == null || at > last ? last : at;
+  const showValues = (at) => {
+    const last = data.x.length - 1, index = at == null || at > last ? last : at;
     const note = Object.assign(document.createElement("span"), { className: "note" });
-    const sum = parts().reduce((all, part) => all + data.usd[part][place], 0);
-    note.textContent = last < 0 ? "nothing was spent yet" : `${usd(sum)} by ${new Date(data.x[place] * 1000).toLocaleString("en-GB")}`;
+    const sum = parts().reduce((all, part) => all + data.usd[part][index], 0);
+    note.textContent = last < 0 ? "nothing spent yet" : `${usd(sum)} by ${new Date(data.x[index] * 1000).toLocaleString("en-GB")}`;
     const budget = data.budget.at(-1)?.[1];
-    if (last >= 0 && budget > highest()) note.textContent += ` · the budget, ${usd(budget)}, is far above`;
-    told.replaceChildren(...parts().map((part) => keyed(COLOURS[part], part, usd(data.usd[part][place]))), note);
+    if (last >= 0 && budget > highest()) note.textContent += ` · the budget, ${usd(budget)}, is above the chart`;
+    info.replaceChildren(...parts().map((part) => keyed(COLOURS[part], part, usd(data.usd[part][index]))), note);
   };
-  // A budget that is far above would leave the rest too low to be read: it is told in words.
+  // A far higher budget would flatten the chart, so it is only mentioned in the legend.
   const FAR = 2.5;
   const highest = () => {
     const least = Math.max(data.spent_usd, data.forecast?.usd ?? 0) || 1;
@@ -44,7 +44,7 @@
   const draw = () => {
     plot?.destroy();
     box.replaceChildren();
-    tell(null);
+    showValues(null);
     if (!data.x.length) return;
     const columns = stackUp(parts().map((part) => data.usd[part])), names = parts().reverse(), line = axisStyle();
     const end = Math.max(data.x.at(-1), data.forecast?.time ?? 0);
@@ -55,7 +55,7 @@
       scales: { x: { time: true, range: () => [data.x[0], Math.max(end, data.x[0] + 1)] }, y: { range: () => [0, most * 1.05] } },
       cursor: { drag: { x: false, y: false }, points: { show: false } },
       axes: [{ ...line, size: 26, ...timeAxis }, { ...line, size: 70, values: (u, vs) => vs.map(usd) }],
-      hooks: { draw: [lines], setCursor: [(u) => tell(u.cursor.left < 0 ? null : u.cursor.idx)] },
+      hooks: { draw: [lines], setCursor: [(u) => showValues(u.cursor.left < 0 ? null : u.cursor.idx)] },
     }, [data.x, ...columns], box);
   };
   const load = async () => {
@@ -67,8 +67,8 @@
     box.dataset.points = String(data.x.length);
   };
   document.body.addEventListener("look", load);
-  const again = () => { if (data) draw(); };
-  window.addEventListener("resize", again);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  const redraw = () => { if (data) draw(); };
+  window.addEventListener("resize", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   load();
 })();

@@ -1,13 +1,13 @@
-// Where a step's time goes: its parts one upon another, over the axis of the curves.
+// Step time: its parts stacked, on the axis of the curves.
 "use strict";
 (() => {
-  const HEIGHT = 150, TIMES = 2.2;  // the axis ends at so many times a usual step: one that waited for hours is cut
+  const HEIGHT = 150, TIMES = 2.2;  // the axis ends at TIMES the median step, so a step that waited for hours is cut
   const COLOURS = {
     "waiting for nodes": "--red", generating: "--blue", rewards: "--violet", "publishing weights": "--ochre",
-    storing: "--orange", training: "--green", "started again": "--grey",
+    storing: "--orange", training: "--green", "started redraw": "--grey",
   };
-  const box = document.getElementById("split"), told = document.getElementById("split-told");
-  let axis = "step", range = null, data = null, plot = null, asked = 0;
+  const box = document.getElementById("split"), info = document.getElementById("split-info");
+  let axis = "step", range = null, data = null, plot = null, requests = 0;
   const number = (v) => v == null ? "–" : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(3));
   const parts = () => Object.keys(COLOURS).filter((name) => data.total_s[name] > 0);
 
@@ -15,20 +15,20 @@
     const inOrder = [...sums].sort((a, b) => a - b);
     return Math.min(inOrder.at(-1) ?? 1, TIMES * (inOrder[inOrder.length >> 1] ?? 1)) || 1;
   };
-  const tell = (at) => {
+  const showValues = (at) => {
     const whole = Object.values(data.total_s).reduce((a, b) => a + b, 0);
     const line = parts().map((part) => keyed(
       COLOURS[part], part, at == null ? `${(100 * data.total_s[part] / whole).toFixed(1)} %` : `${number(data.seconds[part][at])} s`,
     ));
-    const place = Object.assign(document.createElement("span"), { className: "note" });
-    if (at == null) place.textContent = data.steps ? `of ${number(whole / data.steps)} s a step` : range ? "no step ended here" : "told from the second step on";
-    else place.textContent = axis === "step" ? `step ${Math.round(data.x[at]).toLocaleString("en")}` : new Date(data.x[at] * 1000).toLocaleString("en-GB");
-    told.replaceChildren(...line, place);
+    const note = Object.assign(document.createElement("span"), { className: "note" });
+    if (at == null) note.textContent = data.steps ? `of ${number(whole / data.steps)} s a step` : range ? "no step ended here" : "shown from the second step on";
+    else note.textContent = axis === "step" ? `step ${Math.round(data.x[at]).toLocaleString("en")}` : new Date(data.x[at] * 1000).toLocaleString("en-GB");
+    info.replaceChildren(...line, note);
   };
   const draw = () => {
     plot?.destroy();
     box.replaceChildren();
-    tell(null);
+    showValues(null);
     box.classList.toggle("empty", !data.x.length);
     if (!data.x.length) return;
     const columns = [data.x, ...stackUp(parts().map((part) => data.seconds[part]))], names = parts().reverse();
@@ -41,7 +41,7 @@
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { show: false } },
       axes: [{ ...line, size: 26, ...below }, { ...line, size: 70, values: (u, vs) => vs.map((v) => `${number(v)} s`) }],
       hooks: {
-        setCursor: [(u) => tell(u.cursor.idx)],
+        setCursor: [(u) => showValues(u.cursor.idx)],
         setSelect: [(u) => {
           if (u.select.width < 4) return;
           const part = [u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")];
@@ -53,11 +53,11 @@
   };
   const zoom = (part) => document.body.dispatchEvent(new CustomEvent("zoom", { detail: { axis, range: part }, cancelable: true }));
   const load = async () => {
-    const number = ++asked, drawn = axis;
+    const mine = ++requests, drawn = axis;
     const query = new URLSearchParams({ x: axis, points: String(Math.max(100, Math.min(600, box.clientWidth >> 1))) });
     if (range) { query.set("from", String(range[0])); query.set("to", String(range[1])); }
     const answer = await fetch("/split?" + query);
-    if (!answer.ok || number !== asked || drawn !== axis) return;
+    if (!answer.ok || mine !== requests || drawn !== axis) return;
     data = await answer.json();
     draw();
     box.dataset.points = String(data.x.length);
@@ -67,8 +67,8 @@
     ({ axis, range } = event.detail);
     load();
   });
-  const again = () => { if (data) draw(); };
-  window.addEventListener("resize", again);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  const redraw = () => { if (data) draw(); };
+  window.addEventListener("resize", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   load();
 })();

@@ -137,7 +137,7 @@ def test_of_a_healthy_run_it_says_what_was_looked_at(cli: Detect) -> None:
     thin = [{k: v for k, v in row.items() if k != "entropy" or row["step"] % 10 == 0} for row in rows]
     Path("run").write_text(json_lines(thin))
     assert (
-        "- looked at 300 points of KL, reward, gradient norm, completion length and 30 points of entropy: "
+        "- checked 300 points of KL, reward, gradient norm, completion length and 30 points of entropy: "
         "KL ended at 0.0504, reward rose from 0.317 to 0.805"
     ) in cli("run").words
     Path("flat").write_text(state(run(diverges=False)))
@@ -156,15 +156,15 @@ def only(*names: str) -> list[dict[str, float]]:
     [
         (
             only("loss"),
-            "neither KL nor reward was logged; TRL logs `kl` where beta is above 0, and `reward` always",
+            "neither KL nor reward was logged; TRL logs `kl` if beta is above 0, and always logs `reward`",
         ),
         (only("grad_norm", "entropy"), "neither KL nor reward was logged"),
-        ([{**row, "kl": 0.0} for row in only("loss")], "KL is 0 throughout and no reward was logged"),
+        ([{**row, "kl": 0.0} for row in only("loss")], "KL is always 0 and no reward was logged"),
         (
             only("reward")[:13],
-            "KL or reward at 13 points only, and it takes 14: look again later, or log more often",
+            "only 13 points of KL or reward, 14 are needed: try again later, or log more often",
         ),
-        (only("kl")[:1], "KL or reward at 1 point only"),
+        (only("kl")[:1], "only 1 point of KL or reward, 14 are needed"),
     ],
 )
 def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]], why: str, cli: Detect) -> None:
@@ -205,7 +205,7 @@ def test_a_run_that_ends_under_watch_says_so_and_has_no_target() -> None:
         "columns_unused": [],
         "health": "watch",
         "tripped": False,
-        "evidence": ["on watch at its end, step 300, since step 290", "KL rises"],
+        "evidence": ["possible divergence at its end, step 300, since step 290", "KL rises"],
         "looked_at": {},
     }
 
@@ -312,8 +312,7 @@ def test_kl_that_is_a_sum_over_completions_is_kl(cli: Detect) -> None:
     rows = [{"step": row["step"], "objective/kl": 50 * row["kl"]} for row in run(diverges=False)]
     Path("ppo").write_text(json_lines(rows))
     assert (
-        "looked at 300 points of KL of whole completions: KL of whole completions ended at 2.52"
-        in cli("ppo").words
+        "checked 300 points of KL of whole completions: KL of whole completions ended at 2.52" in cli("ppo").words
     )
     assert cli("ppo", "-o", "json").found[0]["health"] == "healthy"
 

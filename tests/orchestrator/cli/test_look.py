@@ -43,7 +43,7 @@ def test_a_run_that_gave_up_has_an_exit_code_of_its_own() -> None:
     assert stop.exit_code == exit_codes.GAVE_UP == 79
     assert str(stop) == (
         "digits gave up: diverged at step 10, and was rolled back 3 times; last healthy: the start; "
-        f"go on by hand, with something changed: grpo-orch rollback {world.store.url}"
+        f"change a setting and continue with: grpo-orch rollback {world.store.url}"
     )
 
 
@@ -52,7 +52,9 @@ def test_a_run_that_gave_up_says_where_its_weights_are(tmp_path: Path) -> None:
     world.saves(15, 5, tmp_path)
     prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
     world.happens(22, HealthyChosen("0-5"), Exported("0-5", prefix))
-    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; go on by hand" in str(watched(world))
+    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; change a setting and continue with" in str(
+        watched(world)
+    )
 
 
 def test_a_paused_run_says_how_to_go_on() -> None:
@@ -61,7 +63,7 @@ def test_a_paused_run_says_how_to_go_on() -> None:
     assert stop.exit_code == exit_codes.FAILED
     assert str(stop) == (
         "digits is paused: diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5; "
-        f"go on with: grpo-orch rollback {world.store.url}"
+        f"continue with: grpo-orch rollback {world.store.url}"
     )
 
 
@@ -69,7 +71,7 @@ def test_a_failed_run_says_how_to_go_on() -> None:
     world = ended(RunPhase.FAILED, "out of memory")
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
-    hint = f"once the cause is repaired, continue with: grpo-orch resume {world.store.url}"
+    hint = f"fix the cause, then continue with: grpo-orch resume {world.store.url}"
     assert str(stop) == f"digits failed: out of memory; {hint}"
 
 

@@ -38,9 +38,9 @@ def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
 @pytest.mark.parametrize(
     ("steps", "nodes", "end_s", "kept", "words"),
     [
-        (100, 2, 12000.0, True, "kept: the end is expected at 2025-11-30 14:18 UTC, with 2 nodes"),
-        (280, 5, 23520.0, True, "kept: the end is expected at 2025-11-30 17:30 UTC, with 5 nodes"),
-        (400, 2, 30000.0, False, "NOT kept: with all nodes the end is expected at 2025-11-30 19:18 UTC"),
+        (100, 2, 12000.0, True, "met: expected end 2025-11-30 14:18 UTC with 2 nodes"),
+        (280, 5, 23520.0, True, "met: expected end 2025-11-30 17:30 UTC with 5 nodes"),
+        (400, 2, 30000.0, False, "NOT met: expected end 2025-11-30 19:18 UTC with all nodes"),
     ],
 )
 def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept: bool, words: str) -> None:
@@ -54,4 +54,4 @@ def test_without_a_deadline_or_a_number_of_steps_nothing_is_promised() -> None:
     for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
         found = plan_deadline(run, shape, 2, NOW_S)
         assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, kept=None)
-        assert "cannot be told" in _deadline_words(found).plain
+        assert "unknown whether it can be met" in _deadline_words(found).plain

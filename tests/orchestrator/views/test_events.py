@@ -38,7 +38,7 @@ EFFECTS = {"per_device_train_batch_size": "the same", "gradient_accumulation_ste
 SAMPLES: list[tuple[Event, str]] = [
     (
         NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", 4.0),
-        "rollout-1-i1 was asked for on spot, for at most 4.00 USD an hour: first",
+        "rollout-1-i1 was requested on spot, for at most 4.00 USD an hour: first",
     ),
     (
         NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no H200 in any zone", Refusal.NO_CAPACITY),
@@ -49,22 +49,22 @@ SAMPLES: list[tuple[Event, str]] = [
         JobExited("trainer-0-i1", 1, 1, 0, "KeyError: 'a'"),
         "trainer-0-i1 ended with exit code 1 at step 0 (attempt 1): KeyError: 'a'",
     ),
-    (JobExited("trainer-0-i1", 1, 143, 7), "trainer-0-i1 ended, as it was told to, at step 7 (attempt 1)"),
-    (JobExited("trainer-0-i1", 2, 0, 40), "trainer-0-i1 finished its work at step 40 (attempt 2)"),
+    (JobExited("trainer-0-i1", 1, 143, 7), "trainer-0-i1 stopped as requested at step 7 (attempt 1)"),
+    (JobExited("trainer-0-i1", 2, 0, 40), "trainer-0-i1 finished its job at step 40 (attempt 2)"),
     (
         DeadlineMissed(1764525600.0, None, 120, 500, 4, None),
-        "The deadline, 2025-11-30 18:00 UTC, has passed at step 120 of 500; the run goes on",
+        "The deadline, 2025-11-30 18:00 UTC, has passed at step 120 of 500; the run continues",
     ),
     (
         Diverged(1, 10, 7, EVIDENCE[:1], "trainer"),
-        "The run has diverged since step 7, seen at step 10 by the trainer; "
+        "The run has diverged since step 7, detected at step 10 by the trainer; "
         "KL 3.21, 41 times its calm level of 0.078",
     ),
     (
         RollbackBegun(FIRST_FORK, Cause.DIVERGED, 10, FIRST_FORK.reason),
         "Rollback from step 10 to checkpoint 0-5, as timeline 1, with learning_rate 0.0005, beta 0.04 and other "
-        "prompts for those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its calm "
-        "level of 0.078",
+        "prompts instead of those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its "
+        "calm level of 0.078",
     ),
     (
         RollbackBegun(Fork(2, None), Cause.USER, 30, "asked for by hand"),
@@ -76,9 +76,12 @@ SAMPLES: list[tuple[Event, str]] = [
         "gradient_accumulation_steps 2: the trainer is out of memory (per_device_train_batch_size, "
         "gradient_accumulation_steps: the same; beta: other)",
     ),
-    (Exported("0-5", ""), "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` says why"),
-    (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is put off, none is stored"),
-    (TrainerGenerates(130), "No rollout node is there: from step 130 on the trainer generates by itself"),
+    (
+        Exported("0-5", ""),
+        "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` shows why",
+    ),
+    (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is postponed; no checkpoint is stored yet"),
+    (TrainerGenerates(130), "No rollout node is serving: the trainer generates completions from step 130"),
 ]
 
 
@@ -125,7 +128,7 @@ def test_json_has_the_place_the_fields_and_the_sentence() -> None:
     world.begins_rollback(3, FIRST_FORK, 10)
     _, told, (rollback,) = (lines(record) for record in read(world.store))
     place = {"number": 2, "epoch": 1, "time_s": T0 + 2, "type": "DivergenceCleared", "timeline": 0, "step": 12}
-    assert event_json(told[1]) == place | {"text": "What was watched has passed at step 12"}
+    assert event_json(told[1]) == place | {"text": "The possible divergence has passed at step 12"}
     assert [line.index for line in told] == [0, 1]
     whole = json.loads(json.dumps(event_json(rollback)))
     assert (whole["cause"], whole["from_step"]) == ("diverged", 10)

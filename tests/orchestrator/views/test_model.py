@@ -284,7 +284,7 @@ def test_the_way_to_a_deadline_is_seen() -> None:
     )  # two starts of 9 s are kept in reserve
     assert to_json(view)["deadline"]["deadline_s"] == T0 + 200
     (line,) = notes.deadline(view, 110)
-    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · 1 node keeps it"
+    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · needs 1 node"
     assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
     late = look(world, 150).deadline
     assert late is not None
@@ -292,7 +292,7 @@ def test_the_way_to_a_deadline_is_seen() -> None:
 
 
 def test_whether_a_deadline_was_kept_is_seen_once_the_run_is_done() -> None:
-    for last_s, told in ((140, "kept, 1:00 min before"), (230, "missed by 30 s")):
+    for last_s, told in ((140, "met 1:00 min early"), (230, "missed by 30 s")):
         world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
         world.starts()
         world.happens(10, SpecProved())
@@ -372,9 +372,9 @@ def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
         assert view.checkpoint is not None
         assert view.checkpoint.version == "0-5", "0-10 is abandoned"
     assert stages == [
-        (RollbackStage.FORKED, "waits for the old trainer to end"),
-        (RollbackStage.FENCED, "waits for its trainer"),
-        (RollbackStage.RESUMED, "is trained, and waits for the fleet"),
+        (RollbackStage.FORKED, "is waiting for the old trainer to stop"),
+        (RollbackStage.FENCED, "is waiting for its trainer"),
+        (RollbackStage.RESUMED, "is training and waiting for the fleet"),
         (RollbackStage.PROBATION, "is on probation until step 15"),
     ]
     assert to_json(view)["rollback"] == {

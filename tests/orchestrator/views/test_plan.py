@@ -31,9 +31,9 @@ def test_the_plan_of_the_32b_recipe() -> None:
     assert "weights 61.0 61.0" in told
     assert "fits fits" in told
     assert "rollout on spot 6.06 145.44" in "\n".join(told)
-    assert any(line.startswith("adapter (1.6 %) 1.07 ") and line.endswith("this run's") for line in told)
+    assert any(line.startswith("adapter (1.6 %) 1.07 ") and line.endswith("this run") for line in told)
     assert "H200 140 1 x 3.96 aws 1 x 2.10 gcp spot" in told
-    assert any(line.startswith("nodes 1 pays (n* = ") for line in told)
+    assert any(line.startswith("nodes best: 1 (n* = ") for line in told)
     assert any("estimated: generate" in line for line in told)
 
 
@@ -48,7 +48,9 @@ def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
     spec = spec_of("qwen-32b")
     told = drawn(render_short(plan_of(spec)))
     assert "USD 6.06 an hour, 145.44 a day, about " in told
-    assert "with 1 of 2 rollout nodes, as many as pay; all on demand 7.92 an hour" in " ".join(lines(told))
+    assert "with 1 of 2 rollout nodes, the cheapest fleet size; all on demand 7.92 an hour" in " ".join(
+        lines(told)
+    )
     small = replace(spec, trainer=replace(spec.trainer, resources={"accelerators": "L4:1"}))
     told = " ".join(lines(drawn(render_short(plan_of(small)))))
     assert "DOES NOT FIT" in told

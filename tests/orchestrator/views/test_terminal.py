@@ -53,8 +53,8 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
     assert lines[0].split()[:2] == ["digits", "TRAINING"]
-    assert "trainer is generating, 3 requests wait" in lines[0]
-    assert "step 10 of 40 · 2.0 s a step · 1:00 min to go" in lines[1]
+    assert "trainer is generating, 3 requests waiting" in lines[0]
+    assert "step 10 of 40 · 2.0 s a step · 1:00 min left" in lines[1]
     assert line_with(lines, "reward") == "reward 1 ▁▂▃▃▄▅▆▆▇█ checkpoint 0-5, 7 s ago"
     assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.invalid/42"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
@@ -63,7 +63,7 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert line_with(lines, "rollout-0-i1") == "rollout-0-i1 idle 0-10 – 0.90 spot 32 s"
     assert line_with(lines, "rollout-1-i2") == "rollout-1-i2 requested – – 0.00 spot 1 s"
     assert line_with(lines, "1 serving") == "1 serving · 1 idle · 1 requested"
-    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was requested on spot: first")
 
 
 def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
@@ -72,14 +72,14 @@ def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
     lines = drawn(replace(view, not_bought=(stopped,)))
     place = next(place for place, line in enumerate(lines) if line.startswith("not bought"))
     assert " ".join(" ".join(lines[place : place + 2]).split()) == (
-        f"not bought rollout on spot, one is tried in 10:00 min: {reason}"
+        f"not bought rollout on spot, next test machine in 10:00 min: {reason}"
     )
     assert max(map(len, lines)) <= 80
 
 
 def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
     orphaned = replace(view, daemon=replace(view.daemon, alive=False))
-    assert "no controller; `grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
+    assert "no controller; run: grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
 
 
 def test_kl_above_its_limit_is_red(view: RunView) -> None:
@@ -104,21 +104,23 @@ ROLLBACK = RollbackView(
     stage=RollbackStage.FORKED,
     since_s=T0 + 38,
     probation_until_step=15,
-    text="waits for the old trainer to end",
+    text="is waiting for the old trainer to stop",
 )
 
 
 def test_it_says_what_is_off_and_why(view: RunView) -> None:
     lines = drawn(replace(view, health=WATCHED))
     assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
-    at = next(place for place, line in enumerate(lines) if line.startswith("watched"))
+    at = next(place for place, line in enumerate(lines) if line.startswith("watch "))
     told = " ".join(" ".join(lines[at : at + 2]).split())
     assert told == (
-        "watched since step 7, seen at step 9: KL 3.21, 41 times its calm level [of] 0.078; reward 0.1"
+        "watch since step 7, detected at step 9: KL 3.21, 41 times its calm level [of] 0.078; reward 0.1"
     )
-    assert not any(line.startswith(("watched", "diverged", "rollback")) for line in drawn(view))
+    assert not any(line.startswith(("watch ", "diverged", "rollback")) for line in drawn(view))
     without = replace(WATCHED, health=Health.TRIPPED, evidence=())
-    assert line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, seen at step 9"
+    assert (
+        line_with(drawn(replace(view, health=without)), "diverged") == "diverged since step 7, detected at step 9"
+    )
 
 
 def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
@@ -126,7 +128,7 @@ def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
     assert "rolling back to checkpoint 0-5" in lines[0]
     assert "step 10 of 40 · timeline 1" in lines[1]
     assert line_with(lines, "rollback") == (
-        "rollback timeline 1, from 0-5, waits for the old trainer to end (4 s)"
+        "rollback timeline 1, from 0-5, is waiting for the old trainer to stop (4 s)"
     )
     probation = replace(ROLLBACK, stage=RollbackStage.PROBATION, text="is on probation until step 15")
     lines = drawn(replace(view, rollback=probation))
@@ -143,7 +145,7 @@ def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
     singles = sum(line.startswith("rollout-") for line in lines)
     assert singles >= 2
     assert any(line.startswith(f"{20 - singles} more: spot") for line in lines)
-    assert lines[-1].rstrip().endswith("rollout-1-i2 was asked for on spot: first")
+    assert lines[-1].rstrip().endswith("rollout-1-i2 was requested on spot: first")
 
 
 @pytest.mark.parametrize("phase", RunPhase)
@@ -162,7 +164,7 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert line_with(lines, "63 serving").startswith("63 serving")
     more = next(line for line in lines if " more: spot" in line)
     singles = sum(line.startswith("rollout-") for line in lines)
-    assert more.split()[:6] == [str(64 - singles), "more:", "spot", str(64 - singles), "at", "work"]
+    assert more.split()[:5] == [str(64 - singles), "more:", "spot", str(64 - singles), "running"]
 
 
 def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
@@ -268,9 +270,9 @@ def test_it_says_how_far_nodes_are_that_come(view: RunView) -> None:
     stages = [Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000), Stage(ENGINE, 0, 141_000_000_000), Stage(ENGINE)]
     nodes = [replace(view.nodes[1], node=f"rollout-{i}-i1", stage=stage) for i, stage in enumerate(stages)]
     lines = drawn(replace(view, nodes=tuple(nodes)))
-    told = lines[next(place for place, line in enumerate(lines) if line.startswith("coming")) :][:3]
+    told = lines[next(place for place, line in enumerate(lines) if line.startswith("joining")) :][:3]
     assert [line.strip() for line in told] == [
-        "coming     rollout-1-i1 is starting vLLM, 131.3 GiB",
+        "joining    rollout-1-i1 is starting vLLM, 131.3 GiB",
         "rollout-2-i1 is starting vLLM",
         "rollout-0-i1 is fetching the base model, 48.4 GiB of 131.3 GiB (37%)",
     ]

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.views.model import RunView
-from orchestrator.views.screen import THERE, Screen
+from orchestrator.views.screen import LIVE_PHASES, Screen
 from orchestrator.views.words import MORE, duration, fit, in_lines, plain, short, usd, wrap
 from tests.generators.run_views import WORDS, reasons, run_views
 
@@ -44,7 +44,7 @@ def test_status_has_every_number_and_name_whole_in_80_columns(view: RunView) -> 
     assert view.name in lines[0]
     for word in (view.reward, view.kl, view.tokens_per_s):
         assert re.search(rf"(?m)^(reward|kl|tokens) +{re.escape(short(word))}( |$)", text)
-    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in THERE))
+    rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in LIVE_PHASES))
     if not told_much(view):
         assert f"{rate} an hour" in text
         if view.checkpoint is not None:

@@ -118,7 +118,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
                 browser.get(url.rstrip("/") + page.path)
                 assert browser.title == f"math-7b · {page.name}"
                 if page.path == "/money":
-                    until(browser, lambda: "spot" in browser.find_element("id", "dollars-told").text)
+                    until(browser, lambda: "spot" in browser.find_element("id", "dollars-info").text)
                 assert complaints(browser) == []
         browser.get(url)
         until(browser, lambda: len(browser.find_elements("css selector", "#charts canvas")) == 3)
@@ -136,7 +136,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         count, near, far = points_of(browser)
         assert count == far - near + 1
         until(browser, lambda: browser.find_elements("css selector", "#split canvas"))
-        until(browser, lambda: "rewards" in browser.find_element("id", "split-told").text)
+        until(browser, lambda: "rewards" in browser.find_element("id", "split-info").text)
         assert 0.45 * STEPS < near < far < 0.8 * STEPS
         assert complaints(browser) == []
         # The machines below are those of the same part, over time; a part of that is one of the curves, too.
@@ -150,7 +150,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         count, since_s, until_s = lanes_of(browser)
         assert count == 7
         assert since_s <= points_of(browser)[1] <= points_of(browser)[2] <= until_s
-        assert "rollout" in browser.find_element("id", "lanes-told").text
+        assert "rollout" in browser.find_element("id", "lanes-info").text
         ActionChains(browser).double_click(part).perform()
         until(browser, lambda: lanes_of(browser)[1] == run.began_s)
         browser.find_element("id", "axis").click()

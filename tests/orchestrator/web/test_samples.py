@@ -24,7 +24,7 @@ def test_groups_filters_and_names_that_last() -> None:
     text, whole = visit(world, "/samples", "/samples/0-5/0/0")
     parts = "Step 0-10", "Prompt 1", "what is 2 + 2?", 'href="/samples/0-10/1/0"', "cut", "1 handed over"
     assert [part for part in parts if part not in text] == []
-    assert 'it i<mark title="it left rollout-1-i1 after 3 tokens">⇥</mark>s two' in text
+    assert 'it i<mark title="moved from rollout-1-i1 after 3 tokens">⇥</mark>s two' in text
     assert 'step=0-5">← 0-5</a>' in text
     assert "it i" in whole
     assert "what is 1 + 1?" in whole
@@ -63,4 +63,4 @@ def test_hostile_completions_are_text() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in shown
     assert "x" * 1999 in shown
     assert "the end" in shown
-    assert "further" in pages
+    assert ">next</a>" in pages

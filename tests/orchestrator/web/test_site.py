@@ -123,7 +123,7 @@ def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
     (drawn,) = visit(world, "/checkpoints")
     # Its run.yaml wants one, whatever places there are.
     assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
-    assert "No machines are bought, rollout on spot; one is tried any time now: &lt;script&gt;" in drawn
+    assert "Buying is stopped for rollout on spot; next test machine soon: &lt;script&gt;" in drawn
     assert "The store is slow: " in drawn
     assert len(drawn) < 20_000
 
@@ -133,7 +133,7 @@ def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None
     why = "12.00 of `budget.usd` 12 are spent"
     world.happens(40, BudgetReached(12.0, why, "pause"), RunMoved(RunPhase.STOPPING, why))
     world.happens(41, RunMoved(RunPhase.PAUSED, why))
-    told = f"{why}; go on with: grpo-orch resume --budget-usd NUMBER {world.store.url}"
+    told = f"{why}; continue with: grpo-orch resume --budget-usd NUMBER {world.store.url}"
     assert told in visit(world, "/")[0]
 
 
@@ -143,7 +143,7 @@ def test_what_others_wrote_is_text() -> None:
     (drawn,) = visit(world, "/")
     assert "<script>alert" not in drawn
     assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in drawn
-    assert "characters more" in drawn
+    assert "more characters" in drawn
     assert len(drawn) < 50_000
     assert not set("\x1b\u202e\u2066") & set(drawn)
 

@@ -377,7 +377,7 @@ def test_users_limit_is_above_the_runs_own_start_and_holds_for_a_plateau() -> No
     plateau = run(1200, kl=lambda step: 2.0 + 0.9 * (1 - math.exp(-step / 300)))
     assert verdicts(plateau, 1.0)[-1].health is Health.HEALTHY
     found = trip(plateau, 0.7)
-    assert found.evidence == ("KL 2.71, over the limit of 0.7 above its start of 2.01",)
+    assert found.evidence == ("KL 2.71, above its initial value of 2.01 by more than the limit of 0.7",)
     assert found.onset_step is not None
     assert found.onset_step < 100  # it never was calm: where the KL was above a quarter of what it may
     spiked = run(kl=lambda step: 90.0 if step % 9 in (1, 2) else 0.05)
@@ -485,7 +485,7 @@ def test_evidence_says_what_is_seen_in_numbers() -> None:
     for told in (
         r"KL 2, 3\d times its calm level of 0\.05\d at step 20\d",
         r"reward 0\.\d+, fallen from 0\.\d+ since step 2\d\d",
-        r"95% of the completions are cut at their longest, at most \d+% at step 20\d",
+        r"95% of the completions are cut, \d+% or less at step 20\d",
         r"entropy 0\.06, 1/\d\.\d of its calm level of 0\.\d+ at step 20\d",
     ):
         assert any(re.match(told, one) for one in found.evidence), (told, found.evidence)

@@ -107,9 +107,7 @@ def test_threshold_grows_by_what_the_recorded_staleness_explains() -> None:
     assert at(0.31, 0.0) == at(0.36, 1.0) == at(0.41, 2.0) == [("stale_sampling", 14)]
     assert at(0.34, 1.0) == at(0.39, 2.0) == at(0.49, 4.0) == []
     (found,) = told(logged(60, lambda _: {DIFFERENCE: 0.9, STALENESS: 2.0}))
-    assert (
-        "differ by 0.8 in the log-probability of a token, beyond what the run's staleness explains" in found.text
-    )
+    assert "differ by 0.8 in the log-probability of a token, more than the run's staleness explains" in found.text
 
 
 @pytest.mark.parametrize("age", [1, 2])
@@ -163,13 +161,13 @@ def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
     (one,) = told(logged(30, lambda step: numbers if step in (3, 9) else {}))
     assert (one.kind, one.step) == ("prompts_refused", 3)
     assert one.text.startswith(
-        "no rollout node took 2 of the prompts of the last 3 points, and they were left out; the last is row 1234 "
-        "of the dataset, 5000 tokens where a sequence may have 4096: shorten or drop such prompts"
+        "all rollout nodes rejected 2 prompts in the last 3 points, and these were skipped; the last is row 1234 "
+        "of the dataset, 5000 tokens (a sequence may have 4096): shorten or remove such prompts"
     )
     assert [step for _, step in seen(600, lambda _: numbers)] == [1, 201, 401]
     assert [step for _, step in seen(60, lambda step: numbers if step in (3, 40) else {})] == [3, 40]
     (bare,) = told(logged(1, lambda _: {PROMPTS_REFUSED: 1.0}))
-    assert "the last is one whose row is not known: shorten" in bare.text
+    assert "the last is in an unknown row: shorten" in bare.text
 
 
 def test_a_step_that_is_not_later_is_ignored() -> None:
@@ -183,7 +181,7 @@ def test_step_without_any_reward_is_noticed_at_once() -> None:
 
     found = told(logged(9, values))
     assert [(one.kind, one.step) for one in found] == [("no_reward", 3), ("no_reward", 8)]
-    assert f"after {UNREWARDED_MAX} in a row the run stops" in found[0].text
+    assert f"the run stops after {UNREWARDED_MAX} such steps in a row" in found[0].text
 
 
 def test_its_names_are_the_stores() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from policies.detect.divergence import Health, Point
-from policies.detect.signals import Series, follow_series, lucky
+from policies.detect.signals import Series, follow_series, noise_of_mean
 from tests.policies.detect.runs import ONSET, Metric, after, level, run, trip, verdicts
 
 OVER, STEPS = 80, 400
@@ -29,9 +29,9 @@ def test_what_wanders_for_long_is_more_often_far_off() -> None:
         value = 0.95 * value + drawn.gauss(0.0, 1.0)
         wandering = follow_series(wandering, step, value)
         even = follow_series(even, step, drawn.gauss(0.0, 1.0))
-    assert 0.6 / 4 < lucky(even, 16) < 1.4 / 4
-    assert lucky(even, 64) == pytest.approx(lucky(even, 16) / 2)
-    assert lucky(wandering, 64) > 2 * wandering.wobble / 8
+    assert 0.6 / 4 < noise_of_mean(even, 16) < 1.4 / 4
+    assert noise_of_mean(even, 64) == pytest.approx(noise_of_mean(even, 16) / 2)
+    assert noise_of_mean(wandering, 64) > 2 * wandering.wobble / 8
 
 
 def losing(step: int) -> float:

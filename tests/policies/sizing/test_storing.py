@@ -30,7 +30,7 @@ def test_a_run_of_ten_thousand_steps_keeps_what_its_page_says(save_steps: int, k
 def test_a_long_run_is_followed_at_its_end_alone(
     save_steps: int, logging_steps: int, keep_last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "FOLLOWED", 64)
+    monkeypatch.setattr(retention, "SIMULATED_SAVES", 64)
     rules, saves, most = CheckpointsSpec(keep_last=keep_last), 260, 0
     line: list[StoredCheckpoint] = []
     for step in range(save_steps, save_steps * saves + 1, save_steps):
