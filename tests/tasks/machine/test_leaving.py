@@ -67,19 +67,19 @@ def world(tmp_path: Path) -> World:
 def test_an_undisturbed_trainer_stays(world: World) -> None:
     world.step(10.0)
     world.leaving.check()
-    assert (world.due(), world.leaving.told) == ((False, False), False)
+    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
 
 
 @pytest.mark.parametrize("how", ["signal", "down"])
 def test_asked_to_end_it_leaves_at_once(world: World, how: str) -> None:
     if how == "down":
-        world.leaving.ask()
+        world.leaving.request_stop()
     else:
         stop_file(world.folder, 1).touch()
-    assert (world.due(), world.leaving.told, world.leaving.asked) == ((True, True), True, True)
+    assert (world.due(), world.leaving.is_leaving, world.leaving.is_stop_requested) == ((True, True), True, True)
     with pytest.raises(LeaveNow):
         world.leaving.check()
-    assert not Leaving(world.folder, 2).told, "another attempt on the same machine was not asked"
+    assert not Leaving(world.folder, 2).is_leaving, "another attempt on the same machine was not asked"
 
 
 def test_through_a_notice_it_trains_as_long_as_a_step_and_a_checkpoint_fit(world: World) -> None:
@@ -104,7 +104,7 @@ def test_a_notice_that_is_too_short_for_a_checkpoint_is_trained_through(world: W
     for _ in range(10):
         world.step(5.0)
         assert world.due() == (False, False)
-    assert world.leaving.told, "who comes in its place waits all the same"
+    assert world.leaving.is_leaving, "who comes in its place waits all the same"
 
 
 def test_before_a_machine_is_taken_all_is_worth_storing(world: World) -> None:
@@ -112,13 +112,13 @@ def test_before_a_machine_is_taken_all_is_worth_storing(world: World) -> None:
     world.noticed("120")
     world.step(0.1)
     assert world.leaving.is_worth_storing()
-    world.leaving.ask()
+    world.leaving.request_stop()
     assert world.leaving.is_worth_storing(), "asked to stop as well"
 
 
 def test_a_notice_that_nothing_followed_is_over(world: World) -> None:
     world.noticed("0.0")
-    assert (world.due(), world.leaving.told) == ((False, False), False)
+    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_worth_storing(again_s: float, closing_s: float | None, machine_
 
 
 def test_what_would_be_done_again_is_without_generating_and_since_the_last_checkpoint(world: World) -> None:
-    world.leaving.ask()
+    world.leaving.request_stop()
     world.step(100.0)
     world.measured(1.0, 9.0)
     world.step(30.0, generating_s=24.0)

@@ -69,14 +69,14 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     gate.open.release(3)  # its own
     world.step()
     of = publisher.publish(PolicyVersion(0, 5), world.weights.items(), None)
-    snapshot = publisher._taking[0]
+    snapshot = publisher._snapshot[0]
     assert kind(world, of) == "delta+"
     for step in (6, 7, 8):
         gate.open.release(3)
         world.step()
         ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
         world.made[ref.label] = dict(world.weights)
-        publisher._removing.result()
+        publisher._removal.result()
         assert not snapshot.stored.done()
         world.fetch(world.node(), ref)
     gate.open.release(100)
@@ -142,7 +142,7 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     gate.open.release(3)  # its own
     world.step()
     publisher.publish(PolicyVersion(0, 2), world.weights.items(), None)
-    snapshot = publisher._taking[0]
+    snapshot = publisher._snapshot[0]
     world.step(1.0)
     assert kind(world, world.publish(publisher, 3)) == "whole"
     gate.open.release(100)
