@@ -16,7 +16,7 @@ from policies.tick.snapshot import Trainer
 from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import make_spool
-from tasks.machine.trainer_machine import let_upload
+from tasks.machine.trainer_machine import await_upload
 from tests.budget import HANG_S
 
 
@@ -167,12 +167,12 @@ def test_what_would_be_done_again_is_without_generating_and_since_the_last_check
 
 
 def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Path) -> None:
-    let_upload(tmp_path)  # before there is a spool
+    await_upload(tmp_path)  # before there is a spool
     spool: Spool = make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "memory")), 10)
     slot = spool.claim(5)
     assert slot is not None
     spool.seal(slot, Seal("0-5", 0.0))
-    waiting = threading.Thread(target=let_upload, args=(tmp_path,))
+    waiting = threading.Thread(target=await_upload, args=(tmp_path,))
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive()
@@ -180,7 +180,7 @@ def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Pa
     waiting.join(HANG_S)
     assert not waiting.is_alive()
     spool.seal(slot, Seal("0-5", 0.0))
-    let_upload(tmp_path, timeout_s=0.3)  # an uploader that does not come is not waited for
+    await_upload(tmp_path, timeout_s=0.3)  # an uploader that does not come is not waited for
 
 
 @pytest.mark.parametrize(
