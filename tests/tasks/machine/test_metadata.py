@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tasks.machine import metadata
-from tasks.machine.metadata import Aws, Azure, Gcp, Callbacks, MetadataService
+from tasks.machine.metadata import Aws, Azure, Callbacks, Gcp, MetadataService
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import FakeMetadata, fake_metadata
 
