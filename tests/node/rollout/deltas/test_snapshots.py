@@ -14,7 +14,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest
 from policies.model.vocabulary import PolicyVersion
-from tasks.rollout.policy_folders import Overtaken
+from tasks.rollout.policy_folders import Superseded
 from tasks.storing import publish
 from tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
@@ -86,7 +86,7 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     newest = world.steps(publisher, 9)[0]
     assert manifest.load(world.store, newest.prefix).meta[manifest.SNAPSHOT] == of.prefix
     asked = iter([True] * 14 + [False])
-    with pytest.raises(Overtaken):
+    with pytest.raises(Superseded):
         node.fetch(newest, lambda: next(asked, False))
     assert list(world.root.glob("[!.]*")) == [], "the snapshot by itself is no policy"
     assert world.whole_bytes() == 13
