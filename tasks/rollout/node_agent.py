@@ -1,11 +1,11 @@
 """Agent of a rollout machine: keeps its engines running and loads the wanted policy into them.
 
 One loop per engine (`tasks.rollout.rollout_engine`) restarts vLLM whenever it ends and announces the engine to the
-gateway. Another loop fetches the wanted policy, once for the machine, and loads it into the engines. vLLM gets only
-policies whose digests were verified and whose tensors match the model, since a bad file kills its engine. A policy
-is announced only after vLLM has reproduced the trainer's canary. The wanted policy is fetched while vLLM starts. If
-policies set all of an engine's weights, vLLM starts without those of the base model. On a preemption notice each
-engine leaves the gateway once its requests are done, and the machine waits for its end.
+gateway. Another loop fetches the wanted policy, once for the machine, and loads it into the engines. vLLM gets
+only policies whose digests were verified and whose tensors match the model, since a bad file kills its engine. A
+policy is announced only after vLLM has reproduced the trainer's canary. The wanted policy is fetched while vLLM
+starts. If policies set all of an engine's weights, vLLM starts without those of the base model. On a preemption
+notice each engine leaves the gateway once its requests are done, and the machine waits for its end.
 """
 
 from __future__ import annotations

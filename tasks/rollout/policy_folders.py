@@ -145,9 +145,9 @@ class PolicyFolders:
     def fetch(self, wanted: PolicyRef, is_wanted: Callable[[], bool]) -> Path:
         """Return the folder with the policy's verified files. An older policy may have been turned into it.
 
-        Raises Superseded at the next part once `is_wanted` returns False, DiskFailed, StoreError. Fetched parts stay
-        for the next call: later policies may be deltas to the same whole policy, whose transfer may take longer than
-        a step.
+        Raises Superseded at the next part once `is_wanted` returns False, DiskFailed, StoreError. Fetched parts
+        stay for the next call: later policies may be deltas to the same whole policy, whose transfer may take
+        longer than a step.
         """
         folder, sizes_bytes = self._root / wanted.label, list[int]()
 
@@ -176,8 +176,8 @@ class PolicyFolders:
     def stage(self, wanted: PolicyRef, base: str, is_wanted: Callable[[], bool]) -> Staged | None:
         """Fetch and verify the deltas since the weights with the digest `base`, which an engine holds.
 
-        Returns None if no deltas start there, or the disk has no space for them. Raises Superseded at the next part
-        once `is_wanted` returns False, StoreError.
+        Returns None if no deltas start there, or the disk has no space for them. Raises Superseded at the next
+        part once `is_wanted` returns False, StoreError.
         """
         sizes_bytes = list[int]()
 
@@ -332,7 +332,7 @@ class PolicyFolders:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _free_up(self, error: OSError) -> str:
-        """Delete all policies if the disk is full, since vLLM does not need the files. Returns an error message."""
+        """Delete all policies if the disk is full: vLLM does not need the files. Returns an error message."""
         if error.errno not in FULL:
             return f"{self._root}: {error.strerror or error}"
         before = _free_bytes(self._root)

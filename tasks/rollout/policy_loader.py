@@ -126,7 +126,7 @@ class PolicyLoader:
         return kinds if boot_id == server.boot_id else frozenset()
 
     async def _settle(self) -> None:
-        """Update the file to the policy that the engines hold, and compare a part of engines and file each time."""
+        """Update the file to the policy that the engines hold, and compare a part of the engines with it."""
         settled = None
         while (policy := self._held) != settled and policy is not None:
             begun_s = time.monotonic()
