@@ -154,9 +154,9 @@ def await_predecessor(store: Store, env: NodeEnv, final: Container[str], silent_
     beat, since_s = documents.TRAINER.read(store), time.monotonic()
     until_s = since_s + WAIT_S
     while beat is not None and beat.leaving and beat.activity not in final:
-        is_other = beat.timeline == env.timeline and beat.node != env.node
+        is_older = beat.node != env.node and beat.timeline == env.timeline and beat.precedence < env.precedence
         now_s = time.monotonic()
-        if not (is_other and beat.precedence < env.precedence) or now_s - since_s > silent_s or now_s > until_s:
+        if not is_older or now_s - since_s > silent_s or now_s > until_s:
             return
         time.sleep(POLL_S)
         if (newest := documents.TRAINER.read(store)) != beat:

@@ -113,12 +113,12 @@ class Staged:
     Attributes:
         deltas: files, in order.
         digests: of the weights before the first delta and after each.
-        beside: folder of the files published with the weights.
+        extras: folder of the files published with the weights.
     """
 
     deltas: list[Path]
     digests: list[str]
-    beside: Path
+    extras: Path
 
 
 class PolicyFolders:
@@ -191,13 +191,13 @@ class PolicyFolders:
         if route.whole is not None:
             return None
         try:
-            deltas, beside = self._stage(route, policy, check)
+            deltas, extras = self._stage(route, policy, check)
         except (Corrupt, NotFound, OSError) as error:
             log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
             return None
         self.fetched_bytes = sum(sizes_bytes)
         self._known |= {known.root: known for known in [*route.deltas, policy]}
-        return Staged(deltas, [base, *map(digest_of, route.deltas)], beside)
+        return Staged(deltas, [base, *map(digest_of, route.deltas)], extras)
 
     def settle(self, wanted: PolicyRef, is_wanted: Callable[[], bool]) -> Path:
         """Update the file to a policy that an engine holds, and delete older policies and their deltas.
@@ -258,11 +258,11 @@ class PolicyFolders:
                 files = [file for file in step.files if file.name == delta.NAME]
                 manifest.materialize(self._store, step.root, files, path.parent, check)
                 delta.verify(path)
-        beside = staged / f"{wanted.version}@{digest_of(wanted)}"
-        if not beside.exists():
+        extras = staged / f"{wanted.version}@{digest_of(wanted)}"
+        if not extras.exists():
             files = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]
-            manifest.materialize(self._store, wanted.root, files, beside, check)
-        return deltas, beside
+            manifest.materialize(self._store, wanted.root, files, extras, check)
+        return deltas, extras
 
     def _build_from_whole(self, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
         """Fetch the whole policy, unless an earlier call has, and apply the route's deltas."""
@@ -301,15 +301,15 @@ class PolicyFolders:
 
         All files are fetched before the overwrite, which is never interrupted: a partial one loses the policy.
         """
-        deltas, beside = self._stage(route, wanted, check)
+        deltas, extras = self._stage(route, wanted, check)
         applying = self._root / APPLYING
         shutil.rmtree(applying, ignore_errors=True)
         start.rename(applying)
         weights = applying / layout.MODEL
         delta.apply(deltas, weights, digest_of_folder(start), self._pool)
-        weights.rename(beside / layout.MODEL)
-        self._verify(beside, digest_of(wanted))
-        beside.rename(folder)
+        weights.rename(extras / layout.MODEL)
+        self._verify(extras, digest_of(wanted))
+        extras.rename(folder)
         self._applied = [path.parent for path in deltas]
 
     def _verify(self, folder: Path, digest: str) -> None:

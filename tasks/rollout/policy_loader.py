@@ -81,7 +81,7 @@ class PolicyLoader:
     async def _stage(self, wanted: PolicyRef, holds: str, is_wanted: Callable[[], bool]) -> Ready | None:
         """Stage deltas. Returns None if there are none, or no canary to test them with."""
         staged = await asyncio.to_thread(self._folders.stage, wanted, holds.partition("@")[2], is_wanted)
-        if staged is None or (canary := canary_in(staged.beside)) is None:
+        if staged is None or (canary := canary_in(staged.extras)) is None:
             return None
         return Ready(wanted, None, holds, staged, await asyncio.to_thread(_kinds_in, staged), canary)
 

@@ -141,10 +141,10 @@ class PolicyPublisher:
         self._by = by
         self._served = served
         self._costs = costs
-        self._beside = scratch / "beside"  # files stored with the weights, whole or delta
-        shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside.mkdir(parents=True)
-        model_config.save_pretrained(self._beside)
+        self._extras = scratch / "extras"  # files stored with the weights, whole or delta
+        shutil.rmtree(self._extras, ignore_errors=True)
+        self._extras.mkdir(parents=True)
+        model_config.save_pretrained(self._extras)
         self._weights, self._delta = scratch / layout.MODEL, scratch / delta.NAME
         self._last: Published | None = None
         self._is_first = True
@@ -268,9 +268,9 @@ class PolicyPublisher:
             self._snapshot = None
 
     def _put_canary(self, canary: Canary | None) -> None:
-        (self._beside / layout.CANARY).unlink(missing_ok=True)
+        (self._extras / layout.CANARY).unlink(missing_ok=True)
         if canary is not None:
-            (self._beside / layout.CANARY).write_bytes(to_json(canary))
+            (self._extras / layout.CANARY).write_bytes(to_json(canary))
 
     def _await_removal(self) -> None:
         try:
@@ -291,7 +291,7 @@ class PolicyPublisher:
         last: Published | None,
     ) -> tuple[Published, Manifest]:
         """Store what was written, as a delta unless the chain is too long. Raises StoreError."""
-        files = manifest.files_below(self._beside)
+        files = manifest.files_below(self._extras)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
         published = Published(PolicyRef(str(version), prefix, written.digest))
         if last is not None and written.delta_bytes is not None:

@@ -69,11 +69,11 @@ class AdapterPublisher(PolicyPublisher):
         self._await_removal()
         begun_s = time.monotonic()
         whole = dict(self._rounded(dict(tensors)))
-        save_file(whole, self._beside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(whole, self._extras / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         self._put_canary(canary)
         prefix = layout.policy(version, self._by)
         meta = {manifest.KIND: manifest.ADAPTER}
-        published = manifest.publish(self._store, prefix, self._beside, version, time.time(), meta)
+        published = manifest.publish(self._store, prefix, self._extras, version, time.time(), meta)
         self._costs.publish(round(time.monotonic() - begun_s, 3), published.size_bytes, published.size_bytes)
         self._remove_older(prefix, since_step)
         return PolicyRef(str(version), prefix, published.digest)
