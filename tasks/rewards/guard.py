@@ -194,6 +194,7 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    main_ident = threading.get_ident()
     ended, signalling = threading.Event(), threading.Lock()
 
     def interrupt(*_: Any) -> None:
@@ -206,7 +207,7 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
         with signalling:
             if not ended.is_set():
                 log.warning("reward_timed_out", function=name, timeout_s=timeout_s)
-                signal.pthread_kill(_ident(threading.main_thread()), signal.SIGUSR2)
+                signal.pthread_kill(main_ident, signal.SIGUSR2)
 
     faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True, file=2)
     before = signal.signal(signal.SIGUSR2, interrupt)
@@ -218,11 +219,6 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         with signalling:  # `watch` sends no signal from here on
             signal.signal(signal.SIGUSR2, before)
-
-
-def _ident(thread: threading.Thread) -> int:
-    assert thread.ident is not None
-    return thread.ident
 
 
 # Tools and environments that raise, hang, or return invalid scores.
