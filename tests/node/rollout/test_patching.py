@@ -96,9 +96,8 @@ class Following:
 
         with capture_logs() as logs:
             alone = self.node.do(story())
-        assert not [one for one in logs if one["event"] in ("engine_proof_failed", "policy_file_update_failed")], (
-            logs
-        )
+        failures = {"engine_proof_failed", "policy_file_update_failed"}
+        assert not [one for one in logs if one["event"] in failures], logs
         self.holds = ref.label
         return alone, [one["why"] for one in logs if one["event"] == "delta_fallback_full_load"]
 
