@@ -284,7 +284,7 @@ TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_all /there", "compu
         (FakeEngine(), "", [*TRIAL, "follow_loader", "find_difference", "compute"]),
         (
             FakeEngine(says={"follow_loader": ["", "w goes through add"]}),
-            "vLLM's loader of this model cannot be followed: w goes through add",
+            "cannot trace vLLM's loader of this model: w goes through add",
             ["follow_loader", "reload_all /there", "compute"],
         ),
         (
