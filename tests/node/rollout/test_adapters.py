@@ -149,7 +149,7 @@ def of_another_rank(tensors: Tensors) -> Tensors:
     ("change", "why"),
     [
         (without_a_half, "half of the adapter of model.layers.1.mlp.up_proj"),
-        (with_nan, "not a number"),
+        (with_nan, "contains infinity or NaN"),
         (of_another_rank, "another rank"),
         (lambda tensors: {f"x.{name}": one for name, one in tensors.items()}, "none of an adapter's"),
         (lambda tensors: {name: one.to(torch.int8) for name, one in tensors.items()}, "quantised weights"),
