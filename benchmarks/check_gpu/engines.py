@@ -73,7 +73,7 @@ class Engine:
 
         async def story() -> bool:
             ready = await self._loader.fetch([self.server], ref, self._holds, lambda: True)
-            canary = ready.canary if ready.folder is None else self._check.passed(ready.folder)
+            canary = ready.canary if ready.folder is None else self._check.verify(ready.folder)
             await self._loader.load(self.server, ready, canary)
             await self._loader.loaded(ready, [self.server])
             # The file follows in the background, and what the engine holds is compared with it.
@@ -126,8 +126,8 @@ def apply(lab: Lab) -> str:
         for step in range(1, STEPS + 1):
             trained(trainer.model, rate=1e-4)
             alone.append(engine.follow(trainer.publish(step)))
-    why = [one["why"] for one in logs if one["event"] in ("changes_are_reloaded_whole", "engine_not_proved")]
-    if any(one["event"] == "engine_not_proved" for one in logs):
+    why = [one["why"] for one in logs if one["event"] in ("delta_fallback_full_load", "engine_proof_failed")]
+    if any(one["event"] == "engine_proof_failed" for one in logs):
         raise Failed(why[-1])
     how = f"{sum(alone)} by what had changed alone, the others whole"
     how += f" ({why[0].partition(':')[0]})" if why else ""

@@ -73,7 +73,7 @@ def deltas(lab: Lab) -> str:
         if staged is None:
             raise Failed(f"step {step} did not travel as what has changed")
         if why := engine.follow_loader([str(one) for one in staged.deltas]):
-            raise Failed(f"the loader cannot be followed: {why}")
+            raise Failed(f"cannot trace the loader: {why}")
         engine.apply_deltas([str(one) for one in staged.deltas], staged.digests)
         _compare(engine, lab, folders.settle(ref, always) / layout.MODEL)
         held = ref
@@ -83,7 +83,7 @@ def deltas(lab: Lab) -> str:
 
 
 def _compare(engine: Engine, lab: Lab, file: Path) -> None:
-    if name := engine.differs(str(file), 0, 1):
+    if name := engine.find_difference(str(file), 0, 1):
         raise Failed(f"{name} is not in memory as it is in the file")
     whole = Engine(lab.model(seed=2).bfloat16())
     whole.load_weights(load_file(file).items())

@@ -1,6 +1,6 @@
-"""The files here of the model that training begins from: where they are, what is in them, which one it is.
+"""Find and identify this machine's copy of the base model, which training starts from.
 
-Trainer and nodes each find their own copy; that they are copies of one model is told by `identity_of`.
+Trainer and nodes each find their own copy; `identity_of` shows whether these are copies of the same model.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from policies.weights.tensors import Tensor
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-TENSORS = "tensors.json"  # beside a model without weights: what they would be
+TENSORS = "tensors.json"  # in the folder of a model without weights: describes its tensors
 WEIGHTS = "*.safetensors"
-# What a run needs of a model on the hub, and what of it another program would read: fnmatch's patterns.
+# fnmatch patterns of files that a run needs of a model on the hub, and of files for other programs.
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", WEIGHTS)
 NOT_FILES = ("*/*", "consolidated*", "params.json")
-# Of each tensor so many pieces are read, spread over it: models of one shape differ everywhere.
-PIECES = 4
-PIECE_BYTES = 256
+# The identity samples each tensor in this many places: different models of the same shape differ everywhere.
+SAMPLES = 4
+SAMPLE_BYTES = 256
 IDENTITY_BYTES = 16
-# A cache is whole that has these; others may have been left out.
-_PARTS: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
+# A cache with these files is complete; other files may be missing.
+_PATTERNS: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
 
 
 class _Index(msgspec.Struct):
-    """What a model's index tells: the file of each tensor."""
+    """A model's index, with the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def model_folder(model: str, **hub: Any) -> Path | None:
-    """The folder with a model's files: its own, or that of the hub's cache on this machine.
+    """Return the model's folder, or its folder in this machine's hub cache; None if it is not cached.
 
     Args:
-        hub: of `snapshot_download`, as `revision`.
+        hub: arguments of `snapshot_download`, such as `revision`.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -51,13 +51,13 @@ def model_folder(model: str, **hub: Any) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, local_files_only=True, **_PARTS, **hub))
+        return Path(snapshot_download(model, local_files_only=True, **_PATTERNS, **hub))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
         return None
 
 
 def model_config(model: str, **hub: Any) -> dict[str, Any]:
-    """A model's config.json, fetched if it is on the hub alone; empty where there is none to be had."""
+    """Return a model's config.json, fetched from the hub if necessary; empty if it is unavailable."""
     path = Path(model, CONFIG) if Path(model).is_dir() else _fetched(model, CONFIG, **hub)
     try:
         config = {} if path is None else json.loads(path.read_bytes())
@@ -67,19 +67,19 @@ def model_config(model: str, **hub: Any) -> dict[str, Any]:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a model's folder, by name. Raises OSError, ValueError for a damaged file."""
+    """Return the tensors in a model's folder by name. Raises OSError, ValueError for a damaged file."""
     if (folder / TENSORS).is_file():
         return msgspec.json.decode((folder / TENSORS).read_bytes(), type=dict[str, Tensor])
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        found |= tensors_of(path)
-    return found
+        tensors |= tensors_of(path)
+    return tensors
 
 
 def hub_tensors(model: str, revision: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a model on the hub, by name; empty where there are none to be had.
+    """Return the tensors of a model on the hub by name; empty if it is unavailable.
 
-    The headers of its files are fetched, a few hundred KiB, and none of the weights.
+    Fetches only the headers of its files, a few hundred KiB.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
@@ -89,37 +89,40 @@ def hub_tensors(model: str, revision: str | None = None) -> dict[str, Tensor]:
         files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
     except (*unreadable, HTTPError, OSError):
         return {}
-    return {name: Tensor(one.dtype, tuple(one.shape)) for file in files for name, one in file.tensors.items()}
+    return {
+        name: Tensor(tensor.dtype, tuple(tensor.shape)) for file in files for name, tensor in file.tensors.items()
+    }
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, by name. Raises OSError, ValueError for a damaged file."""
-    return {name: Tensor(one.dtype, one.shape) for name, one in layout_of(path).items()}
+    """Return the tensors of a safetensors file by name. Raises OSError, ValueError for a damaged file."""
+    return {name: Tensor(tensor.dtype, tensor.shape) for name, tensor in layout_of(path).items()}
 
 
 def layout_of(path: Path) -> safetensors.Layout:
-    """Where in a safetensors file its tensors are. Raises OSError, ValueError for a damaged file."""
+    """Return the positions of tensors in a safetensors file. Raises OSError, ValueError for a damaged file."""
     try:
         return safetensors.layout_of(path)
-    except Corrupt as error:  # of a file here, not of the store
+    except Corrupt as error:  # Corrupt is for objects in the store; this is a local file
         raise ValueError(str(error)) from error
 
 
 def identity_of(folder: Path) -> str:
-    """Names the model in a folder, in hex: by its tensors' names, shapes and types, and some bytes of each.
+    """Return a hex digest of the model's tensors: their names, shapes and types, and sampled bytes of each.
 
-    However they are divided over files. Empty where there are no safetensors files. Raises OSError, ValueError.
+    It does not depend on how tensors are divided over files. Empty without safetensors files. Raises OSError,
+    ValueError.
     """
     lines: dict[str, bytes] = {}
     for path in _weight_files(folder):
         tensors = layout_of(path)
         with path.open("rb") as file:
-            for name, one in tensors.items():
-                end = one.begin + one.size_bytes
-                stride = max(1, (one.size_bytes - PIECE_BYTES) // (PIECES - 1))
-                places = range(one.begin, end, stride)[:PIECES]
-                pieces = [os.pread(file.fileno(), min(PIECE_BYTES, end - at), at) for at in places]
-                lines[name] = f"{name} {one.dtype} {list(one.shape)} ".encode() + b"".join(pieces)
+            for name, tensor in tensors.items():
+                end = tensor.begin + tensor.size_bytes
+                stride = max(1, (tensor.size_bytes - SAMPLE_BYTES) // (SAMPLES - 1))
+                offsets = range(tensor.begin, end, stride)[:SAMPLES]
+                samples = [os.pread(file.fileno(), min(SAMPLE_BYTES, end - at), at) for at in offsets]
+                lines[name] = f"{name} {tensor.dtype} {list(tensor.shape)} ".encode() + b"".join(samples)
     return blake3(b"\n".join(lines[name] for name in sorted(lines))).hexdigest(IDENTITY_BYTES) if lines else ""
 
 
@@ -134,7 +137,7 @@ def _fetched(model: str, name: str, **hub: Any) -> Path | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that engines load: those of the index, else the whole one, else all."""
+    """Return the files that engines load: those of the index, else the single file, else all."""
     if (folder / INDEX).is_file():
         index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
         return [folder / name for name in sorted(set(index.weight_map.values()))]

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, however it ends. Linux only, as the nodes are."""
+"""Child processes that never outlive their parent, even if it is killed. Linux only."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from policies.model.node_contract import MACHINE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
-END_S = 900.0  # a trainer stores what it has
+END_S = 900.0  # for a trainer to store its checkpoint
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_child(
     argv: list[str], env: dict[str, str], death_signal: signal.Signals = signal.SIGKILL
 ) -> subprocess.Popen[bytes]:
-    """Start a process that gets `death_signal` from the kernel when this one ends.
+    """Start a process that gets `death_signal` from the kernel when this process ends.
 
-    To be called from the main thread: the kernel means the thread that starts it. The signal reaches the child
-    alone, not the processes that it starts; for a tree see `tasks.machine.process_tree`.
+    Call it from the main thread: the kernel sends the signal when the calling thread ends. Only the child gets it,
+    not the child's descendants; for a process tree see `tasks.machine.process_tree`.
     """
     parent = os.getpid()
 
-    def tie() -> None:
+    def set_death_signal() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, death_signal)
-        if os.getppid() != parent:  # it ended before the tie was made
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
-    return subprocess.Popen(argv, env=env, preexec_fn=tie)
+    return subprocess.Popen(argv, env=env, preexec_fn=set_death_signal)
 
 
 def end_with_parent() -> None:
-    """From now on the kernel kills this process when its parent, or the thread of it that started this, ends.
+    """Have the kernel kill this process when its parent's thread that started it ends.
 
-    For a process whose launcher does not tie it.
+    For a process that was not started by `start_child`.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def exit_code_of(code: int) -> int:
-    """A child's `returncode` as a shell has it: 128 and the signal's number for one that a signal ended."""
+    """Convert a `returncode` to a shell's exit code: 128 plus the signal's number if a signal ended the child."""
     return code if code >= 0 else 128 - code
 
 
 def adopt_orphans() -> None:
-    """From now on processes whose parent ends become children of this one, if they descend from it."""
+    """Make this process the parent of its descendants whose own parent ends."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def end_in_order(work: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, and SIGKILL to what has not ended within END_S. Somebody else waits for the process, too."""
+    """Send SIGTERM, and SIGKILL after END_S. The main thread waits for the process, too."""
     work.terminate()
     try:
         work.wait(END_S)
@@ -72,32 +72,36 @@ def end_in_order(work: subprocess.Popen[bytes]) -> None:
 
 
 def end_descendants(grace_s: float, marked: tuple[str, str] | None = None) -> None:
-    """Send SIGTERM to every descendant, and after `grace_s` SIGKILL to those that are left, until none is.
+    """Send SIGTERM to all descendants, and SIGKILL after `grace_s`. Return once all have ended.
 
     Args:
-        marked: those alone that have this variable with this value in their environment.
+        marked: name and value of an environment variable; only descendants that have it are ended.
     """
     deadline_s = time.monotonic() + grace_s
     number = signal.SIGTERM
-    told: set[psutil.Process] = set()
+    signalled: set[psutil.Process] = set()
     while living := _descendants(marked):
-        for process in living - told:
+        for process in living - signalled:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-        told |= living
+        signalled |= living
         if time.monotonic() > deadline_s and number is signal.SIGTERM:
-            number, told = signal.SIGKILL, set()
-        time.sleep(0.02)  # the kernel tells of the end of a grandchild in no other way
+            number, signalled = signal.SIGKILL, set()
+        time.sleep(0.02)  # poll, since the kernel does not notify of a grandchild's end
 
 
 def _descendants(marked: tuple[str, str] | None) -> set[psutil.Process]:
-    """All living descendants, or those that are marked."""
-    found = psutil.Process().children(recursive=True)
-    return {one for one in found if _is_alive(one) and (marked is None or _has(one, *marked))}
+    """Return all living descendants, or the marked ones."""
+    processes = psutil.Process().children(recursive=True)
+    return {
+        process
+        for process in processes
+        if _is_alive(process) and (marked is None or _has_variable(process, *marked))
+    }
 
 
-def _has(process: psutil.Process, name: str, value: str) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):  # it ends, or is not ours to look into
+def _has_variable(process: psutil.Process, name: str, value: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):  # it ended, or belongs to another user
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
             environment = process.environ()
             stat = Path(f"/proc/{process.pid}/stat").read_text("utf-8", "replace")
@@ -114,13 +118,15 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# The attempts of a node's work on one machine: one at a time, under a lock, and the newest on record.
+# Attempts of a node's work on one machine run one at a time, under a lock. A file records the newest one.
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The newest attempt that was started here, by process `pid`. `exit_code` is None until its end was seen;
-    `reason` is the work's own last line."""
+class AttemptRecord:
+    """The newest attempt on this machine, run by process `pid`.
+
+    `exit_code` is None until the attempt has ended. `reason` is the work's own explanation of its end.
+    """
 
     attempt: int
     exit_code: int | None = None
@@ -128,8 +134,8 @@ class Started:
     reason: str = ""
 
 
-def take(lock: TextIO) -> bool:
-    """Take the lock, which lasts as long as the file is open. Returns False where another process has it."""
+def try_lock(lock: TextIO) -> bool:
+    """Take the lock until the file is closed. Returns False if another process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,14 +143,14 @@ def take(lock: TextIO) -> bool:
     return True
 
 
-def started(folder: Path) -> Started:
-    """What is on record; attempt 0 before the first."""
+def read_attempt(folder: Path) -> AttemptRecord:
+    """Return the newest attempt; attempt 0 before the first."""
     path = folder / MACHINE
-    return from_json(path.read_bytes(), Started, str(path)) if path.exists() else Started(0)
+    return from_json(path.read_bytes(), AttemptRecord, str(path)) if path.exists() else AttemptRecord(0)
 
 
-def record(folder: Path, newest: Started) -> None:
-    """Put it on record, whole or not at all."""
+def record_attempt(folder: Path, attempt: AttemptRecord) -> None:
+    """Record an attempt atomically."""
     part = folder / "machine.part"
-    part.write_bytes(to_json(newest))
+    part.write_bytes(to_json(attempt))
     part.replace(folder / MACHINE)

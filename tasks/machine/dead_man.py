@@ -1,9 +1,9 @@
-"""The dead-man's switch: a machine's work ends by itself once nobody steers the run and nobody works in it.
+"""Dead-man's switch: end a machine's work when neither the daemon nor the gateway of its run is alive.
 
-Word of the run is what its daemon and its gateway write into the store every few seconds: the lease and the
-membership. The gateway works on without a daemon, for as long as the trainer does; so a run that is under way is
-left alone, however long its daemon is dead. When neither has written anything for long, the machines that are left
-cost money for nobody. Not to be able to read the store is not taken for silence, unless it lasts a day.
+The daemon and the gateway write to the store every few seconds: the lease and the membership. The gateway runs as
+long as the trainer, even without a daemon, so a training run continues however long its daemon is down. Once both
+have been silent for long, the remaining machines only cost money. A store that cannot be read does not count as
+silence until that has lasted a day.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from policies.model.node_contract import DEAD_MAN_ENV
 
 log = structlog.get_logger()
 
-LOOKS = 30  # in the time that the silence may last; what passes between two counts three times that at most
+CHECKS = 30  # per limit; the time between two checks counts at most three times its planned length
 UNREADABLE_S = 86400.0
 
 
 class DeadManSwitch:
-    """Whether the run has been silent for `silent_s`.
+    """Detects that the run has been silent for `silent_s`.
 
-    Both parties date what they write by clocks of their own, so that only a change of it counts. Time in which
-    this machine or process stood still is not silence of others. `clock`: seconds on a clock that never goes back.
+    Daemon and gateway use their own clocks, so only changes of their records count. Time in which this machine or
+    process was suspended does not count as silence. `clock` returns seconds and is monotonic.
     """
 
     def __init__(self, store: Store, silent_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._limit_s = silent_s
         self._clock = clock
-        self._words: dict[str, bytes | None] = {}  # by object, as last read
-        self._members: str | None = None  # of the newest gateway that is known
-        self._silent_s = self._unread_s = 0.0
-        self._looked_at_s = clock()
+        self._records: dict[str, bytes | None] = {}  # by key, as last read
+        self._members: str | None = None  # key of the newest known gateway's membership
+        self._silent_s = self._unreadable_s = 0.0
+        self._checked_at_s = clock()
 
     def is_due(self) -> bool:
-        """Look once. Returns whether it is time to end."""
+        """Check once. Returns whether the work must end."""
         now_s = self._clock()
-        passed_s, self._looked_at_s = min(now_s - self._looked_at_s, 3 * self._limit_s / LOOKS), now_s
+        passed_s, self._checked_at_s = min(now_s - self._checked_at_s, 3 * self._limit_s / CHECKS), now_s
         try:
-            heard = self._is_word()
+            has_activity = self._has_activity()
         except StoreError:
-            self._unread_s += passed_s
-            return self._unread_s > UNREADABLE_S
-        self._silent_s = 0.0 if heard else self._silent_s + passed_s
-        self._unread_s = 0.0
+            self._unreadable_s += passed_s
+            return self._unreadable_s > UNREADABLE_S
+        self._silent_s = 0.0 if has_activity else self._silent_s + passed_s
+        self._unreadable_s = 0.0
         return self._silent_s > self._limit_s
 
-    def _is_word(self) -> bool:
-        """Whether either has written. What shows it is asked first and the rest not at all: all machines ask,
-        again and again, and a listing costs as much as a dozen reads. Raises StoreError."""
+    def _has_activity(self) -> bool:
+        """Return whether either has written since the last check. Raises StoreError.
+
+        Stops at the first change: all machines check repeatedly, and a listing costs as much as a dozen reads.
+        """
         if self._has_changed(layout.LEASE) or (self._members is not None and self._has_changed(self._members)):
             return True
         newest = documents.newest_gateway(self._store)
@@ -67,24 +69,23 @@ class DeadManSwitch:
         return self._has_changed(self._members)
 
     def _has_changed(self, key: str) -> bool:
-        word, known = self._store.get_or_none(key), self._words.get(key)
-        self._words[key] = word
-        return word != known
+        record, known = self._store.get_or_none(key), self._records.get(key)
+        self._records[key] = record
+        return record != known
 
 
 def start(store: Store, environment: Mapping[str, str], end: Callable[[], None]) -> None:
-    """Watch beside the caller for as long as `environment` says, and call `end` once when it is time."""
+    """Watch the run in the background and call `end` once it is silent; the limit is in `environment`."""
     silent_s = float(environment.get(DEAD_MAN_ENV, "0"))
     if silent_s <= 0:
         return
     switch = DeadManSwitch(store, silent_s)
 
     def watch() -> None:
-        between = threading.Event()
         while not switch.is_due():
-            between.wait(silent_s / LOOKS)
-        hint = "neither daemon nor gateway was heard, so the work of this machine ends"
-        log.warning("run_is_silent", for_s=silent_s, hint=hint)
+            time.sleep(silent_s / CHECKS)
+        hint = "no sign of the daemon or the gateway, so this machine's work ends"
+        log.warning("dead_man_triggered", silent_s=silent_s, hint=hint)
         end()
 
     threading.Thread(target=watch, name="dead-man", daemon=True).start()

@@ -1,7 +1,7 @@
-"""How the work on this machine ended: the trainer's exit code, and in one line why any work ended.
+"""Files with the trainer's exit code, and with a one-line reason why any work on this machine ended.
 
-The exit code passes accelerate's launcher in a file, because that ends with 1 if any of its processes fails.
-The reason passes the machine's own processes in another; the machine's record takes it to the controller.
+The trainer's processes pass the exit code in a file, because accelerate's launcher exits with 1 for any failure.
+The machine's record carries the reason to the controller.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from policies.model import exit_codes
 NOTE = "trainer_exit"
 REASON = "exit_reason"
 REASON_CHARS_MAX = 400
-TOLD = frozenset({exit_codes.OK, exit_codes.STOPPED})  # by the launcher, too, once another process has failed
+# Codes of a process that the launcher stops after another process failed: the other one's note must stay.
+STOPPED_CODES = frozenset({exit_codes.OK, exit_codes.STOPPED})
 
 
 def leave_exit_code(workdir: Path, code: int, reason: str = "") -> None:
+    """Note the exit code and reason of this trainer process."""
     note = workdir / NOTE
-    if code not in TOLD or not note.exists():  # else it is another process's reason, for which this one ends
+    if code not in STOPPED_CODES or not note.exists():
         leave_reason(workdir, reason)
         note.write_text(str(code))
 
 
 def take_exit_code(workdir: Path) -> int | None:
-    """What a trainer's process has left since this was last asked; None where each ended without a word."""
+    """Return and remove the exit code that a trainer process noted, or None."""
     note = workdir / NOTE
     try:
         code = int(note.read_text())
-    except (FileNotFoundError, ValueError):  # the latter: it was killed while it wrote
+    except (FileNotFoundError, ValueError):  # ValueError: the process was killed while writing
         return None
     finally:
         note.unlink(missing_ok=True)
     return code
 
 
-def told_exit_code(workdir: Path, code: int) -> int:
-    """The exit code of a trainer whose process ended with `code`.
+def trainer_exit_code(workdir: Path, code: int) -> int:
+    """Return the noted exit code of a trainer whose process ended with `code`.
 
-    0 means that the last step is done, and only the trainer itself knows that: code of the user's, or a library in
-    it, may have ended the process with the same.
+    A 0 without a note becomes FAILED: user code or a library may have ended the process before the last step.
     """
     noted = take_exit_code(workdir)
     if code == exit_codes.OK:
@@ -50,15 +51,15 @@ def told_exit_code(workdir: Path, code: int) -> int:
 
 
 def leave_reason(workdir: Path, reason: str) -> None:
-    """Note why the work here ends, in one line of limited length and without secrets."""
+    """Note why the work ends, in one line of limited length and without secrets."""
     line = own_redactor()(" ".join(reason.split()))
     shown = line if len(line) <= REASON_CHARS_MAX else f"{line[:REASON_CHARS_MAX]}..."
     with contextlib.suppress(OSError):  # a full disk costs the line, not the exit code
-        (workdir / REASON).write_text(shown, "utf-8", "backslashreplace")  # a path may be no text
+        (workdir / REASON).write_text(shown, "utf-8", "backslashreplace")  # a path may not be UTF-8
 
 
 def take_reason(workdir: Path) -> str:
-    """Return the reason that was noted since the last call, or an empty text."""
+    """Return and remove the noted reason; empty if there is none."""
     note = workdir / REASON
     try:
         return note.read_text("utf-8", "replace").strip()

@@ -1,4 +1,4 @@
-"""How a trainer's processes are started: how many, and whether this machine's GPUs can carry them."""
+"""Prepare the trainer's processes: command line, environment, check of the machine's GPUs, and user set-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.machine.node_env import NodeEnv
 
 log = structlog.get_logger()
 
-# Ranks that torchrun, mpirun or a cluster's operator give the processes of a job; accelerate reads all of them.
+# Variables that torchrun, mpirun or a cluster's operator set for the processes of a job; accelerate reads them.
 RANKS = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -36,17 +36,17 @@ RANKS = frozenset(
         *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     )
 )
-SMI_S = 60.0  # the driver answers within seconds; it has loaded itself by then
+SMI_S = 60.0  # nvidia-smi answers within seconds, even if it has to load the driver
 
 
 def trainer_argv(env: NodeEnv, spec: RunSpec) -> list[str]:
-    """The trainer's command line: plain Python for one process, else accelerate's launcher."""
+    """Return the trainer's command line: plain Python for one process, else accelerate's launcher."""
     own, processes = spec.trainer.accelerate, processes_of(spec)
     if own is None and processes == 1:
         return [sys.executable, "-m", node_contract.TRAINER]
     config = Path(env.workdir) / "accelerate.json"  # accelerate reads .json as well as .yaml
     kind = "MULTI_GPU" if processes > 1 else "NO"
-    # Port 0: one that is free. On accelerate's own default two trainers of one machine would meet.
+    # Port 0 picks a free port. With accelerate's default, two trainers on one machine would collide.
     defaults = {"distributed_type": kind, "main_process_port": 0}
     config.write_bytes(to_json({**defaults, **_with_whole_weights(own or {}), "num_processes": processes}))
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
@@ -54,31 +54,33 @@ def trainer_argv(env: NodeEnv, spec: RunSpec) -> list[str]:
 
 
 def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
-    """An accelerate config by which checkpoints hold whole weights, which is not the default of those that divide
-    them: a folder in shards is loaded by no `from_pretrained`."""
+    """Return an accelerate config with which DeepSpeed and FSDP save whole weights.
+
+    By default they save shards, which `from_pretrained` cannot load.
+    """
     sections: dict[str, dict[str, Any]] = {
         "deepspeed_config": {"zero3_save_16bit_model": True},
         "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"},
     }
     whole = {key: {**default, **own[key]} for key, default in sections.items() if own.get(key)}
-    if "deepspeed_config_file" in whole.get("deepspeed_config", {}):  # accelerate takes no second word beside it
+    if "deepspeed_config_file" in whole.get("deepspeed_config", {}):  # accelerate accepts nothing else with it
         del whole["deepspeed_config"]
     return {**own, **whole}
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the ranks of a job that grpo-orch itself may be part of.
+    """Remove the variables of a distributed job that grpo-orch itself may run in.
 
-    The trainer would take itself for one of that job's processes, and wait for the others.
+    With them the trainer would join that job and wait for its other processes.
     """
     return {name: value for name, value in env.items() if name not in RANKS}
 
 
 def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:
-    """An environment in which torch compiles its extensions, such as DeepSpeed's, into the machine's own folder.
+    """Make torch compile extensions, such as DeepSpeed's, into this machine's folder. Remove stale locks there.
 
-    A process that is killed while it compiles leaves a lock there, for which every later one would wait for ever;
-    here nobody else can hold one.
+    A process killed during compilation leaves a lock, and later processes would wait for it forever. In this
+    folder no other process can hold a lock.
     """
     folder = workdir / "torch_extensions"
     for lock in folder.glob("*/lock"):
@@ -87,16 +89,13 @@ def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:
 
 
 def with_one_gpu(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which one process sees one GPU, where there is any: an evaluation needs no more."""
+    """Return an environment with only the first visible GPU, for an evaluation."""
     names = visible_names(env[VISIBLE]) if VISIBLE in env else ["0"]
     return {**env, VISIBLE: ",".join(names[:1])}
 
 
 def visible_gpus(env: Mapping[str, str]) -> int | None:
-    """How many NVIDIA GPUs a process with this environment sees; None where nothing here can tell.
-
-    Raises DriverFailed.
-    """
+    """Return the number of NVIDIA GPUs visible in this environment; None if it is unknown. Raises DriverFailed."""
     visible = env.get(VISIBLE)
     if visible is not None:
         return len(visible_names(visible))
@@ -105,7 +104,7 @@ def visible_gpus(env: Mapping[str, str]) -> int | None:
     try:
         listed = subprocess.run([TOOL, "-L"], capture_output=True, timeout=SMI_S, check=False)
     except subprocess.TimeoutExpired:
-        raise DriverFailed(f"{TOOL} has not answered for {SMI_S:.0f} s") from None
+        raise DriverFailed(f"{TOOL} did not respond within {SMI_S:.0f} s") from None
     except OSError as error:
         raise DriverFailed(f"{TOOL} cannot be run: {error.strerror}") from error
     if listed.returncode != 0:
@@ -114,8 +113,10 @@ def visible_gpus(env: Mapping[str, str]) -> int | None:
 
 
 def counted_gpus(role: Role, spec: RunSpec, env: Mapping[str, str]) -> int | None:
-    """As `visible_gpus`, for a machine of that role: a driver that fails where no GPUs were asked for is logged,
-    and counts as none. Raises DriverFailed."""
+    """Return `visible_gpus`, or None with a warning if the driver fails but the role needs no GPUs.
+
+    Raises DriverFailed if the role needs GPUs.
+    """
     try:
         return visible_gpus(env)
     except DriverFailed as error:
@@ -126,33 +127,31 @@ def counted_gpus(role: Role, spec: RunSpec, env: Mapping[str, str]) -> int | Non
 
 
 def unfit_gpus(spec: RunSpec, gpus: int | None) -> tuple[int, str] | None:
-    """An exit code and why, where so many GPUs cannot carry the run's processes; None where they can."""
+    """Check the number of GPUs against the run's processes. Returns an exit code and a reason, or None."""
     processes = processes_of(spec)
     if gpus is None or spec.grpo.get("use_cpu") or gpus == processes:
         return None
     if gpus < processes and processes > 1:  # another machine may have them
-        return exit_codes.UNFIT_MACHINE, f"{processes} processes are to train, and this machine shows {gpus} GPUs"
+        reason = f"training needs {processes} GPUs, one per process, but this machine has {gpus}"
+        return exit_codes.UNFIT_MACHINE, reason
     if gpus > 1 and processes == 1:
-        message = f"this machine shows {gpus} GPUs to one process, and TRL trains on one in each"
+        message = f"this machine has {gpus} GPUs, but training has one process, which uses one GPU"
         expected = f"set trainer.accelerate.num_processes: {gpus}, or {VISIBLE}: '0' in trainer.env"
         return exit_codes.BAD_SPEC, f"{message}; {expected}"
     return None
 
 
-# `setup` of run.yaml: the user's shell script that makes a machine ready, run once on each.
-
-
 def set_up(workdir: Path, script: str) -> str | None:
-    """Run the user's set-up script once on this machine. Returns in words how it failed, or None."""
+    """Run the user's script, `setup` in run.yaml, once on this machine. Returns an error message or None."""
     done = workdir / "setup.done"
     if not script or done.exists():
         return None
-    here = Path(sys.executable).parent  # so that `pip` and `python` are this environment's, on any machine
-    env = {**os.environ, "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)])}
+    bin_folder = Path(sys.executable).parent  # so that `pip` and `python` are those of this environment
+    env = {**os.environ, "PATH": os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])}
     code = subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=False, env=env).returncode
     if code != 0:
-        log.error("setup_failed", exit_code=code, hint="see the lines above; it is `setup` of run.yaml")
+        log.error("setup_failed", exit_code=code, hint="see the output of `setup` (run.yaml) above")
         return f"setup failed with exit code {code}"
-    with contextlib.suppress(OSError):  # a disk that is full now: the script runs once more at the next start
+    with contextlib.suppress(OSError):  # the disk is full; the script runs again at the next start
         done.touch()
     return None

@@ -1,9 +1,8 @@
-"""Preemption notices, as the metadata services of AWS, GCP and Azure give them to the machine they are about, and
-AWS's rebalance recommendations.
+"""Watch the metadata services of AWS, GCP and Azure for preemption notices and AWS's rebalance recommendations.
 
-First it is found out which cloud this is; from then on that one is asked every second. Where no service answers,
-as on Kubernetes or on one's own machines, nothing is said and hardly anything asked. Nothing here raises for what
-a service answers or fails to: a machine works on without notices.
+The watch detects the cloud, then polls its service every second. Without a service, as on Kubernetes or
+on-premises machines, it only repeats the detection now and then. Errors of a service are ignored: the machine then
+works without notices.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from policies.control.leaving import NOTICE_S
 BASE = "http://169.254.169.254"  # link-local, the same on all three
 TIMEOUT_S = 1.0
 POLL_S = 1.0
-DETECT_S = 60.0  # between two looks for a service where none has answered
-# ValueError: no UTF-8, no JSON of the service's shape, or a token that no header can hold.
+DETECT_S = 60.0  # between two detections while no service answers
+# ValueError: invalid UTF-8, unexpected JSON, or a token with characters that a header cannot contain.
 NO_ANSWER = (httpx.HTTPError, ValueError, RecursionError)
-AWS_TOKEN_TTL_S = 21600  # the longest there is
+AWS_TOKEN_TTL_S = 21600  # the maximum
 
 
 class MetadataService(Protocol):
-    """One cloud's. All calls raise NO_ANSWER when it does not answer, or answers nonsense.
+    """The metadata service of one cloud. All calls raise NO_ANSWER for a missing or invalid answer.
 
-    `notice_s` is how long the machine stays after a notice, at least.
+    `notice_s` is the minimum time between a notice and the machine's end.
     """
 
     @property
     def notice_s(self) -> float: ...
 
     def locate(self, http: httpx.Client) -> str | None:
-        """The machine's zone; None where it is not this cloud that answers."""
+        """Return the machine's zone; None if it is not on this cloud."""
 
     def notice(self, http: httpx.Client) -> str:
-        """What the cloud is about to do to the machine; empty while it says nothing."""
+        """Return the announced action; empty before a notice."""
 
     def rebalance(self, http: httpx.Client) -> str:
-        """Return the rebalance recommendation; empty while there is none. The machine may stay all the same."""
+        """Return the rebalance recommendation; empty without one. The machine may be kept nevertheless."""
 
 
 @dataclass(slots=True)
 class Aws:
-    """EC2's, by session token (IMDSv2)."""
+    """EC2's service, with a session token (IMDSv2)."""
 
     base: str = BASE
     token: str = ""
@@ -64,25 +63,25 @@ class Aws:
 
     def notice(self, http: httpx.Client) -> str:
         """See `MetadataService.notice`."""
-        answer = self._ask(http, "spot/instance-action")
+        answer = self._get_renewing(http, "spot/instance-action")
         if answer.status_code != httpx.codes.OK:
-            return ""  # 404 until there is one
+            return ""  # 404 before a notice
         action = msgspec.json.decode(answer.content, type=_AwsAction)
         return f"{action.action} at {action.time}"
 
     def rebalance(self, http: httpx.Client) -> str:
-        """See `MetadataService.rebalance`. EC2 never withdraws one."""
-        answer = self._ask(http, "events/recommendations/rebalance")
+        """See `MetadataService.rebalance`. EC2 never withdraws a recommendation."""
+        answer = self._get_renewing(http, "events/recommendations/rebalance")
         if answer.status_code != httpx.codes.OK:
             return ""
         advice = msgspec.json.decode(answer.content, type=_AwsAdvice)
         return f"rebalance recommendation of {advice.noticeTime}"
 
-    def _ask(self, http: httpx.Client, path: str) -> httpx.Response:
+    def _get_renewing(self, http: httpx.Client, path: str) -> httpx.Response:
         answer = self._get(http, path)
         if answer.status_code != httpx.codes.UNAUTHORIZED:
             return answer
-        self._renew(http)  # the token's time is over
+        self._renew(http)  # the token has expired
         return self._get(http, path)
 
     def _renew(self, http: httpx.Client) -> None:
@@ -96,7 +95,7 @@ class Aws:
 
 @dataclass(slots=True)
 class Gcp:
-    """Compute Engine's. Machines with accelerators are ended for maintenance, too: that is told an hour before."""
+    """Compute Engine's service. Maintenance also ends machines with accelerators, with an hour's notice."""
 
     base: str = BASE
     notice_s: float = NOTICE_S
@@ -116,7 +115,7 @@ class Gcp:
         return event if event.startswith("TERMINATE") else ""
 
     def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.rebalance`. GCP gives none."""
+        """See `MetadataService.rebalance`. GCP has no recommendations."""
         return ""
 
     def _get(self, http: httpx.Client, path: str) -> httpx.Response:
@@ -126,7 +125,7 @@ class Gcp:
 
 @dataclass(slots=True)
 class Azure:
-    """Azure's. Its first answer about events may take minutes, for the asking switches them on."""
+    """Azure's service. The first answer about events may take minutes, since the request enables them."""
 
     base: str = BASE
     name: str = ""
@@ -147,12 +146,12 @@ class Azure:
         if answer.status_code != httpx.codes.OK:
             return ""
         found = msgspec.json.decode(answer.content, type=_AzureEvents)
-        # Of every machine of the scale set or availability set, not of this one alone.
+        # The list includes events of other machines in the scale set or availability set.
         mine = (event for event in found.Events if event.EventType == "Preempt" and self.name in event.Resources)
         return next((f"Preempt not before {event.NotBefore or 'now'}" for event in mine), "")
 
     def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.rebalance`. This version of the service gives none."""
+        """See `MetadataService.rebalance`. This version of the service has no recommendations."""
         return ""
 
     def _get(self, http: httpx.Client, path: str, version: str) -> httpx.Response:
@@ -191,44 +190,48 @@ class _AzureEvents:
 
 
 def services() -> tuple[MetadataService, ...]:
-    """One for each cloud that is known."""
+    """Return one service for each supported cloud."""
     return Aws(), Gcp(), Azure()
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """Callbacks, each called once at most: with the zone; with a rebalance recommendation; with the notice and for
-    how many seconds the machine stays."""
+class Callbacks:
+    """Callbacks, each called at most once.
+
+    Their arguments are the zone; the rebalance recommendation; the notice and the seconds until the machine's end.
+    """
 
     located: Callable[[str], None]
     rebalance: Callable[[str], None]
     noticed: Callable[[str, float], None]
 
 
-def watch(known: Sequence[MetadataService], heard: Heard, stop: threading.Event, poll_s: float = POLL_S) -> None:
-    """Tell what is `heard` of the machine's end, until its notice.
+def watch(
+    services: Sequence[MetadataService], callbacks: Callbacks, stop: threading.Event, poll_s: float = POLL_S
+) -> None:
+    """Poll the machine's metadata service until the preemption notice or `stop`.
 
-    To be run in a thread, for it waits on the network. It returns at `stop`, too.
+    Run it in a thread, since it blocks on the network.
     """
-    # Not through a proxy: it would answer for its own machine.
+    # Not through a proxy, which would answer for its own machine.
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as http:
-        while (found := _detect(known, http)) is None:
+        while (located := _detect(services, http)) is None:
             if stop.wait(DETECT_S):
                 return
-        service, zone = found
-        heard.located(zone)
-        recommended = False
-        while not (why := _said(service.notice, http)):
-            if not recommended and (advice := _said(service.rebalance, http)):
-                recommended = True
-                heard.rebalance(advice)
+        service, zone = located
+        callbacks.located(zone)
+        is_recommended = False
+        while not (notice := _answer_of(service.notice, http)):
+            if not is_recommended and (recommendation := _answer_of(service.rebalance, http)):
+                is_recommended = True
+                callbacks.rebalance(recommendation)
             if stop.wait(poll_s):
                 return
-        heard.noticed(why, service.notice_s)
+        callbacks.noticed(notice, service.notice_s)
 
 
-def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[MetadataService, str] | None:
-    for service in known:
+def _detect(services: Sequence[MetadataService], http: httpx.Client) -> tuple[MetadataService, str] | None:
+    for service in services:
         try:
             zone = service.locate(http)
         except NO_ANSWER:
@@ -238,8 +241,8 @@ def _detect(known: Sequence[MetadataService], http: httpx.Client) -> tuple[Metad
     return None
 
 
-def _said(ask: Callable[[httpx.Client], str], http: httpx.Client) -> str:
+def _answer_of(call: Callable[[httpx.Client], str], http: httpx.Client) -> str:
     try:
-        return ask(http)
+        return call(http)
     except NO_ANSWER:
         return ""

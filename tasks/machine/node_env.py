@@ -1,4 +1,4 @@
-"""What a machine of the run is told when its work is started: its environment, read once and checked."""
+"""Read and check the environment variables that the controller sets for a node's work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from policies.model.vocabulary import Precedence, precedence_of
 
 
 class NotANode(Exception):
-    """The environment lacks what every node of a run is given."""
+    """A variable is missing that every node of a run has."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeEnv:
-    """One node's environment, see `node_contract`. `host` is the address at which others reach this machine."""
+    """A node's environment, see `node_contract`. `host` is the address at which others reach this machine."""
 
     run: str
     node: str
@@ -30,12 +30,12 @@ class NodeEnv:
 
     @property
     def precedence(self) -> Precedence:
-        """What this attempt has over others."""
+        """The precedence of this attempt over others."""
         return precedence_of(self.timeline, self.node, self.attempt)
 
 
 def read_node_env() -> NodeEnv:
-    """Read it. Raises NotANode naming the variable that is missing."""
+    """Read the environment. Raises NotANode with the name of a missing variable."""
     try:
         return NodeEnv(
             run=os.environ[RUN_ENV],
@@ -47,13 +47,13 @@ def read_node_env() -> NodeEnv:
             host=os.environ.get("GRPO_ORCH_NODE_HOST", "127.0.0.1"),
         )
     except KeyError as error:
-        raise NotANode(f"{error.args[0]} is not set; a node's work is started by the controller") from error
+        raise NotANode(f"{error.args[0]} is not set; only the controller starts a node's work") from error
 
 
 def read_run_here(store: Store, token: str) -> RunRecord:
-    """The run as its secret vouches for it, its `workdir` being where the folder of run.yaml is on this machine.
+    """Read the run's record, verified by its secret, with `workdir` set to this machine's folder of run.yaml.
 
-    A cloud's machine has a copy of that folder, and its work is started in it. Raises NotVouched, StoreError.
+    A cloud machine has a copy of that folder, and its work starts there. Raises NotVouched, StoreError.
     """
     record = read_vouched_run(store, token)
     if record.spec.cloud == "local":

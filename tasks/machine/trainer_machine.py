@@ -1,8 +1,8 @@
-"""The trainer's machine: trainer, gateway and uploader, side by side, `python -m tasks.machine.trainer_machine`.
+"""Run trainer, gateway and uploader on the trainer's machine: `python -m tasks.machine.trainer_machine`.
 
-The gateway is started again whenever it ends, within a moment: it holds nothing that its members and the trainer
-do not tell it anew. So is the uploader, which finds its work in the spool and in the store. The trainer is not:
-when it ends, this process ends with its exit code, and the controller decides.
+The gateway is restarted whenever it ends; its members and the trainer give it its state again. So is the uploader,
+which finds its work in the spool and in the store. When the trainer ends, this process ends with its exit code,
+and the controller decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from policies.model import exit_codes, node_contract
 from policies.model.gpus import DRIVER_HINT, DriverFailed
 from policies.model.vocabulary import Role
 from tasks.machine.children import exit_code_of, start_child
-from tasks.machine.exit_note import leave_reason, take_exit_code, told_exit_code
+from tasks.machine.exit_note import leave_reason, take_exit_code, trainer_exit_code
 from tasks.machine.launching import (
     counted_gpus,
     set_up,
@@ -40,10 +40,10 @@ from tasks.machine.spooling import find_spool
 
 log = structlog.get_logger()
 
-RESTART_WAIT_S = 0.2  # doubled while it ends within STEADY_S of its start
+RESTART_WAIT_S = 0.2  # doubled while the process ends within STEADY_S of its start
 RESTART_WAIT_MAX_S = 5.0
 STEADY_S = 10.0
-UPLOAD_S = 60.0  # the next attempt takes up what takes longer
+UPLOAD_S = 60.0  # after that the next attempt uploads the rest
 
 
 def main() -> int:
@@ -58,63 +58,62 @@ def main() -> int:
     if (failed := set_up(Path(env.workdir), spec.trainer.setup)) is not None:
         _last_line(f"trainer.{failed}")
         return exit_codes.UNFIT_MACHINE
-    told = with_own_builds({**without_ranks(os.environ), **spec.trainer.env}, Path(env.workdir))
+    environment = with_own_builds({**without_ranks(os.environ), **spec.trainer.env}, Path(env.workdir))
     try:
-        gpus = counted_gpus(Role.TRAINER, spec, told)
+        gpus = counted_gpus(Role.TRAINER, spec, environment)
     except DriverFailed as error:
         _last_line(f"{error}; {DRIVER_HINT}")
         return exit_codes.UNFIT_MACHINE
-    evaluates = record.evaluation is not None
-    if evaluates:
-        told = with_one_gpu(told)
+    is_evaluation = record.evaluation is not None
+    if is_evaluation:
+        environment = with_one_gpu(environment)
     elif (unfit := unfit_gpus(spec, gpus)) is not None:
-        code, why = unfit
-        _last_line(why)
+        code, reason = unfit
+        _last_line(reason)
         return code
     take_exit_code(Path(env.workdir))  # of an earlier attempt
-    argv = [sys.executable, "-m", node_contract.EVALUATOR] if evaluates else trainer_argv(env, spec)
-    trainer = start_child(argv, told)
+    argv = [sys.executable, "-m", node_contract.EVALUATOR] if is_evaluation else trainer_argv(env, spec)
+    trainer = start_child(argv, environment)
 
     def end(*_: object) -> None:
-        """Ask all processes of the trainer to leave; a second signal kills it."""
+        """Request all processes of the trainer to leave; a second signal kills it."""
         signal.signal(signal.SIGTERM, lambda *_: trainer.kill())
         stop_file(Path(env.workdir), env.attempt).touch()
 
     signal.signal(signal.SIGTERM, end)
-    beside = [Beside("gateway", node_contract.GATEWAY), Beside("uploader", "tasks.machine.uploader")]
+    sidecars = [Sidecar("gateway", node_contract.GATEWAY), Sidecar("uploader", "tasks.machine.uploader")]
     while True:
         pid, status = os.wait()
         if pid == trainer.pid:
-            let_upload(Path(env.workdir))
-            for one in beside:
-                one.end()
+            await_upload(Path(env.workdir))
+            for sidecar in sidecars:
+                sidecar.end()
             ended = exit_code_of(os.waitstatus_to_exitcode(status))
-            code = told_exit_code(Path(env.workdir), ended)
+            code = trainer_exit_code(Path(env.workdir), ended)
             if ended == exit_codes.OK != code:
-                why = "its process ended with 0 before its end, as os._exit(0) in a reward function has it do"
-                _last_line(why)
+                _last_line("the trainer's process exited with 0 before training ended, for example by os._exit(0)")
             return code
-        for one in beside:
-            if pid == one.process.pid:
-                one.restart(status)
+        for sidecar in sidecars:
+            if pid == sidecar.process.pid:
+                sidecar.restart(status)
 
 
-def _last_line(why: str) -> None:
-    """Print why the work here ends, and note it for the controller."""
-    leave_reason(Path(read_node_env().workdir), why)
-    print(f"grpo-orch trainer machine: {why}", file=sys.stderr, flush=True)
+def _last_line(reason: str) -> None:
+    """Print why the work ends, and note it for the controller."""
+    leave_reason(Path(read_node_env().workdir), reason)
+    print(f"grpo-orch trainer machine: {reason}", file=sys.stderr, flush=True)
 
 
-def let_upload(workdir: Path, timeout_s: float = UPLOAD_S) -> None:
-    """Give the uploader a while to store what a trainer that has died had sealed; it may be the machine's end."""
+def await_upload(workdir: Path, timeout_s: float = UPLOAD_S) -> None:
+    """Wait for the uploader to store sealed checkpoints after the trainer's end: the machine may end soon."""
     deadline_s = time.monotonic() + timeout_s
     spool = find_spool(workdir)
     while spool is not None and spool.sealed() and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)
 
 
-class Beside:
-    """A process that is kept up beside the trainer. `module` is what it runs."""
+class Sidecar:
+    """A process next to the trainer that is restarted when it ends. `module` is what it runs."""
 
     def __init__(self, name: str, module: str) -> None:
         self._name, self._module = name, module
@@ -122,9 +121,9 @@ class Beside:
         self.process = self._start()
 
     def restart(self, status: int) -> None:
-        """Start it again after it has ended with a wait status, later each time if it ends at once."""
-        steady = time.monotonic() - self._started_at_s > STEADY_S
-        self._wait_s = RESTART_WAIT_S if steady else min(2 * self._wait_s, RESTART_WAIT_MAX_S)
+        """Restart the process after it ended with a wait status, with exponential backoff."""
+        is_steady = time.monotonic() - self._started_at_s > STEADY_S
+        self._wait_s = RESTART_WAIT_S if is_steady else min(2 * self._wait_s, RESTART_WAIT_MAX_S)
         code = os.waitstatus_to_exitcode(status)
         log.warning(f"{self._name}_ended", exit_code=code, restart_in_s=self._wait_s)
         time.sleep(self._wait_s)

@@ -1,4 +1,4 @@
-"""Progress of a long transfer, for a log file: a line now and then, none for a quick one."""
+"""Log the progress of long transfers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from policies.serving.joining import Stage
 
 log = structlog.get_logger()
 
-SAY_S = 5.0
+LOG_S = 5.0
 
 
 class TransferLog:
-    """Says every SAY_S how much of `what` is done, and tells `say` each time. Safe from any thread."""
+    """Logs a transfer's progress every LOG_S and passes each change to `report`.
 
-    def __init__(self, what: str, total_bytes: int = 0, say: Callable[[Stage], None] = lambda _: None) -> None:
-        self._what = what
+    `add` may be called from any thread. A transfer faster than LOG_S is not logged.
+    """
+
+    def __init__(self, name: str, total_bytes: int = 0, report: Callable[[Stage], None] = lambda _: None) -> None:
+        self._name = name
         self._total_bytes = total_bytes
-        self._say = say
+        self._report = report
         self._done_bytes = 0
-        self._said_s = time.monotonic()
+        self._logged_at_s = time.monotonic()
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> None:
-        """Count more that is done."""
+        """Add transferred bytes."""
         with self._lock:
             self.at(self._done_bytes + size_bytes, self._total_bytes)
 
     def at(self, done_bytes: int, total_bytes: int) -> None:
-        """Count what is done in all."""
+        """Set the total of transferred bytes."""
         self._done_bytes = done_bytes
-        self._say(Stage(self._what, done_bytes, total_bytes))
-        if time.monotonic() - self._said_s > SAY_S:
-            self._said_s = time.monotonic()
-            log.info(self._what, done_mib=done_bytes >> 20, of_mib=total_bytes >> 20)
+        self._report(Stage(self._name, done_bytes, total_bytes))
+        if time.monotonic() - self._logged_at_s > LOG_S:
+            self._logged_at_s = time.monotonic()
+            log.info(self._name, done_mib=done_bytes >> 20, of_mib=total_bytes >> 20)

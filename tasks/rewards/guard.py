@@ -1,8 +1,8 @@
-"""What is done about a reward function that raises, hangs, or returns what is no score.
+"""Handle reward functions and tools that raise, hang, or return invalid scores.
 
-It is named with the prompt that it fails for. That is found by calling it once more for each prompt's completions
-alone; a group is never divided, for a function may compare the completions of one. By the run's rule that ends the
-run, or those completions have no score of it.
+To find the prompt at fault, a failed reward function is called again for each prompt's completions separately. A
+group is never split, since a function may compare the completions within it. Depending on `policies.on_bad_reward`
+the failure ends the run, or those completions get no score from this function.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tasks.rewards.texts import shown, text_of
 
 log = structlog.get_logger()
 
-GRACE_S = 60.0  # in which Python notices an interrupt; code in C may never, as a regular expression's
+GRACE_S = 60.0  # for Python to act on an interrupt; C code, such as a regular expression, may never return
 Scores = list[float | None]
-FAULTS = (Exception, SystemExit)  # of the user's code: `sys.exit` in it is no wish to end the run
-NO_SCORES = (Mapping, Set, str, bytes)  # whose elements are no scores in the completions' order
+FAULTS = (Exception, SystemExit)  # of the user's code: its `sys.exit` must not end the run
+NO_SCORES = (Mapping, Set, str, bytes)  # iterables whose elements are not scores in the completions' order
 
 
 class BadReward(Exception):
-    """A reward function is at fault; one line names it and the prompt."""
+    """A reward function is at fault. The one-line message names the function and the prompt."""
 
 
 class TooLong(BaseException):
-    """Raised within a function that hangs; no `except Exception` of its own takes it."""
+    """Raised inside a function that hangs. A BaseException: its own `except Exception` must not catch it."""
 
 
 def guarded(
@@ -49,41 +49,44 @@ def guarded(
     timeout_s: float,
     passes: Callable[[BaseException], bool],
 ) -> Callable[..., Any]:
-    """Return the reward function, with all that it does looked at. Under the rule `fail` it raises BadReward.
+    """Wrap a reward function so that its errors, timeouts and invalid scores follow `rule`.
+
+    Under the rule `fail` the wrapper raises BadReward.
 
     Args:
-        name: its import path.
-        timeout_s: for one call.
-        passes: whether an error is not the function's, and goes on as it is.
+        name: the function's import path.
+        timeout_s: limit of one call.
+        passes: returns True for an error that is not the function's fault; it is raised unchanged.
     """
 
     @functools.wraps(function)
-    def reward(**told: Any) -> Scores:
-        def call(told: dict[str, Any], within_s: float) -> Scores:
-            with interrupted(within_s, name):
-                return _scores(call_alone(function, told), told, name, rule)
+    def reward(**arguments: Any) -> Scores:
+        def call(arguments: dict[str, Any], timeout_s: float) -> Scores:
+            with interrupted(timeout_s, name):
+                return _checked_scores(call_alone(function, arguments), arguments, name, rule)
 
         try:
-            return call(told, timeout_s)
+            return call(arguments, timeout_s)
         except (TooLong, *FAULTS) as error:
             if isinstance(error, BadReward) or passes(error):
                 raise
-            return _by_group(told, error, call, name, rule, timeout_s, passes)
+            return _score_by_group(arguments, error, call, name, rule, timeout_s, passes)
 
     @functools.wraps(function)
-    async def awaited(**told: Any) -> Scores:
+    async def reward_async(**arguments: Any) -> Scores:
         try:
-            return _scores(await asyncio.wait_for(_contained(function, told), timeout_s), told, name, rule)
+            values = await asyncio.wait_for(_await_contained(function, arguments), timeout_s)
+            return _checked_scores(values, arguments, name, rule)
         except Exception as error:
             if isinstance(error, BadReward) or passes(error):
                 raise
-            return _failed(told, error, name, rule)
+            return _no_scores(arguments, error, name, rule)
 
-    return awaited if inspect.iscoroutinefunction(function) else reward
+    return reward_async if inspect.iscoroutinefunction(function) else reward
 
 
-def _by_group(
-    told: dict[str, Any],
+def _score_by_group(
+    arguments: dict[str, Any],
     error: BaseException,
     call: Callable[[dict[str, Any], float], Scores],
     name: str,
@@ -91,104 +94,108 @@ def _by_group(
     timeout_s: float,
     passes: Callable[[BaseException], bool],
 ) -> Scores:
-    """The scores of those prompts whose completions can be scored alone, in as much time once more."""
-    groups = list(_groups(told))
+    """Score each prompt's completions separately, with `timeout_s` for all of them together."""
+    groups = list(_groups(arguments))
     if len(groups) == 1:
-        return _failed(told, error, name, rule)
+        return _no_scores(arguments, error, name, rule)
     scores: Scores = []
     for group in groups:
         try:
             scores += call(group, timeout_s / len(groups))
-        except (TooLong, *FAULTS) as again:
-            if isinstance(again, BadReward) or passes(again):
+        except (TooLong, *FAULTS) as group_error:
+            if isinstance(group_error, BadReward) or passes(group_error):
                 raise
-            scores += _failed(group, again, name, rule)
+            scores += _no_scores(group, group_error, name, rule)
     if rule == "fail":
-        raise BadReward(f"{name} {said(error)}, for all {len(groups)} prompts at once and for none alone")
+        raise BadReward(
+            f"{name} {said(error)} when called for {len(groups)} prompts, but for no prompt separately"
+        )
     return scores
 
 
-def _groups(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each prompt's completions would be called with alone."""
-    count = len(told["prompts"])
-    for _, found in itertools.groupby(range(count), lambda index: told["prompts"][index]):
-        rows = list(found)
-        alone = {
+def _groups(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield for each prompt the arguments of its completions."""
+    count = len(arguments["prompts"])
+    for _, indices in itertools.groupby(range(count), lambda index: arguments["prompts"][index]):
+        rows = list(indices)
+        group = {
             key: value[rows[0] : rows[-1] + 1] if isinstance(value, list) and len(value) == count else value
-            for key, value in told.items()
+            for key, value in arguments.items()
         }
-        yield {**alone, "log_extra": lambda *_, **__: None}  # a column of some of the rows is none
+        yield {**group, "log_extra": lambda *_, **__: None}  # it needs a value for every row
 
 
-def call_alone(function: Callable[..., Any], told: dict[str, Any]) -> Any:
-    """Call it with lists of its own, which it may change; a process that it forked comes no further than here."""
-    here = os.getpid()
+def call_alone(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function with copies of the lists. A process that it forks exits on return."""
+    own_pid = os.getpid()
     try:
-        return function(**_copied(told))
+        return function(**_copied(arguments))
     finally:
-        if os.getpid() != here:
+        if os.getpid() != own_pid:
             os._exit(1)
 
 
-async def _contained(function: Callable[..., Any], told: dict[str, Any]) -> Any:
+async def _await_contained(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
-        return await function(**_copied(told))
-    except SystemExit as error:  # it would end the loop, and who waits for an answer would wait for ever
+        return await function(**_copied(arguments))
+    except SystemExit as error:  # it would end the event loop, and its callers would wait forever
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-def _copied(told: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, list) else value for key, value in told.items()}
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
-def _scores(found: Any, told: dict[str, Any], name: str, rule: OnBadReward) -> Scores:
-    """What a function returned, as numbers. Raises TypeError, ValueError where they are not one for each."""
-    if isinstance(found, NO_SCORES):
-        raise TypeError(f"it returned a {type(found).__name__}, expected a list")
-    values = list(found)
-    count = len(told["completions"])
+def _checked_scores(returned: Any, arguments: dict[str, Any], name: str, rule: OnBadReward) -> Scores:
+    """Convert a returned value to scores. Raises TypeError, ValueError unless there is one per completion."""
+    if isinstance(returned, NO_SCORES):
+        raise TypeError(f"it returned a {type(returned).__name__}, expected a list")
+    values = list(returned)
+    count = len(arguments["completions"])
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} values for {count} completions")
     scores = [None if value is None else float(value) for value in values]
     for index, score in enumerate(scores):
         if score is not None and not math.isfinite(score):
             scores[index] = None
-            _tell(told, index, f"returned {score}", name, rule)
+            _report(arguments, index, f"returned {score}", name, rule)
     return scores
 
 
-def _failed(told: dict[str, Any], error: BaseException, name: str, rule: OnBadReward) -> Scores:
-    _tell(told, 0, said(error), name, rule)
-    return [None] * len(told["completions"])
+def _no_scores(arguments: dict[str, Any], error: BaseException, name: str, rule: OnBadReward) -> Scores:
+    _report(arguments, 0, said(error), name, rule)
+    return [None] * len(arguments["completions"])
 
 
-def _tell(told: dict[str, Any], index: int, what: str, name: str, rule: OnBadReward) -> None:
-    """Name a function and a sample. Raises BadReward where the rule is `fail`."""
-    prompt, completion = (shown(text_of(told[key][index])) for key in ("prompts", "completions"))
+def _report(arguments: dict[str, Any], index: int, problem: str, name: str, rule: OnBadReward) -> None:
+    """Raise BadReward if the rule is `fail`, else log the problem with its function and sample."""
+    prompt, completion = (shown(text_of(arguments[key][index])) for key in ("prompts", "completions"))
     if rule == "fail":
-        raise BadReward(f"{name} {what}, for the prompt {prompt} and the completion {completion}")
-    log.warning("bad_reward", function=name, what=what, prompt=prompt, completion=completion)
-    if (log_metric := told.get("log_metric")) is not None:
+        raise BadReward(f"{name} {problem}, for the prompt {prompt} and the completion {completion}")
+    log.warning("bad_reward", function=name, problem=problem, prompt=prompt, completion=completion)
+    if (log_metric := arguments.get("log_metric")) is not None:
         log_metric(f"reward_failures/{name.rpartition('.')[2]}", 1.0)
 
 
 def said(error: BaseException) -> str:
+    """Describe an error in one line."""
     if isinstance(error, TooLong | TimeoutError):
-        return "took too long"
+        return "timed out"
     return f"raised {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager
 def interrupted(timeout_s: float, name: str) -> Iterator[None]:
-    """Raise TooLong in what runs within, in the main thread, after so many seconds.
+    """Raise TooLong in the `with` block after `timeout_s`. Has no effect outside the main thread.
 
-    A function that does not notice within GRACE_S more ends the process with exit code 1, after where it stands:
-    code that holds the interpreter's lock lets no other thread of Python's run, and faulthandler's needs no lock.
+    If the block is still running GRACE_S later, faulthandler prints tracebacks and ends the process with exit code
+    1. Its thread needs no GIL, which the block may hold.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ended, telling = threading.Event(), threading.Lock()
+    main_ident = threading.get_ident()
+    ended, signalling = threading.Event(), threading.Lock()
 
     def interrupt(*_: Any) -> None:
         if not ended.is_set():
@@ -197,10 +204,10 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
     def watch() -> None:
         if ended.wait(timeout_s):
             return
-        with telling:
+        with signalling:
             if not ended.is_set():
-                log.warning("reward_hangs", function=name, timeout_s=timeout_s)
-                signal.pthread_kill(_ident(threading.main_thread()), signal.SIGUSR2)
+                log.warning("reward_timed_out", function=name, timeout_s=timeout_s)
+                signal.pthread_kill(main_ident, signal.SIGUSR2)
 
     faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True, file=2)
     before = signal.signal(signal.SIGUSR2, interrupt)
@@ -210,30 +217,30 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
     finally:
         ended.set()
         faulthandler.cancel_dump_traceback_later()
-        with telling:  # no signal comes from now on
+        with signalling:  # `watch` sends no signal from here on
             signal.signal(signal.SIGUSR2, before)
 
 
-def _ident(thread: threading.Thread) -> int:
-    assert thread.ident is not None
-    return thread.ident
-
-
-# What is done about tools and environments that raise, hang, or score by what is no number.
+# Tools and environments that raise, hang, or return invalid scores.
 #
-# What a tool raises is told to the model, by TRL. A tool that hangs is interrupted as a reward function is; so
-# are an environment's own methods, whose errors nobody but the user can answer.
+# TRL passes a tool's exception to the model. A tool that hangs is interrupted as a reward function is, and so are
+# an environment's own methods, whose errors only the user can fix.
 
 RESET, REWARD = "reset", "get_reward"
 
 
 class ToolFailed(BaseException):
-    """A tool hangs, and the rule is `fail`. No Exception: TRL tells those to the model."""
+    """A tool hung, and the rule is `fail`. A BaseException, since TRL passes an Exception to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is done about a fault, how long one call may take, and whether an error is not the user's code's."""
+    """How to handle faults of the user's code.
+
+    Args:
+        timeout_s: limit of one call.
+        passes: returns True for an error that is not the fault of the user's code.
+    """
 
     on_bad_reward: OnBadReward
     timeout_s: float
@@ -241,72 +248,73 @@ class Rule:
 
 
 def guarded_tool(tool: Callable[..., Any], name: str, rule: Rule, where: Callable[[], str] = str) -> Any:
-    """Return the tool, interrupted where it hangs: a TimeoutError for the model, or by the rule `fail` ToolFailed.
+    """Wrap a tool so that a hang raises TimeoutError, which the model sees, or ToolFailed under the rule `fail`.
 
-    What is awaited is left as it is: TRL runs it in a thread, where nothing can interrupt it.
+    A coroutine function is returned unchanged: TRL runs it in another thread, where it cannot be interrupted.
+
+    Args:
+        where: returns text to append to error messages.
     """
     if inspect.iscoroutinefunction(tool):
         return tool
 
     @functools.wraps(tool)
-    def within(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             with interrupted(rule.timeout_s, name):
                 return tool(*args, **kwargs)
-        except TooLong:
-            told = f"{name} took too long{where()}"
-        except SystemExit as error:
-            told = f"{name} {said(error)}{where()}"
+        except (TooLong, SystemExit) as error:
+            problem = f"{name} {said(error)}{where()}"
         if rule.on_bad_reward == "fail":
-            raise ToolFailed(told)
-        log.warning("bad_tool", tool=name, what=told)
-        raise TimeoutError(told)
+            raise ToolFailed(problem)
+        log.warning("tool_failed", tool=name, problem=problem)
+        raise TimeoutError(problem)
 
-    return within
+    return call
 
 
 def guarded_factory(factory: Callable[[], Any], name: str, rule: Rule) -> Callable[[], Any]:
-    """Return what makes environments whose methods are looked at.
+    """Wrap an environment factory so that the methods of its environments follow `rule`.
 
     Args:
-        name: its import path.
+        name: the factory's import path.
     """
 
     @functools.wraps(factory, updated=())
     def make() -> Any:
-        made = factory()
-        with contextlib.suppress(AttributeError):  # one with slots stays as it is
-            _guard_environment(made, name, rule)
-        return made
+        environment = factory()
+        with contextlib.suppress(AttributeError):  # methods of a class with __slots__ cannot be wrapped
+            _guard_environment(environment, name, rule)
+        return environment
 
     return make
 
 
-def _guard_environment(made: Any, name: str, rule: Rule) -> None:
+def _guard_environment(environment: Any, name: str, rule: Rule) -> None:
     row = {"prompt": "nothing yet"}
 
     def where() -> str:
         return f", for the prompt {shown(text_of(row['prompt']))}"
 
-    def called(method: Callable[..., Any], told: dict[str, Any]) -> Any:
+    def call(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         try:
             with interrupted(rule.timeout_s, name):
-                return method(**told)
+                return method(**arguments)
         except (TooLong, *FAULTS) as error:
             if rule.passes(error):
                 raise
             raise BadReward(f"{name}.{method.__name__} {said(error)}{where()}") from error
 
-    reset, reward = made.reset, getattr(made, REWARD, None)
+    reset, reward = environment.reset, getattr(environment, REWARD, None)
 
-    def begin(**told: Any) -> Any:
-        row["prompt"] = told.get("prompt", "")
-        return called(reset, told)
+    def guarded_reset(**arguments: Any) -> Any:
+        row["prompt"] = arguments.get("prompt", "")
+        return call(reset, arguments)
 
-    def score() -> Any:
+    def guarded_reward() -> Any:
         assert reward is not None
         try:
-            value = called(reward, {})
+            value = call(reward, {})
             if value is None or math.isfinite(float(value)):
                 return value
             raise BadReward(f"{name}.{REWARD} returned {value}{where()}")
@@ -314,12 +322,13 @@ def _guard_environment(made: Any, name: str, rule: Rule) -> None:
             bad = error if isinstance(error, BadReward) else BadReward(f"{name}.{REWARD} {said(error)}{where()}")
             if rule.on_bad_reward == "fail":
                 raise bad from error
-            log.warning("bad_reward", function=f"{name}.{REWARD}", what=str(bad))
+            log.warning("bad_reward", function=f"{name}.{REWARD}", problem=str(bad))
             return None
 
-    made.reset = begin
+    environment.reset = guarded_reset
     if reward is not None and not inspect.iscoroutinefunction(reward):
-        made.get_reward = score
-    for tool, _ in inspect.getmembers(type(made), predicate=inspect.isfunction):
+        environment.get_reward = guarded_reward
+    for tool, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction):
         if not tool.startswith("_") and tool not in (RESET, REWARD):
-            setattr(made, tool, guarded_tool(getattr(made, tool), f"{name}.{tool}", rule, where))
+            guard = guarded_tool(getattr(environment, tool), f"{name}.{tool}", rule, where)
+            setattr(environment, tool, guard)

@@ -1,5 +1,4 @@
-"""Reward functions that score one completion, made into TRL's kind, which scores many: in processes that are
-killed where one takes too long."""
+"""Turn functions that score one completion into TRL reward functions, run in killable worker processes."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from tasks.rewards.texts import shown, text_of
 log = structlog.get_logger()
 
 LIMIT_S = 5.0
-WALL_FACTOR = 5.0  # what waits for something takes no CPU time; on a busy machine work takes a few times as long
+WALL_FACTOR = 5.0  # wall time per CPU time: waiting takes no CPU time, and a busy machine is a few times slower
 MEMORY_BYTES = 2 << 30
-LOGGED_MAX = 5  # failures of one call that are written out
-# What Python and libraries of linear algebra need; tokens and keys are left behind.
+LOGGED_MAX = 5  # failures of one call that are logged individually
+# Variables that Python and linear-algebra libraries need, without tokens and keys.
 ENVIRONMENT = (
     "PATH",
     "HOME",
@@ -43,7 +42,7 @@ Reward = Callable[..., list[float | None]]
 
 
 class RewardRaised(Exception):
-    """A function that scores one completion raised; the message names both."""
+    """A function that scores one completion raised. The message names the function and the completion."""
 
 
 def in_workers(
@@ -54,79 +53,79 @@ def in_workers(
     needs: Sequence[str] = (),
     name: str = "",
 ) -> Callable[[Score], Reward]:
-    """Make a reward function in TRL's signature of a module's function that scores one completion.
+    """Turn a module-level function that scores one completion into a reward function in TRL's signature.
 
-    The function takes the completion's text first; its other parameters are columns of the dataset, `prompt`, or
-    arguments from run.yaml. Workers import its module by name.
+    The function's first parameter is the completion's text; the others are dataset columns, `prompt`, or arguments
+    from run.yaml. Workers import its module by name.
 
     Args:
-        limit_s: CPU time for one completion; five times as long by the clock.
-        failure: the score of a completion that took more time or memory, or ended the worker. It should be the
-            score of a wrong answer: with None a hang would be better for the model than being wrong.
+        limit_s: CPU time for one completion; the wall time limit is five times this.
+        failure: score of a completion that exceeded its time or memory, or ended the worker. Use the score of a
+            wrong answer: with None, hanging would pay the model better than being wrong.
         memory_bytes: address space of a worker.
-        needs: modules that a worker imports before its first completion, so that it is not charged for it.
-        name: what failures are logged under, where it is not the function's own.
+        needs: modules a worker imports at its start, outside the time limit of its first completion.
+        name: name in the log instead of the function's own.
     """
 
     def wrap(score: Score) -> Reward:
-        text, *others = inspect.signature(score).parameters.values()
+        text, *parameters = inspect.signature(score).parameters.values()
 
         @functools.wraps(score)
         def reward(
-            prompts: Sequence[Any], completions: Sequence[Any], fixed: Mapping[str, Any] = NOTHING, **told: Any
+            prompts: Sequence[Any], completions: Sequence[Any], fixed: Mapping[str, Any] = NOTHING, **others: Any
         ) -> list[float | None]:
-            columns = {"prompt": prompts, **told}
-            for one in others:
-                if one.default is one.empty and one.name not in fixed.keys() | columns.keys():
-                    raise TypeError(
-                        f"{score.__name__} needs a column or an argument `{one.name}`, and there is none"
-                    )
-            per_row = [one.name for one in others if one.name in columns.keys() - fixed.keys()]
+            columns = {"prompt": prompts, **others}
+            for parameter in parameters:
+                is_required = parameter.default is parameter.empty
+                if is_required and parameter.name not in fixed.keys() | columns.keys():
+                    raise TypeError(f"{score.__name__} needs a column or an argument `{parameter.name}`")
+            names = [parameter.name for parameter in parameters]
+            per_row = [column for column in names if column in columns.keys() - fixed.keys()]
             samples = [
-                {text.name: text_of(one), **fixed, **{column: columns[column][i] for column in per_row}}
-                for i, one in enumerate(completions)
+                {text.name: text_of(completion), **fixed, **{column: columns[column][i] for column in per_row}}
+                for i, completion in enumerate(completions)
             ]
             pool = _pool(score.__module__, score.__qualname__, memory_bytes)
-            limits, log_metric = Limits(limit_s, WALL_FACTOR * limit_s), told.get("log_metric")
-            answers = answered(name or score.__name__, pool, samples, limits, completions, log_metric)
-            return [one.value if one.ending == "scored" else failure for one in answers]
+            limits, log_metric = Limits(limit_s, WALL_FACTOR * limit_s), others.get("log_metric")
+            answers = run_samples(name or score.__name__, pool, samples, limits, completions, log_metric)
+            return [answer.value if answer.ending == "scored" else failure for answer in answers]
 
-        reward.score, reward.needs = score, needs  # type: ignore[attr-defined]  # where the worker finds them
+        reward.score, reward.needs = score, needs  # type: ignore[attr-defined]  # read by the worker
         return reward
 
     return wrap
 
 
 def with_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the reward function with arguments from run.yaml, which stand before columns of the same name.
+    """Bind arguments from run.yaml to a reward function. They take precedence over columns of the same name.
 
-    Raises TypeError for one that the function does not name.
+    Raises TypeError for an argument that is not a parameter of the function.
     """
     score = getattr(function, "score", function)
     for name in arguments:
         if name not in inspect.signature(score).parameters:
             raise TypeError(f"{function.__name__} takes no argument `{name}`")
-    given = {"fixed": arguments} if hasattr(function, "score") else dict(arguments)
+    bound = {"fixed": arguments} if hasattr(function, "score") else dict(arguments)
 
-    @functools.wraps(function)  # it copies what the function says of itself, too
-    def reward(**told: Any) -> Any:
-        return function(**told | given)
+    @functools.wraps(function)  # copies its attributes, too
+    def reward(**columns: Any) -> Any:
+        return function(**columns | bound)
 
     if hasattr(function, "readable"):
-        reward.readable = functools.partial(_with, function.readable, given)  # type: ignore[attr-defined]  # `says`
+        reward.readable = functools.partial(_call_bound, function.readable, bound)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
-    async def awaited(**told: Any) -> Any:
-        return await function(**told | given)
+    async def reward_async(**columns: Any) -> Any:
+        return await function(**columns | bound)
 
-    return awaited if inspect.iscoroutinefunction(function) else reward
-
-
-def _with(function: Callable[..., Any], given: Mapping[str, Any], **told: Any) -> Any:
-    return function(**told | dict(given))
+    return reward_async if inspect.iscoroutinefunction(function) else reward
 
 
-def answered(
+def _call_bound(function: Callable[..., Any], bound: Mapping[str, Any], **columns: Any) -> Any:
+    return function(**columns | dict(bound))
+
+
+def run_samples(
     name: str,
     pool: Pool,
     samples: Sequence[Any],
@@ -134,7 +133,7 @@ def answered(
     completions: Sequence[Any],
     log_metric: Callable[[str, float], None] | None,
 ) -> list[Answer]:
-    """Return what became of each sample; those that failed are named in the log. Raises RewardRaised, NoWorker."""
+    """Return the answer to each sample, and log the samples that failed. Raises RewardRaised, NoWorker."""
     try:
         answers = pool.map(samples, limits)
     except NoWorker as error:
@@ -145,8 +144,8 @@ def answered(
     failed = [index for index, answer in enumerate(answers) if answer.ending == "failed"]
     for index in failed[:LOGGED_MAX]:
         text = text_of(completions[index])
-        said = {"sample": index, "why": answers[index].why, "characters": len(text), "completion": shown(text)}
-        log.warning("reward_failed", function=name, **said)
+        fields = {"sample": index, "why": answers[index].why, "characters": len(text), "completion": shown(text)}
+        log.warning("reward_failed", function=name, **fields)
     if failed:
         log.warning("rewards_failed", function=name, failed=len(failed), of=len(answers))
         if log_metric is not None:
@@ -162,6 +161,6 @@ def _pool(module: str, name: str, memory_bytes: int) -> Pool:
 def _start(module: str, name: str, memory_bytes: int) -> subprocess.Popen[bytes]:
     env = {key: os.environ[key] for key in ENVIRONMENT if key in os.environ}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    env["PYTHONHASHSEED"] = "0"  # what depends on the order of a set is the same in every worker
+    env["PYTHONHASHSEED"] = "0"  # every worker iterates a set in the same order
     argv = [sys.executable, "-m", "tasks.rewards.worker", module, name, str(memory_bytes)]
     return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -1,10 +1,9 @@
-"""What runs inside the sandbox, as its first process: it tries programs, each in a process forked for it.
+"""First process inside the sandbox: runs each program in a forked process.
 
-Read by Python as a file alone: it imports nothing of this project, for nothing of it is there. It has no file
-system to write to, no network and no process but its own around it; see `code_tests` beside it. A forked process
-gets, in addition: limits of CPU time, memory, files and threads, and a filter of system calls, all without a
-way back. It must not reach this one, which answers for it: it holds none of its pipes, may not trace it, and
-signals from within do not reach the first process of a namespace.
+Python runs this file on its own, so it cannot import this project. `code_tests` starts it without a writable file
+system, a network or other processes. A forked process also gets irrevocable limits of CPU time, memory, files and
+threads, and a filter of system calls. It cannot affect the first process, which reports its result: it has none of
+its pipes, may not trace it, and cannot signal the first process of a namespace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import time
 import types
 from typing import Any
 
-# What such programs import, so that a forked process has it already.
+# Common imports of programs, loaded before the fork.
 COMMON = (
     "bisect collections copy datetime decimal fractions functools heapq io itertools math operator queue random re"
 )
@@ -37,10 +36,10 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38  # linux/prctl.
 SECCOMP_MODE_FILTER = 2
 VERDICT_BYTES = 16
 OPEN_FILES_MAX = 64
-# By machine: its name in audit.h, the numbers of clone and of prlimit64, and those of the system calls
-# (asm/unistd.h) that make what outlives its process, or lead where no such program has any business: System V's
-# and POSIX's shared objects, keys, namespaces, mounts, tracing, BPF, asynchronous I/O, other processes' memory and
-# how they are scheduled, which the first process would hand on to the next program.
+# By architecture: its id in audit.h, the numbers of clone and prlimit64, and the denied system calls
+# (asm/unistd.h). These create objects that outlive their process, or give access a program does not need: System V
+# and POSIX shared objects, keys, namespaces, mounts, tracing, BPF, asynchronous I/O, memory and scheduling of
+# other processes, which the first process would pass on to the next program.
 DENIED = {
     "x86_64": (
         0xC000003E,
@@ -59,12 +58,16 @@ DENIED = {
          440, 442, 447),
     ),
 }  # fmt: skip
-X32 = 0x40000000  # x86-64's calls once more, in another numbering
-CLONE3 = 435  # it says in memory, which no filter reads, what clone says in its first argument
-NAMESPACES = 0x7E020000  # clone's flags that make any (linux/sched.h)
+X32 = 0x40000000  # first number of x86-64's second set of system calls
+CLONE3 = 435  # its flags are in memory, which a filter cannot read; clone's are in its first argument
+NAMESPACES = 0x7E020000  # clone's flags that create namespaces (linux/sched.h)
 CLONE_THREAD = 0x10000
-FORKS = (57, 58) if platform.machine() == "x86_64" else ()  # fork and vfork; elsewhere there is clone alone
-ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026  # linux/seccomp.h; without clone3 libraries use clone
+FORKS = (57, 58) if platform.machine() == "x86_64" else ()  # fork and vfork; other architectures have only clone
+ALLOW, EPERM, ENOSYS = (
+    0x7FFF0000,
+    0x00050001,
+    0x00050026,
+)  # linux/seccomp.h; without clone3 libraries use clone
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
@@ -73,7 +76,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     uid = int(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace gets no signal by default
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # for the first process of a namespace this ignores SIGINT
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -83,62 +86,62 @@ def main() -> None:
     _deny_calls()
     for name in COMMON.split():
         importlib.import_module(name)
-    for name in ("exit", "quit"):  # programs end by them, and Python has them of `site` alone
+    for name in ("exit", "quit"):  # programs use them, but only `site` defines them
         setattr(builtins, name, sys.exit)
     sys.argv[:] = ["completion.py"]
     print("null", flush=True)
     for line in sys.stdin:
         for sample in json.loads(line):
-            print(json.dumps(["scored", _try_all(**sample), ""]), flush=True)
+            print(json.dumps(["scored", _run_tests(**sample), ""]), flush=True)
 
 
-def _try_all(program: str, tests: list[dict[str, str]], limits: dict[str, int]) -> list[dict[str, Any]]:
-    """What each test printed and whether it came to its end. After one that took too long no more are tried."""
-    found = []
+def _run_tests(program: str, tests: list[dict[str, str]], limits: dict[str, int]) -> list[dict[str, Any]]:
+    """Return each test's output and whether it completed. Stops after a test that exceeds its time limit."""
+    results = []
     for test in tests:
-        found.append(_try(program, test, limits))
-        if found[-1]["why"] == "time":
+        results.append(_run_test(program, test, limits))
+        if results[-1]["why"] == "time":
             break
-    return found
+    return results
 
 
-def _try(program: str, test: dict[str, str], limits: dict[str, int]) -> dict[str, Any]:
-    given = os.memfd_create("input", 0)
-    _write_all(given, test.get("input", "").encode(errors="surrogatepass"))
-    os.lseek(given, 0, os.SEEK_SET)
+def _run_test(program: str, test: dict[str, str], limits: dict[str, int]) -> dict[str, Any]:
+    stdin = os.memfd_create("input", 0)
+    _write_all(stdin, test.get("input", "").encode(errors="surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
     output, output_end = os.pipe()
     verdict, verdict_end = os.pipe()
     expected = secrets.token_bytes(VERDICT_BYTES)
     child = os.fork()
     if child == 0:
-        _become(program, test.get("assertion", ""), given, output_end, verdict_end, expected, limits)
-    for one in (given, output_end, verdict_end):
-        os.close(one)
+        _become(program, test.get("assertion", ""), stdin, output_end, verdict_end, expected, limits)
+    for descriptor in (stdin, output_end, verdict_end):
+        os.close(descriptor)
     printed, why = _read(output, limits["output_bytes"], limits["wall_s"])
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # whatever else it has started
+        os.kill(-1, signal.SIGKILL)  # the child and its descendants
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
     os.set_blocking(verdict, False)
-    said = b""
+    received = b""
     with contextlib.suppress(BlockingIOError):
-        said = os.read(verdict, VERDICT_BYTES + 1)
+        received = os.read(verdict, VERDICT_BYTES + 1)
     os.close(output)
     os.close(verdict)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         why = "time"
-    return {"ended": not why and said == expected, "output": printed.decode(errors="replace"), "why": why}
+    return {"ended": not why and received == expected, "output": printed.decode(errors="replace"), "why": why}
 
 
-def _read(output: int, most: int, wall_s: float) -> tuple[bytes, str]:
-    """What a program prints, up to its end or a limit, and which limit."""
+def _read(output: int, bytes_max: int, wall_s: float) -> tuple[bytes, str]:
+    """Read a program's output to its end or a limit. Returns the name of the limit, empty at the end."""
     deadline_s, printed = time.monotonic() + wall_s, bytearray()
-    while len(printed) <= most:
+    while len(printed) <= bytes_max:
         left_s = deadline_s - time.monotonic()
         ready = select.select([output, 0], [], [], left_s)[0] if left_s > 0 else []
-        if 0 in ready:  # nothing is sent before the answer, so this is the end of the trainer: all here ends
+        if 0 in ready:  # no sample is sent before the answer, so the trainer has ended
             os._exit(1)
         if not ready:
             return bytes(printed), "time"
@@ -150,20 +153,20 @@ def _read(output: int, most: int, wall_s: float) -> tuple[bytes, str]:
 
 
 def _become(
-    program: str, assertion: str, given: int, output: int, verdict: int, expected: bytes, limits: dict[str, int]
+    program: str, assertion: str, stdin: int, output: int, verdict: int, expected: bytes, limits: dict[str, int]
 ) -> None:
-    """The forked process: run the program, then its assertion, and say so. It does not return."""
+    """Run the program and its assertion in the forked process, write `expected` on success, and exit."""
     code = 1
     try:
         nothing = os.open("/dev/null", os.O_RDWR)
-        for source, target in ((given, 0), (output, 1), (nothing, 2), (verdict, 3)):
-            os.dup2(source, target + 10)  # first out of the way of one another
+        for source, target in ((stdin, 0), (output, 1), (nothing, 2), (verdict, 3)):
+            os.dup2(source, target + 10)  # a source may have the number of another's target
         for target in range(4):
             os.dup2(target + 10, target)
         os.closerange(4, OPEN_FILES_MAX)
         for name, file in (("stdin", open(0, encoding="utf-8")), ("stdout", open(1, "w", encoding="utf-8"))):  # noqa: SIM115
             setattr(sys, name, file)
-            setattr(sys, f"__{name}__", file)  # else it is closed by a program that puts another in its place
+            setattr(sys, f"__{name}__", file)  # keeps it open when a program replaces sys.stdin or sys.stdout
         _limit(limits)
         _deny_processes()
         sys.modules["__main__"] = module = types.ModuleType("__main__")
@@ -174,7 +177,7 @@ def _become(
         _end_as_python_does()
         os.write(3, expected)
         code = 0
-    except BaseException:  # noqa: BLE001  # anything that the program raises
+    except BaseException:  # noqa: BLE001  # a program may raise anything
         pass
     finally:
         os._exit(code)
@@ -185,8 +188,8 @@ def _run(program: str, name: str, module: types.ModuleType) -> None:
 
 
 def _end_as_python_does() -> None:
-    """Wait for threads, call what atexit has, write what was printed: os._exit does none of it."""
-    threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
+    """Wait for threads, run atexit handlers and flush the output, which os._exit skips."""
+    threading._shutdown()  # type: ignore[attr-defined]  # typeshed has only public names
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.__stdout__):
         if file is not None and not file.closed:
@@ -194,20 +197,20 @@ def _end_as_python_does() -> None:
 
 
 def _limit(limits: dict[str, int]) -> None:
-    for kind, most in (
+    for kind, limit in (
         (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_NPROC, limits["threads"]),
         (resource.RLIMIT_NOFILE, OPEN_FILES_MAX),
-        (resource.RLIMIT_FSIZE, 0),  # files in memory, too
+        (resource.RLIMIT_FSIZE, 0),  # applies to memfds as well
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _deny_calls() -> None:
-    """Have the kernel refuse DENIED with EPERM, here and in all that follows."""
+    """Have the kernel refuse DENIED with EPERM, in this process and its descendants."""
     architecture, clone, prlimit, denied = DENIED[platform.machine()]
     tests = [(JUMP_AT_LEAST, X32), *((JUMP_EQUAL, number) for number in denied)]
     _filter(
@@ -217,21 +220,21 @@ def _deny_calls() -> None:
         (LOAD, 0, 0, NUMBER),
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, ENOSYS),
-        # Each leads to the last rule but for the one before it, which is over arguments.
+        # Each jumps to the last rule, EPERM. The rules in between check arguments.
         *((jump, len(tests) - index + 6, 0, number) for index, (jump, number) in enumerate(tests)),
         (JUMP_EQUAL, 0, 2, clone),
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (JUMP_BITS, 4, 3, NAMESPACES),
         (JUMP_EQUAL, 0, 2, prlimit),
         (LOAD, 0, 0, FIRST_ARGUMENT),
-        (JUMP_EQUAL, 0, 1, 0),  # of the process itself
+        (JUMP_EQUAL, 0, 1, 0),  # the process itself
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
     )
 
 
 def _deny_processes() -> None:
-    """Have the kernel refuse all but threads: what is counted by process is then the program's."""
+    """Have the kernel refuse new processes but not threads, so that limits by process hold for the program."""
     _, clone, *_ = DENIED[platform.machine()]
     _filter(
         (LOAD, 0, 0, NUMBER),

@@ -1,4 +1,4 @@
-"""A completion's text and its parts. A model may have written anything: all of this is linear in its length."""
+"""Extract the text of a completion and its parts. Everything here is linear in the length of the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SHOWN_MAX = 80  # characters of a completion in a log
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: plain, or the last message of a chat. Its images count for nothing."""
+    """Return the text of a completion: a string, or a chat's last message without its images."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else None
@@ -18,11 +18,10 @@ def text_of(completion: Any) -> str:
 
 
 def answer_of(text: str, opened: bool = False) -> str:
-    """What follows the thoughts, `<think>...</think>`; all of a text without them, nothing of one that never ends
-    them.
+    """Return the text after the reasoning, `<think>...</think>`; empty if the reasoning is unfinished.
 
     Args:
-        opened: the prompt ends with `<think>`, so that a text without `</think>` is thoughts alone.
+        opened: the prompt ends with `<think>`, so a text without `</think>` is all reasoning.
     """
     _, closed, after = text.rpartition("</think>")
     if closed:
@@ -31,14 +30,14 @@ def answer_of(text: str, opened: bool = False) -> str:
 
 
 def element(text: str, tag: str) -> str | None:
-    """What is in the last whole `<tag>...</tag>`; None where there is none."""
+    """Return the content of the last complete `<tag>...</tag>`, or None."""
     before, closed, _ = text.rpartition(f"</{tag}>")
     _, opened, inside = before.rpartition(f"<{tag}>")
     return inside if closed and opened else None
 
 
 def fenced(text: str) -> str | None:
-    """What is in the last block between lines of three backquotes; None where there is none."""
+    """Return the content of the last code block between lines of three backquotes, or None."""
     before, fence, _ = text.rpartition("\n```")
     if not fence:
         return None
@@ -47,5 +46,5 @@ def fenced(text: str) -> str | None:
 
 
 def shown(text: str) -> str:
-    """A text in one short line, safe to print."""
+    """Return the text as one short ASCII line, safe to print."""
     return ascii(text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "...")

@@ -1,4 +1,4 @@
-"""A rollout node's agent, `python -m tasks.rollout.agent`: what it reads before it begins, and how it ends."""
+"""Start a rollout node's agent, `python -m tasks.rollout.agent`, and report how it ended."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ from tasks.rollout.rollout_engine import GaveUp
 
 log = structlog.get_logger()
 
-# Where a log goes on a machine that has to outlive its disk: what cannot be written is lost, and no more.
+
+def lossy(stream: TextIO) -> TextIO:
+    """Wrap a log stream so that it drops lines instead of raising OSError, for example when the disk is full."""
+    return cast("TextIO", _LossyStream(stream))
 
 
-def lasting(stream: TextIO) -> TextIO:
-    """The same stream for whoever writes lines; it raises no OSError, for its file may be on a full disk."""
-    return cast("TextIO", _Lasting(stream))
-
-
-class _Lasting:
+class _LossyStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -56,14 +54,14 @@ class _Lasting:
             self._stream.flush()
 
 
-THREADS = 16  # for the store, files and whatever ends
+THREADS = 16  # for the store, files and processes
 
 
 async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]) -> int:
-    """Run the agent, an engine for each of these shares of the GPUs, until SIGTERM. Returns the exit code."""
-    tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for the URLs that say https
+    """Run the agent with an engine for each share of the GPUs until SIGTERM. Returns the exit code."""
+    tls = aiohttp.TCPConnector(ssl=identity.client_context(env.token))  # for https URLs
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(THREADS + len(shares)))  # one each waits for the end of its vLLM
+    loop.set_default_executor(ThreadPoolExecutor(THREADS + len(shares)))  # a thread waits for each vLLM's end
     async with aiohttp.ClientSession(connector=tls) as http:
         work = asyncio.ensure_future(Agent(env, spec, store, http, shares).run())
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,17 +72,14 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]
         return exit_codes.OK
     error = work.exception()
     if isinstance(error, ExceptionGroup) and error.subgroup(GaveUp) is not None:
-        log.error("gave_up", hint="vLLM's own log is above")
+        log.error("gave_up", hint="see vLLM's log above")
         return exit_codes.FAILED
     work.result()
-    raise AssertionError("the agent works until it is cancelled or fails")
+    raise AssertionError("the agent runs until it is cancelled or fails")
 
 
 def gpus_of_engines(spec: RunSpec) -> list[str]:
-    """The GPUs of each engine of this machine, which has as many engines as its GPUs suffice for.
-
-    Raises DriverFailed.
-    """
+    """Divide this machine's GPUs among as many engines as possible. Raises DriverFailed."""
     if gpus_of(Role.ROLLOUT, spec) == 0:
         return divided((), 1)
     env = {**os.environ, **spec.rollout.env}
@@ -97,15 +92,15 @@ def gpus_of_engines(spec: RunSpec) -> list[str]:
     return shares
 
 
-def _last_line(env: NodeEnv, why: str) -> None:
-    """Print why the work here ends, and note it for the controller."""
-    leave_reason(Path(env.workdir), why)
-    print(f"grpo-orch rollout: {why}", file=sys.stderr, flush=True)
+def _last_line(env: NodeEnv, reason: str) -> None:
+    """Print why the work ends, and note it for the controller."""
+    leave_reason(Path(env.workdir), reason)
+    print(f"grpo-orch rollout: {reason}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     guard_output()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(lasting(sys.stderr)))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(lossy(sys.stderr)))
     env = read_node_env()
     store = Store(env.run)
     try:
@@ -122,8 +117,8 @@ def main() -> int:
     except (WrongVersions, DriverFailed) as error:
         hint = f"; {DRIVER_HINT}" if isinstance(error, DriverFailed) else ""
         _last_line(env, f"{error}{hint}")
-        unfit = isinstance(error, DriverFailed | DriverTooOld)
-        return exit_codes.UNFIT_MACHINE if unfit else exit_codes.BAD_SPEC
+        is_unfit = isinstance(error, DriverFailed | DriverTooOld)
+        return exit_codes.UNFIT_MACHINE if is_unfit else exit_codes.BAD_SPEC
     shutil.rmtree(Path(env.workdir) / "policies", ignore_errors=True)
     adopt_orphans()
     return asyncio.run(serve(env, spec, store, shares))

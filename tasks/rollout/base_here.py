@@ -1,4 +1,4 @@
-"""What vLLM needs on a rollout machine, brought once for all of its engines: the base model, compiled code."""
+"""Prepare files that all engines of a rollout machine need: the base model and compile caches."""
 
 from __future__ import annotations
 
@@ -15,87 +15,87 @@ from tasks.rollout.compile_caches import CompileCaches
 from tasks.rollout.policy_check import PolicyCheck
 from tasks.rollout.vllm import flags as vllm_flags
 
-# Of the time after which the controller replaces the machine. It would bring again what others have compiled, and
-# hang in it again; and the controller does not look at an engine whose siblings serve.
-HANGS_SHARE = 0.8
-BESIDE_OTHERS_SHARE = 2
-COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, as vLLM's own caches are
+# Limits of vLLM's start, as a share of the time after which the controller replaces the machine. With a restored
+# compile cache the limit is lower, since a new machine would restore the same cache and hang again. Otherwise it
+# is higher, since the controller does not watch an engine while others of the machine serve.
+RESTORED_CACHE_SHARE = 0.8
+DEFAULT_SHARE = 2
+COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, like vLLM's own caches
 
 
-class BaseHere:
-    """The machine's own.
+class EngineFiles:
+    """The files of one machine's engines.
 
     Attributes:
-        spec: the run's, with the model where it is on this machine.
-        check: of policies, beside that model.
-        stage: what the machine is at, while none of its engines is up.
+        spec: the run's spec, with this machine's folder of the model.
+        check: compares policies with that model.
+        stage: the machine's progress while no engine is up.
     """
 
     def __init__(self, env: NodeEnv, spec: RunSpec, store: Store) -> None:
-        self.spec = self._of_run = spec
+        self.spec = self._run_spec = spec
         self.check = PolicyCheck(spec)
         self.stage = Stage(ENGINE)
         self._compiled = CompileCaches(store, spec, Path.home() / COMPILED, env.token)
-        self._serving: set[str] = set()  # engines that work with what is compiled
-        self._joined = asyncio.Event()
+        self._serving: set[str] = set()  # engines that work with the compile cache
+        self._has_served = asyncio.Event()
         self._lock = asyncio.Lock()
         self._model: BaseModel | None = None
         if (source := vllm_flags.source(spec)) is not None:
             hub = {**os.environ, **spec.rollout.env}
             still_s = spec.policies.boot_timeout_s
-            self._model = BaseModel(store, source, Path(env.workdir), hub, still_s, self._say)
+            self._model = BaseModel(store, source, Path(env.workdir), hub, still_s, self._set_stage)
 
     async def prepare(self, *, may_be_bare: bool) -> tuple[RunSpec, bool]:
-        """Have what the next vLLM needs on this machine. Returns the run as that one reads it, and whether it
-        starts without weights, as it may."""
+        """Fetch the files for the next start of vLLM. Returns its spec, and whether it starts without weights."""
         async with self._lock:
             if self._model is not None and (outline := await asyncio.to_thread(self._model.outline)) is not None:
-                self._has(outline)
+                self._use_model(outline)
             bare = may_be_bare and await asyncio.to_thread(self.check.covers_engine)
             if self._model is not None and not bare:
-                self._has(await asyncio.to_thread(self._model.whole))
+                self._use_model(await asyncio.to_thread(self._model.whole))
             reads_bytes = 0 if bare else await asyncio.to_thread(vllm_flags.base_bytes, self.spec)
-            # Another name, so that this start has all of a machine's time.
-            self.stage = Stage(ENGINE_ANEW if self._compiled.doubted else ENGINE, 0, reads_bytes)
-            return await asyncio.to_thread(self._compiled.bring, self.spec), bare
+            # A new stage name restarts the controller's timeout.
+            self.stage = Stage(ENGINE_ANEW if self._compiled.is_discarded else ENGINE, 0, reads_bytes)
+            return await asyncio.to_thread(self._compiled.restore, self.spec), bare
 
     @property
     def start_limit_s(self) -> float:
-        """How long vLLM may take to come up."""
-        in_doubt = self._compiled.of_others and not self._serving  # what others have compiled is
-        share = HANGS_SHARE if in_doubt else BESIDE_OTHERS_SHARE
+        """Time limit of vLLM's start."""
+        is_untested = self._compiled.is_restored and not self._serving
+        share = RESTORED_CACHE_SHARE if is_untested else DEFAULT_SHARE
         return share * limit_s(self.stage, self.spec.policies.boot_timeout_s)
 
     @property
     def compiled_s(self) -> float:
-        """What it took to bring what others have compiled."""
-        return self._compiled.took_s
+        """How long it took to restore the compile cache."""
+        return self._compiled.restore_s
 
-    async def keep(self) -> None:
-        """Store what is compiled here whenever an engine has served for a while."""
-        await self._compiled.keep(self._joined)
+    async def store_compiled(self) -> None:
+        """Store the compile cache after engines have served for a while. Runs until cancelled."""
+        await self._compiled.store_after_serving(self._has_served)
 
-    def serves(self, engine: str) -> None:
-        """That engine works."""
+    def mark_serving(self, engine: str) -> None:
+        """Record that an engine works with the compile cache."""
         self._serving.add(engine)
-        self._compiled.works()
-        self._joined.set()
+        self._compiled.mark_working()
+        self._has_served.set()
 
-    def doubt(self, engine: str) -> None:
-        """That one does not: if none does, nothing that others have compiled is used any more."""
+    def mark_failed(self, engine: str) -> None:
+        """Record that an engine failed. Discards a restored compile cache if no engine works with it."""
         self._serving.discard(engine)
         if not self._serving:
-            self._compiled.doubt()
+            self._compiled.discard()
 
     def close(self) -> None:
-        """End what is under way."""
+        """Stop running transfers."""
         if self._model is not None:
             self._model.close()
 
-    def _has(self, folder: Path | None) -> None:
-        spec = with_model(self._of_run, folder)  # without one, as run.yaml has it: vLLM says what is wrong
+    def _use_model(self, folder: Path | None) -> None:
+        spec = with_model(self._run_spec, folder)  # without a folder as in run.yaml: vLLM reports the problem
         if spec != self.spec:
             self.spec, self.check = spec, PolicyCheck(spec)
 
-    def _say(self, stage: Stage) -> None:
+    def _set_stage(self, stage: Stage) -> None:
         self.stage = stage

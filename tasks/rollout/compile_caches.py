@@ -1,7 +1,7 @@
-"""What vLLM, Inductor and Triton have compiled, from the first node of a kind to those that come after it.
+"""Share compile caches of vLLM, Inductor and Triton between similar nodes through the store.
 
-It is code, so it is used only where the run's secret vouches for it, for the very key that this machine has (see
-`key_of`). It is put into the store once the node serves. Whatever fails costs a compilation and nothing else.
+A cache is code, so it is used only if the run's secret vouches for it, for exactly this machine's key (see
+`key_of`). A node stores its cache once it serves. A failure costs only a compilation.
 """
 
 from __future__ import annotations
@@ -36,26 +36,25 @@ from tasks.rollout.vllm.flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
 
-# A folder of files as one compressed archive and back, neither larger than is allowed.
+# Compressed archives of a folder.
 
-PACKED_BYTES_MAX = 256 << 20  # written in one request, and held in memory once
+PACKED_BYTES_MAX = 256 << 20  # written in one request, and held in memory
 UNPACKED_BYTES_MAX = 1 << 30
 LEVEL = 3
-# What compilers write beside their results, and what is still being written.
-_PASSING = (".lock", ".tmp")
+_TEMPORARY = (".lock", ".tmp")  # suffixes of locks and of unfinished files
 
 
 class TooLarge(Exception):
-    """It may not travel."""
+    """The cache exceeds a size limit."""
 
 
 def pack(folder: Path) -> bytes:
-    """The plain files below a folder, without locks and files that are being written. Raises TooLarge, OSError."""
+    """Archive the regular files below a folder, without locks and unfinished files. Raises TooLarge, OSError."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    files = [path for path in files if path.suffix not in _PASSING]
+    files = [path for path in files if path.suffix not in _TEMPORARY]
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > UNPACKED_BYTES_MAX:
-        raise TooLarge(f"{size_bytes >> 20} MiB where {UNPACKED_BYTES_MAX >> 20} may travel")
+        raise TooLarge(f"{size_bytes >> 20} MiB; the limit is {UNPACKED_BYTES_MAX >> 20} MiB")
     packed = io.BytesIO()
     with (
         zstandard.ZstdCompressor(LEVEL).stream_writer(packed, closefd=False) as out,
@@ -64,17 +63,16 @@ def pack(folder: Path) -> bytes:
         for path in files:
             tar.add(path, path.relative_to(folder).as_posix(), recursive=False)
     if packed.tell() > PACKED_BYTES_MAX:
-        raise TooLarge(f"{packed.tell() >> 20} MiB packed where {PACKED_BYTES_MAX >> 20} may travel")
+        raise TooLarge(f"{packed.tell() >> 20} MiB packed; the limit is {PACKED_BYTES_MAX >> 20} MiB")
     return packed.getvalue()
 
 
 def unpack(packed: memoryview, folder: Path) -> None:
-    """Write the files of an archive into a folder that is not there yet, which appears once all are written;
-    that above it is there.
+    """Extract an archive to a new folder atomically. Its parent folder must exist.
 
-    Raises Corrupt where it is no such archive, or would leave the folder, or is too large; OSError.
+    Raises Corrupt for an invalid archive, a path outside of the folder, or excessive size; OSError.
     """
-    part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))  # another engine here may be at it, too
+    part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))  # another engine may do the same
     try:
         with (
             zstandard.ZstdDecompressor().stream_reader(packed) as plain,
@@ -83,7 +81,7 @@ def unpack(packed: memoryview, folder: Path) -> None:
             _write(tar, part)
         part.rename(folder)
     except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError) as error:
-        raise Corrupt(f"no archive of files: {error}") from error
+        raise Corrupt(f"invalid archive: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -94,7 +92,7 @@ def _write(tar: tarfile.TarFile, folder: Path) -> None:
         name = PurePosixPath(member.name)
         left_bytes -= member.size
         if not member.isreg() or name.is_absolute() or ".." in name.parts or left_bytes < 0:
-            raise Corrupt(f"{member.name!r} of {member.size} bytes is not to be written")
+            raise Corrupt(f"invalid archive member {member.name!r} of {member.size} bytes")
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         source = tar.extractfile(member)
@@ -103,75 +101,81 @@ def _write(tar: tarfile.TarFile, folder: Path) -> None:
             shutil.copyfileobj(source, out)
 
 
-# What compiled code depends on: machines on which all of it is the same may use what one of them has compiled.
+# The key of a cache: machines with the same key may share it.
 #
-# vLLM and Inductor look into their caches by keys of their own, which cover the model's code and configuration.
-# This one covers what they leave out: the processor for which C++ was compiled, and everything that is installed.
+# vLLM's and Inductor's own cache keys cover the model's code and configuration. This key adds what they omit: the
+# processor, for which C++ is compiled, and all installed packages.
 
 KEY_CHARS = 32
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
-ASKED_S = 30.0  # a driver that is being initialised takes seconds
-AMD = Path("/dev/kfd")  # whose kinds are not told apart here
+SMI_TIMEOUT_S = 30.0  # initializing the driver takes seconds
+AMD = Path("/dev/kfd")  # AMD GPU models are not distinguished
 
 
 def key_of(spec: RunSpec, config: dict[str, Any]) -> str | None:
-    """Names what is compiled for this run, whose model has that config.json, on machines like this one; None where
-    this one's kind is unknown."""
-    accelerators = kind_of_accelerators()
+    """Return the key of this run's cache on this kind of machine; None if that kind is unknown.
+
+    Args:
+        config: the config.json of the run's model.
+    """
+    accelerators = accelerator_models()
     if accelerators is None:
         return None
-    on = {"environment": environment(), "processor": processor(), "accelerators": accelerators}
-    of = {
+    machine = {"environment": environment(), "processor": processor(), "accelerators": accelerators}
+    run = {
         "model": spec.trainer.model,
         "config": config,
         "flags": spec.rollout.vllm,
         "env": spec.rollout.env,
         "peft": spec.trainer.peft is not None,
     }
-    text = json.dumps([on, of], sort_keys=True, default=str)
+    text = json.dumps([machine, run], sort_keys=True, default=str)
     return blake3(text.encode()).hexdigest()[:KEY_CHARS]
 
 
 @cache
 def environment() -> tuple[str, ...]:
-    """Python, where it is, the C library, and each package with its version, as they are at the first call."""
-    packages = {f"{one.name}=={one.version}" for one in metadata.distributions()}
+    """Return Python's version and prefix, the C library, and all packages' versions, as of the first call."""
+    packages = {f"{package.name}=={package.version}" for package in metadata.distributions()}
     return (sys.version, sys.prefix, " ".join(platform.libc_ver()), *sorted(packages))
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its architecture and instructions: Inductor compiles C++ for the machine that it runs on."""
+    """Return the processor's architecture and features: Inductor compiles C++ for the local processor."""
     lines = cpuinfo.read_text().splitlines()
     sets = {line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))}
-    return f"{platform.machine()} {' '.join(sorted({one for some in sets for one in some.split()}))}"
+    features = sorted({feature for names in sets for feature in names.split()})
+    return f"{platform.machine()} {' '.join(features)}"
 
 
-def kind_of_accelerators() -> str | None:
-    """The kinds of NVIDIA GPUs here, with their driver; empty without any; None where they cannot be told."""
+def accelerator_models() -> str | None:
+    """Return the models of NVIDIA GPUs with their driver; empty without GPUs; None if they are unknown."""
     if AMD.exists():
         return None
     try:
-        said = subprocess.run(NVIDIA_SMI, stdout=subprocess.PIPE, timeout=ASKED_S, check=True, env=os.environ)
+        listed = subprocess.run(
+            NVIDIA_SMI, stdout=subprocess.PIPE, timeout=SMI_TIMEOUT_S, check=True, env=os.environ
+        )
     except FileNotFoundError:
         return ""
     except (OSError, subprocess.SubprocessError):
         return None
-    return "; ".join(sorted(set(said.stdout.decode(errors="replace").split("\n")) - {""}))
+    return "; ".join(sorted(set(listed.stdout.decode(errors="replace").split("\n")) - {""}))
 
 
 FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-MODELS = "models"  # links to models' folders, beside the keys
-SERVED_S = 60.0  # until it is stored: the first steps compile, too, and go before
+MODELS = "models"  # links to models' folders, next to the keys
+SERVED_S = 60.0  # of serving before a cache is stored: the first steps also compile, and take precedence
 
 
 class CompileCaches:
-    """A machine's folder of compiled code, for each key.
+    """This machine's compile caches, by key.
 
     Args:
-        root: where it is: at the same path on every machine of a kind, for compiled code may name its place, and
-            nobody else's to write to. Engines on one machine share it, as they do vLLM's own.
-        spec: the run's, as its run.yaml has it.
-        secret: the run's.
+        root: folder of all keys. Only this user may write to it. It has the same path on every machine of a kind,
+            since compiled code may contain it. A machine's engines share it, like vLLM's own caches.
+        spec: the run's spec from run.yaml.
+        secret: the run's secret.
     """
 
     def __init__(self, store: Store, spec: RunSpec, root: Path, secret: str) -> None:
@@ -179,31 +183,31 @@ class CompileCaches:
         self._spec = spec
         self._root = root
         self._secret = secret
-        # Who names such a folder keeps it; and on CPUs `enforce-eager` compiles nothing.
+        # Folders set by the user take precedence, and on CPUs nothing is compiled with `enforce-eager`.
         named = FOLDERS.keys() & {*spec.rollout.env, *os.environ}
-        self._on = not named and not uncompiled_env(spec)
+        self._is_enabled = not named and not uncompiled_env(spec)
         self._folder: Path | None = None
-        self.of_others = False  # whether what is there was compiled by others, or earlier
-        self.doubted = False  # whether vLLM did not work with that
-        self._place: str | None = None  # where it goes in the store
-        self._replaces = False  # what is there, which is damaged or with which vLLM did not work
-        self._works = True
-        self.took_s = 0.0  # to bring it
+        self.is_restored = False  # the cache was compiled by another node, or earlier
+        self.is_discarded = False  # vLLM failed with a restored cache
+        self._store_key: str | None = None  # set while the cache is to be stored
+        self._overwrites = False  # the stored cache is damaged, or vLLM failed with it
+        self._is_working = True
+        self.restore_s = 0.0
 
-    def bring(self, spec: RunSpec) -> RunSpec:
-        """Bring what others have compiled. Returns the run, as it is here, with vLLM's environment."""
-        if self._on and self._folder is None:
-            self._bring(base_config(spec))
+    def restore(self, spec: RunSpec) -> RunSpec:
+        """Restore the cache of another node. Returns the run's spec on this machine, with vLLM's environment."""
+        if self._is_enabled and self._folder is None:
+            self._restore(base_config(spec))
         if self._folder is None:
             return spec
-        env = {name: str(self._folder / one) for name, one in FOLDERS.items()}
+        env = {name: str(self._folder / folder) for name, folder in FOLDERS.items()}
         spec = replace(spec, rollout=replace(spec.rollout, env={**spec.rollout.env, **env}))
         if spec.trainer.model == self._spec.trainer.model:
             return spec
         return replace(spec, trainer=replace(spec.trainer, model=self._linked(spec.trainer.model)))
 
     def _linked(self, model: str) -> str:
-        """A path to the model's folder that is the same on all machines, for vLLM's own keys have it in them."""
+        """Return a link to the model's folder with the same path on all machines: vLLM's keys contain the path."""
         assert self._folder is not None
         link = self._root / MODELS / self._folder.name
         part = link.with_name(f".{os.getpid()}")
@@ -213,81 +217,81 @@ class CompileCaches:
             part.symlink_to(model)
             part.replace(link)
         except OSError as error:
-            log.warning("model_not_linked", why=str(error))
+            log.warning("model_link_failed", why=str(error))
             return model
         return str(link)
 
-    def doubt(self) -> None:
-        """vLLM did not work with what is here: of what others have compiled nothing is used any more."""
-        if self._folder is not None and self.of_others:
-            log.warning("compiled_not_used", folder=str(self._folder))
-            self.of_others, self.doubted, self._works = False, True, False
-            self._place, self._replaces = layout.compiled(self._folder.name), True
+    def discard(self) -> None:
+        """Discard a restored cache because vLLM failed with it."""
+        if self._folder is not None and self.is_restored:
+            log.warning("compile_cache_discarded", folder=str(self._folder))
+            self.is_restored, self.is_discarded, self._is_working = False, True, False
+            self._store_key, self._overwrites = layout.compiled(self._folder.name), True
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def works(self) -> None:
-        """vLLM works with what is here now."""
-        self._works = True
+    def mark_working(self) -> None:
+        """Record that vLLM works with the current cache."""
+        self._is_working = True
 
-    async def keep(self, serves: asyncio.Event) -> None:
-        """Store what is compiled here if nobody else has, whenever the node has served for a while."""
+    async def store_after_serving(self, serving: asyncio.Event) -> None:
+        """Store the cache if no other node has, SERVED_S after each time that `serving` is set."""
         while True:
-            await serves.wait()
-            serves.clear()
+            await serving.wait()
+            serving.clear()
             await asyncio.sleep(SERVED_S)
             await asyncio.to_thread(self.store)
-            self._place = None  # what could not be stored is not packed again and again
+            self._store_key = None  # do not retry after a failure
 
     def store(self) -> None:
-        """Store what is compiled here, in place of what does not work, else unless another has been first."""
-        if self._folder is None or self._place is None or not self._works:
+        """Store the cache, unless another node was first. Overwrites a stored cache that does not work."""
+        if self._folder is None or self._store_key is None or not self._is_working:
             return
         try:
             packed = pack(self._folder)
-            write = self._store.put if self._replaces else self._store.create
-            write(self._place, seal(self._secret, self._place, packed))
-        except AlreadyExists:  # another node of this kind, or this one, whose answer was lost
-            self._place = None
+            write = self._store.put if self._overwrites else self._store.create
+            write(self._store_key, seal(self._secret, self._store_key, packed))
+        except AlreadyExists:  # by another node of this kind, or by this one if the response was lost
+            self._store_key = None
         except (TooLarge, StoreError, OSError) as error:
-            log.warning("compiled_not_stored", why=str(error))
+            log.warning("compile_cache_store_failed", why=str(error))
         else:
-            log.info("compiled_stored", place=self._place, bytes=len(packed))
-            self._place = None
+            log.info("compile_cache_stored", key=self._store_key, bytes=len(packed))
+            self._store_key = None
 
-    def _bring(self, config: dict[str, Any]) -> None:
+    def _restore(self, config: dict[str, Any]) -> None:
         begun_s = time.monotonic()
         try:
             key = key_of(self._spec, config)
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             key = None
-            log.warning("compiled_not_kept", why=str(error))
+            log.warning("compile_cache_disabled", why=str(error))
         if key is None:
-            self._on = False
+            self._is_enabled = False
             return
         self._folder = self._root / key
         try:
-            self._look(key, self._folder)
+            self._fetch(key, self._folder)
         except (StoreError, OSError) as error:
-            log.warning("compiled_not_brought", why=str(error))
-        self.of_others = self._folder.exists()  # also where another engine here was quicker
-        self.took_s = time.monotonic() - begun_s
+            log.warning("compile_cache_restore_failed", why=str(error))
+        self.is_restored = self._folder.exists()  # possibly by another engine of this machine
+        self.restore_s = time.monotonic() - begun_s
 
-    def _look(self, key: str, folder: Path) -> None:
-        """Bring what others have stored, or have what is compiled here stored. Raises StoreError, OSError."""
-        place = layout.compiled(key)
+    def _fetch(self, key: str, folder: Path) -> None:
+        """Fetch the stored cache. If there is none, plan to store this machine's. Raises StoreError, OSError."""
+        store_key = layout.compiled(key)
         sizes = {entry.key: entry.size_bytes for entry in self._store.entries(layout.COMPILED)}
-        if place not in sizes:
-            self._place = place
+        if store_key not in sizes:
+            self._store_key = store_key
             return
         if folder.exists():
             return
         try:
-            if sizes[place] > PACKED_BYTES_MAX + MAC_BYTES:
-                raise Corrupt(f"{place}: {sizes[place]} bytes")
-            unpack(unseal(self._secret, place, self._store.get_buffer(place)), folder)
+            if sizes[store_key] > PACKED_BYTES_MAX + MAC_BYTES:
+                raise Corrupt(f"{store_key}: {sizes[store_key]} bytes")
+            unpack(unseal(self._secret, store_key, self._store.get_buffer(store_key)), folder)
         except Corrupt as error:
-            log.warning("compiled_not_ours", why=str(error))
-            self._place, self._replaces = place, True
+            log.warning("compile_cache_corrupt", why=str(error))
+            self._store_key, self._overwrites = store_key, True
         else:
-            log.info("compiled_brought", place=place, bytes=sizes[place])
+            log.info("compile_cache_restored", key=store_key, bytes=sizes[store_key])

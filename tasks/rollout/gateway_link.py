@@ -1,4 +1,4 @@
-"""The agent's side of the membership: announcements, drains and departures, wherever the gateway is by now."""
+"""Announce a node's engines to the gateway, drain them and remove them from its members."""
 
 from __future__ import annotations
 
@@ -18,95 +18,94 @@ from policies.serving.joining import Stage
 from policies.serving.wire import COMERS, HOLD_S, Announce, AnnounceReply, PolicyRef
 from tasks.machine.node_env import NodeEnv
 
-ANSWER_S = 5.0  # beyond the time for which the gateway holds an announcement
+ANSWER_S = 5.0  # in addition to the time for which the gateway holds an announcement
 LEAVE_S = 1.0
 
 
 class GatewayUnreachable(Exception):
-    """It did not answer, or not as a gateway does: try again."""
+    """The gateway did not answer, or its answer was invalid; try again."""
 
 
 @dataclass(slots=True)
-class _Where:
-    url: str | None = None  # of the gateway
+class _GatewayUrl:
+    url: str | None = None
 
 
 class GatewayLink:
-    """A machine's conversation with the gateway, whose address is in the store and is read again when it fails."""
+    """A machine's client of the gateway. It reads the gateway's address from the store, again after a failure."""
 
     def __init__(self, store: Store, env: NodeEnv, http: aiohttp.ClientSession) -> None:
         self._store = store
         self._node = env.node
         self._headers = {"Authorization": f"Bearer {env.token}"}
         self._http = http
-        self._where = _Where()
-        self._overtaken: set[asyncio.Task[AnnounceReply]] = set()
+        self._gateway = _GatewayUrl()
+        self._superseded: set[asyncio.Task[AnnounceReply]] = set()
 
-    def of(self, member: str) -> GatewayLink:
-        """The conversation of one engine, by its name. All of a machine's go with the same gateway."""
+    def for_member(self, member: str) -> GatewayLink:
+        """Return the client of one engine. All clients of a machine share the gateway's URL."""
         other = copy.copy(self)
-        other._node, other._overtaken = member, set()
+        other._node, other._superseded = member, set()
         return other
 
-    async def announce(self, said: Announce, changed: asyncio.Event) -> AnnounceReply | None:
-        """Return the gateway's reply, or None when `changed` was set before it came. Raises GatewayUnreachable.
+    async def announce(self, announcement: Announce, changed: asyncio.Event) -> AnnounceReply | None:
+        """Return the gateway's reply, or None if `changed` is set first. Raises GatewayUnreachable.
 
-        An announcement that was overtaken is not cut off, which would end the membership: the gateway answers it
-        when the next one comes.
+        A superseded announcement is not cancelled, since that would end the membership: the gateway answers it
+        when the next one arrives.
         """
-        asking = asyncio.ensure_future(self._announce(said))
+        request = asyncio.ensure_future(self._announce(announcement))
         change = asyncio.ensure_future(changed.wait())
         try:
-            await asyncio.wait({asking, change}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            asking.cancel()
+            request.cancel()
             raise
         finally:
             change.cancel()
-        if asking.done():
-            return asking.result()
-        self._overtaken.add(asking)
-        asking.add_done_callback(self._forget)
+        if request.done():
+            return request.result()
+        self._superseded.add(request)
+        request.add_done_callback(self._forget)
         return None
 
-    async def ask_wanted(self, stage: Stage) -> PolicyRef | None:
-        """Say what this machine is at, and return what members are to hold, before this is one; None while nothing
-        is wanted. Raises GatewayUnreachable."""
+    async def report_stage(self, stage: Stage) -> PolicyRef | None:
+        """Report a joining machine's progress. Returns the wanted policy, if any. Raises GatewayUnreachable."""
         body = msgspec.json.encode(stage)
-        return _reply(
-            await self._ask("POST", f"{COMERS}/{machine_of(self._node)}", timeout_s=ANSWER_S, body=body)
-        ).policy
+        path = f"{COMERS}/{machine_of(self._node)}"
+        return _reply(await self._request("POST", path, timeout_s=ANSWER_S, body=body)).policy
 
     async def drain(self) -> None:
-        """Ask the gateway for no more work. Raises GatewayUnreachable."""
-        await self._ask("POST", f"/members/{self._node}/drain", timeout_s=ANSWER_S)
+        """Request the gateway to send no more requests. Raises GatewayUnreachable."""
+        await self._request("POST", f"/members/{self._node}/drain", timeout_s=ANSWER_S)
 
     async def leave(self, boot_id: str) -> None:
-        """Say that this boot is over; a gateway that does not hear it finds out by itself."""
+        """Report the end of this boot. If that fails, the gateway detects it later."""
         try:
-            await self._ask("DELETE", f"/members/{self._node}?boot={boot_id}", timeout_s=LEAVE_S)
+            await self._request("DELETE", f"/members/{self._node}?boot={boot_id}", timeout_s=LEAVE_S)
         except GatewayUnreachable:
             return
 
-    async def _announce(self, said: Announce) -> AnnounceReply:
-        body = msgspec.json.encode(said)
-        return _reply(await self._ask("POST", f"/members/{self._node}", timeout_s=HOLD_S + ANSWER_S, body=body))
+    async def _announce(self, announcement: Announce) -> AnnounceReply:
+        body = msgspec.json.encode(announcement)
+        path = f"/members/{self._node}"
+        return _reply(await self._request("POST", path, timeout_s=HOLD_S + ANSWER_S, body=body))
 
-    async def _ask(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
-        url = self._where.url
+    async def _request(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
+        url = self._gateway.url
         if url is None:
-            url = self._where.url = await asyncio.to_thread(self._look_up)
+            url = self._gateway.url = await asyncio.to_thread(self._look_up)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._http.request(
                 method, f"{url}{path}", data=body, headers=self._headers, timeout=timeout
             ) as answer:
-                said = await answer.read()
+                content = await answer.read()
                 if answer.status >= 300:
-                    raise GatewayUnreachable(f"{url} answered {answer.status} {said[:200]!r}")
-                return said
+                    raise GatewayUnreachable(f"{url} answered {answer.status} {content[:200]!r}")
+                return content
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._where.url = None
+            self._gateway.url = None
             raise GatewayUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
 
     def _look_up(self) -> str:
@@ -115,17 +114,17 @@ class GatewayLink:
         except StoreError as error:
             raise GatewayUnreachable(str(error)) from error
         if address is None:
-            raise GatewayUnreachable("the store names no gateway yet")
+            raise GatewayUnreachable("the store has no gateway address yet")
         return address.url
 
     def _forget(self, task: asyncio.Task[AnnounceReply]) -> None:
-        self._overtaken.discard(task)
+        self._superseded.discard(task)
         if not task.cancelled():
-            task.exception()  # of no interest: the announcement that overtook it meets the same
+            task.exception()  # ignored: the next announcement has the same result
 
 
 def _reply(answer: bytes) -> AnnounceReply:
     try:
         return from_json(answer, AnnounceReply, f"{answer[:80]!r}")
     except Corrupt as error:
-        raise GatewayUnreachable(f"it answered {error}") from error
+        raise GatewayUnreachable(f"invalid reply of the gateway: {error}") from error

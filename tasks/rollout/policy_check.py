@@ -1,7 +1,7 @@
-"""A fetched policy's files, beside those of the base model: looked at before an engine reads them.
+"""Compare a fetched policy's files with the base model before an engine loads them.
 
-Headers alone are read. With `canary.json`, which the trainer puts beside the weights, come the log-probabilities
-that the engine is then asked for (`policies.serving.canary`).
+Only the headers are read. `canary.json`, which the trainer stores with the weights, contains the log-probabilities
+that the engine must reproduce (`policies.serving.canary`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ from tasks.rollout.vllm.server import PolicyRefused
 
 log = structlog.get_logger()
 
-# Adapters on a rollout node: whether they are what it gets, and a look at each one's files before vLLM's.
-#
-# What vLLM is told of is small enough to be read whole here.
+# Adapters are small enough to read completely.
 
-# By safetensors' names of types: as which integers numbers are read, and the bits that are all set in one that is
-# infinite or NaN.
+# By safetensors type: the integer type of the same size, and the exponent bits, all set in infinity and NaN.
 EXPONENTS = {
     "F64": (np.uint64, 0x7FF0 << 48),
     "F32": (np.uint32, 0x7F80 << 16),
@@ -42,23 +39,23 @@ EXPONENTS = {
 
 
 class AdapterCheck:
-    """Compares each adapter with the base model of the run."""
+    """Compares adapters with the run's base model."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._identity: str | None = None  # of the base model, once it is asked for
+        self._identity: str | None = None  # of the base model; read at the first use
 
     def mismatch(self, folder: Path, base: Mapping[str, Tensor]) -> str:
-        """Why the files in `folder` are no adapter for the base model, in a line; empty where they are.
+        """Explain in one line why the files in `folder` are not an adapter for the base model; empty if they are.
 
         Args:
-            base: the base model's tensors; empty where they are not known.
+            base: the base model's tensors; empty if unknown.
 
-        Raises OSError, ValueError where they are not readable.
+        Raises OSError, ValueError for unreadable files.
         """
         for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, ADAPTER_BASE):
             if not (folder / name).is_file():
-                return f"no adapter, which is what this run's nodes take: {name} is missing"
+                return f"not an adapter, which this run's nodes require: {name} is missing"
         config = _json_in(folder / ADAPTER_CONFIG)
         path = folder / ADAPTER_WEIGHTS
         theirs, ours = str(_json_in(folder / ADAPTER_BASE).get("identity", "")), self._base_identity()
@@ -67,10 +64,10 @@ class AdapterCheck:
         rank = engine_rank(self._spec.trainer.peft or {})
         if reason := adapter_mismatch(tensors_of(path), config, base, rank):
             return reason
-        return next((f"not a number: {name} has such" for name in not_finite(path)), "")
+        return next((f"{name} contains infinity or NaN" for name in not_finite(path)), "")
 
     def _base_identity(self) -> str:
-        """Empty where the model's files are not found."""
+        """Return the base model's identity; empty without its files."""
         if self._identity is None:
             folder = base_folder(self._spec)
             try:
@@ -82,109 +79,104 @@ class AdapterCheck:
 
 
 def not_finite(path: Path) -> list[str]:
-    """The tensors of a safetensors file in which a number is infinite or NaN. Raises OSError, ValueError."""
-    layout, content = layout_of(path), path.read_bytes()
-    found = []
-    for name, one in sorted(layout.items()):
-        kind, exponent = EXPONENTS[one.dtype]
-        numbers = np.frombuffer(content[one.begin : one.begin + one.size_bytes], kind)
+    """Return the tensors of a safetensors file that contain infinity or NaN. Raises OSError, ValueError."""
+    tensors, content = layout_of(path), path.read_bytes()
+    names = []
+    for name, tensor in sorted(tensors.items()):
+        kind, exponent = EXPONENTS[tensor.dtype]
+        numbers = np.frombuffer(content[tensor.begin : tensor.begin + tensor.size_bytes], kind)
         if np.any((numbers & kind(exponent)) == kind(exponent)):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _json_in(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes())
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no mapping")  # noqa: TRY004  # a damaged file, not a wrong argument
-    return found
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not a mapping")  # noqa: TRY004  # a damaged file, not a wrong argument
+    return content
 
 
 class PolicyCheck:
-    """Compares each policy with the base model of the run.
-
-    Of that the files' headers are needed: those on this machine, else the hub's.
-    """
+    """Compares policies with the run's base model, by the headers of its files on this machine or on the hub."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._adapters: AdapterCheck | None = None  # for a run of adapters, once it is asked for
-        self._base: dict[str, Tensor] | None = None  # once it is asked for
-        self._tied = False
-        self._reading = threading.Lock()  # a machine's engines ask at once
+        self._adapters: AdapterCheck | None = None  # for a run with adapters, from the first use
+        self._base: dict[str, Tensor] | None = None  # read at the first use
+        self._is_tied = False
+        self._lock = threading.Lock()  # engines of a machine call concurrently
 
     def covers_engine(self) -> bool:
-        """Whether a policy that passes with `bare` overwrites all that an engine holds: then this one may start
-        without the base model's weights, which for a 32B model are 65 GB.
+        """Return whether an accepted policy sets all weights of an engine.
 
-        Not where the head is said to be the embedding and is in the files as well: of these vLLM makes two where
-        it reads them and they differ.
+        An engine may then start without the base model's weights, which for a 32B model are 65 GB. Not so if the
+        head is tied to the embedding but is in the files as well: vLLM unties them if they differ in the files.
         """
         if takes_adapters(self._spec) or not may_start_bare(self._spec):
             return False
-        base = self._known()
-        return bool(base) and not (self._tied and any(HEAD.search(name) for name in base))
+        base = self._base_tensors()
+        return bool(base) and not (self._is_tied and any(HEAD.search(name) for name in base))
 
-    def passed(self, folder: Path, *, bare: bool = False) -> Canary | None:
-        """Return the canary of a policy whose tensors are those that the engine expects; None if its
-        trainer, whose weights are then divided over processes, published none.
+    def verify(self, folder: Path, *, bare: bool = False) -> Canary | None:
+        """Check that a policy has the tensors that the engine expects. Raises PolicyRefused.
+
+        Returns its canary; None if the trainer published none, because its weights are sharded over processes.
 
         Args:
-            folder: the policy's.
-            bare: whether the engine has no weights yet: then there is no tensor that the policy may lack.
-
-        Raises PolicyRefused.
+            folder: of the policy.
+            bare: the engine has no weights yet, so the policy must have all tensors, even unused ones.
         """
-        canary, base = canary_in(folder), self._known()
+        canary, base = canary_in(folder), self._base_tensors()
         unused = canary.unused if canary is not None and not bare else []
         try:
             if self._adapters is None:
-                reason = mismatch(tensors_in(folder), base, tied=self._tied, unused=unused)
+                reason = mismatch(tensors_in(folder), base, tied=self._is_tied, unused=unused)
             else:
                 reason = self._adapters.mismatch(folder, base)
         except (OSError, ValueError) as error:
-            raise PolicyRefused(f"its files are not readable: {error}", touched=False) from error
+            raise PolicyRefused(f"unreadable files: {error}", touched=False) from error
         if reason:
             raise PolicyRefused(reason, touched=False)
         return canary
 
-    def _known(self) -> dict[str, Tensor]:
-        with self._reading:
+    def _base_tensors(self) -> dict[str, Tensor]:
+        with self._lock:
             if self._base is None:
                 self._adapters = AdapterCheck(self._spec) if takes_adapters(self._spec) else None
-                self._base, self._tied = self._read_base()
+                self._base, self._is_tied = self._read_base()
             return self._base
 
     def _read_base(self) -> tuple[dict[str, Tensor], bool]:
-        """The base model's tensors, none where its files are not found, and whether its head is tied."""
+        """Return the base model's tensors, empty without its files, and whether its head is tied."""
         folder = base_folder(self._spec)
         try:
             if folder is not None and (base := tensors_in(folder)):
-                return base, _ties_its_head(json.loads((folder / "config.json").read_bytes()))
+                return base, _has_tied_head(json.loads((folder / "config.json").read_bytes()))
         except (OSError, ValueError) as error:
             log.warning("base_model_unreadable", folder=str(folder), why=str(error))
         if base := base_on_hub(self._spec):
-            return base, _ties_its_head(base_config(self._spec))
+            return base, _has_tied_head(base_config(self._spec))
         log.warning(
             "tensors_not_compared",
             model=self._spec.trainer.model,
-            hint="the base model has no safetensors files here or on the hub; the canary alone tells a wrong one",
+            hint="the base model has no safetensors files here or on the hub; only the canary checks policies",
         )
         return {}, False
 
 
 def canary_in(folder: Path) -> Canary | None:
-    """The canary beside a policy's weights; None where there is none. Raises PolicyRefused."""
+    """Read the canary of a policy; None if it has none. Raises PolicyRefused."""
     path = folder / layout.CANARY
     if not path.is_file():
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Canary)
     except msgspec.DecodeError as error:
-        raise PolicyRefused(f"{layout.CANARY} is not readable: {error}", touched=False) from error
+        raise PolicyRefused(f"{layout.CANARY} is unreadable: {error}", touched=False) from error
 
 
-def _ties_its_head(config: Mapping[str, Any]) -> bool:
-    """Whether it may: where the file says nothing it does, for that was what transformers left out as usual."""
-    of_text = config.get("text_config") or {}
-    return bool(config.get("tie_word_embeddings", of_text.get("tie_word_embeddings", True)))
+def _has_tied_head(config: Mapping[str, Any]) -> bool:
+    """Return whether the head may be tied. A missing key means tied, transformers' default that it omits."""
+    text_config = config.get("text_config") or {}
+    return bool(config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", True)))

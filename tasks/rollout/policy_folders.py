@@ -1,9 +1,9 @@
-"""The policies on a rollout node's disk: one is fetched at a time, and what is not needed makes room for it.
+"""Policies on a rollout node's disk: fetch one at a time, and delete older ones when space is needed.
 
-What has changed is staged first, for an engine to take from there (see `policy_loader`); the file's weights
-follow, in one pass for all that is staged. They are overwritten in place: a step writes no second model.
-While they are neither the old ones nor the new ones their folder has a name that begins with a dot, which is never
-taken for a policy: it gets its name once every tensor was read again and found to be what that name says.
+Deltas are staged first, so that engines can apply them (see `policy_loader`). Then they are applied to the file of
+weights, all staged deltas in one pass and in place, so that no second copy of the model is written. Meanwhile the
+folder's name begins with a dot, so that it is never used as a policy. It gets the policy's name once all tensors
+were read back and match its digest.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from policies.serving.wire import PolicyRef
 
 log = structlog.get_logger()
 
-# How a node comes by a policy: by the deltas since one that it holds, or since the last that is stored whole.
-
-# Deltas at a time: more than publishers put after a whole policy, so that those of two of them are followed.
+# Maximum length of a route: more than publishers append to a whole policy, so that chains of two publishers work.
 DELTAS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where to begin and what follows. Either `start` is held, by its digest, or `whole` is to be fetched."""
+    """Deltas that lead to a policy, either from held weights with the digest `start`, or from `whole`."""
 
     deltas: list[Manifest]
     start: str = ""
@@ -47,15 +45,16 @@ class Route:
 
 
 def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[str]) -> Route:
-    """The shortest way from weights that are held, else from the nearest whole policy.
+    """Find the shortest route from held weights, else from the nearest whole policy.
 
-    By digests alone: two trainers may have published one version, and a rollback leads to older ones.
+    Policies are identified by digest: two trainers may have published the same version, and a rollback leads to
+    older ones.
 
     Args:
-        load: reads a manifest at its place in the store, of another name if told so.
+        load: reads a manifest by its prefix in the store, and optionally its file name.
         held: digests of weights.
 
-    Raises NotFound, Corrupt (deltas that nothing whole comes before), StoreError.
+    Raises NotFound, Corrupt (also for deltas without a whole policy), StoreError.
     """
     deltas, from_whole, at = list[Manifest](), None, wanted
     lost: StoreError | None = None
@@ -68,7 +67,7 @@ def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[s
             try:
                 from_whole = Route(deltas, whole=load(at.root, layout.SNAPSHOT))
             except (NotFound, Corrupt) as error:
-                lost = error  # what is held may be before it
+                lost = error  # held weights may be further back
         base = at.meta.get(manifest.BASE, "")
         if not base or len(deltas) == DELTAS_MAX or (from_whole is not None and not held):
             break
@@ -83,151 +82,152 @@ def route_to(load: Callable[..., Manifest], wanted: Manifest, held: Collection[s
                 raise lost or error from None
             break
         if digest_of(at) != before:
-            raise Corrupt(f"{deltas[0].root} is a delta to {base}, and {at.root} holds {digest_of(at)}")
+            raise Corrupt(f"{deltas[0].root} is a delta to {base}, but {at.root} holds {digest_of(at)}")
     if from_whole is None:
-        raise lost or Corrupt(f"{wanted.root}: {len(deltas)} deltas, and no whole policy before them")
+        raise lost or Corrupt(f"{wanted.root}: {len(deltas)} deltas without a whole policy before them")
     return from_whole
 
 
 def digest_of(policy: Manifest) -> str:
-    """The digest in its label."""
+    """Return the digest in the policy's label."""
     return policy.digest_as("0" * 2 * DIGEST_BYTES)
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-STAGED = ".staged"  # fetched deltas, and what goes beside weights
+STAGED = ".staged"  # fetched deltas, and the other files of policies
 APPLYING = ".applying"  # weights that are being overwritten
 
 
-class Overtaken(Exception):
-    """Another policy is wanted by now."""
+class Superseded(Exception):
+    """Another policy is wanted now."""
 
 
 class DiskFailed(Exception):
-    """The files cannot be written; what could be freed is."""
+    """The files cannot be written, even after deleting older policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The way from weights that an engine holds to a policy: verified files of deltas, one after the other.
+    """Verified deltas that lead from an engine's weights to a policy.
 
     Attributes:
+        deltas: files, in order.
         digests: of the weights before the first delta and after each.
-        beside: the folder of what is published beside the weights.
+        extras: folder of the files published with the weights.
     """
 
     deltas: list[Path]
     digests: list[str]
-    beside: Path
+    extras: Path
 
 
 class PolicyFolders:
-    """A folder of folders, each named by a policy's label. While one thread fetches or settles another may stage.
+    """A folder with a subfolder for each policy, named by its label.
+
+    One thread may fetch or settle while another one stages.
 
     Args:
-        store: the run's.
-        root: nobody else's folder.
+        store: the run's store.
+        root: a folder that only this object uses.
     """
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store = store
         self._root = root
         self.fetched_bytes = 0  # by the last `fetch` or `stage`
-        self.coming: Stage | None = None  # of a whole policy, while it is fetched
+        self.fetching: Stage | None = None  # progress of a whole policy
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
-        self._file = threading.Lock()  # held by who may change the weights' file
-        # By their places: those of staged deltas may go from the store before the file has followed.
+        self._file = threading.Lock()  # for changes of the file of weights
+        # By prefix. Staged deltas may be removed from the store before they are applied to the file.
         self._known = dict[str, Manifest]()
-        self._applied = list[Path]()  # staged deltas that the file has taken
+        self._applied = list[Path]()  # staged deltas applied to the file
 
-    def fetch(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
-        """Return the folder with that policy's verified files. A policy that was held may be gone: it has become
-        this one.
+    def fetch(self, wanted: PolicyRef, is_wanted: Callable[[], bool]) -> Path:
+        """Return the folder with the policy's verified files. An older policy may have been turned into it.
 
-        Raises Overtaken at the next piece once `still` is false, DiskFailed, StoreError. What came until then
-        stays for the next try: the next policies may be deltas to the same whole one, whose transfer may take
+        Raises Superseded at the next part once `is_wanted` returns False, DiskFailed, StoreError. Fetched parts
+        stay for the next call: later policies may be deltas to the same whole policy, whose transfer may take
         longer than a step.
         """
-        folder, pieces = self._root / wanted.label, list[int]()
+        folder, sizes_bytes = self._root / wanted.label, list[int]()
 
         def check(size_bytes: int) -> None:
-            pieces.append(size_bytes)
-            if not still():
-                raise Overtaken
+            sizes_bytes.append(size_bytes)
+            if not is_wanted():
+                raise Superseded
 
         with self._file:
             try:
                 if not folder.exists():
-                    self._bring(wanted, folder, check)
-                self._forget_parts()
-                self.fetched_bytes = sum(pieces)
+                    self._build(wanted, folder, check)
+                self._delete_parts()
+                self.fetched_bytes = sum(sizes_bytes)
             except OSError as error:
                 raise DiskFailed(self._free_up(error)) from error
         return folder
 
     def keep_only(self, folder: Path) -> None:
-        """Delete every other policy, and all that is staged."""
+        """Delete all other policies and all staged files."""
         self._known.clear()
         for other in self._root.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def stage(self, wanted: PolicyRef, base: str, still: Callable[[], bool]) -> Staged | None:
-        """Fetch what has changed since the weights of the digest `base`, which an engine holds whatever the file
-        does, and return it verified; None where no deltas lead from there, or the disk has no room for them.
+    def stage(self, wanted: PolicyRef, base: str, is_wanted: Callable[[], bool]) -> Staged | None:
+        """Fetch and verify the deltas since the weights with the digest `base`, which an engine holds.
 
-        Raises Overtaken at the next piece once `still` is false, StoreError.
+        Returns None if no deltas start there, or the disk has no space for them. Raises Superseded at the next
+        part once `is_wanted` returns False, StoreError.
         """
-
-        pieces = list[int]()
+        sizes_bytes = list[int]()
 
         def check(size_bytes: int) -> None:
-            pieces.append(size_bytes)
-            if not still():
-                raise Overtaken
+            sizes_bytes.append(size_bytes)
+            if not is_wanted():
+                raise Superseded
 
-        found = self._manifest_of(wanted)
-        route = route_to(self._load, found, (base,))
+        policy = self._manifest_of(wanted)
+        route = route_to(self._load, policy, (base,))
         if route.whole is not None:
             return None
         try:
-            deltas, beside = self._stage(route, found, check)
+            deltas, extras = self._stage(route, policy, check)
         except (Corrupt, NotFound, OSError) as error:
             log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
             return None
-        self.fetched_bytes = sum(pieces)
-        self._known |= {one.root: one for one in [*route.deltas, found]}
-        return Staged(deltas, [base, *(digest_of(one) for one in route.deltas)], beside)
+        self.fetched_bytes = sum(sizes_bytes)
+        self._known |= {known.root: known for known in [*route.deltas, policy]}
+        return Staged(deltas, [base, *map(digest_of, route.deltas)], extras)
 
-    def settle(self, wanted: PolicyRef, still: Callable[[], bool]) -> Path:
-        """Bring the file to a policy that an engine holds, and delete the deltas of the policy before it.
+    def settle(self, wanted: PolicyRef, is_wanted: Callable[[], bool]) -> Path:
+        """Update the file to a policy that an engine holds, and delete older policies and their deltas.
 
-        Raises as `fetch`.
+        Raises like `fetch`.
         """
         before = self._applied
-        folder = self.fetch(wanted, still)
-        spent = [one for one in before if one not in self._applied]
-        for other in [one for one in self._root.glob("[!.]*") if one != folder] + spent:
+        folder = self.fetch(wanted, is_wanted)
+        spent = [path for path in before if path not in self._applied]
+        for other in [path for path in self._root.glob("[!.]*") if path != folder] + spent:
             shutil.rmtree(other, ignore_errors=True)
-        known = dict(self._known)  # another thread may stage more: what it adds was there before
+        known = dict(self._known)  # a copy: another thread may add entries, whose deltas are staged already
         kept = {path.name for path in (self._root / STAGED).glob("*")}
-        for root in [root for root, one in known.items() if _way(one) not in kept]:
+        for root in [root for root, policy in known.items() if _delta_name(policy) not in kept]:
             self._known.pop(root, None)
         return folder
 
-    def _bring(self, wanted: PolicyRef, folder: Path, check: Progress) -> None:
-        """Make the folder, from what is held if that is possible. Raises StoreError, OSError."""
-        found = self._manifest_of(wanted)
+    def _build(self, wanted: PolicyRef, folder: Path, check: Progress) -> None:
+        """Create the folder, from a held policy if possible. Raises StoreError, OSError."""
+        policy = self._manifest_of(wanted)
         held = self._held()
-        route = route_to(self._load, found, held)
+        route = route_to(self._load, policy, held)
         if route.whole is None:
             try:
-                self._overwrite(held[route.start], route, found, folder, check)
+                self._overwrite(held[route.start], route, policy, folder, check)
             except (Corrupt, NotFound) as error:
                 log.warning("deltas_not_applied", policy=wanted.label, deltas=len(route.deltas), why=str(error))
-                route = route_to(self._load, found, ())
+                route = route_to(self._load, policy, ())
         if route.whole is not None:
-            self._bring_whole(route, found, folder, check)
+            self._build_from_whole(route, policy, folder, check)
         log.info(
             "policy_fetched",
             policy=wanted.label,
@@ -236,116 +236,119 @@ class PolicyFolders:
         )
 
     def _manifest_of(self, wanted: PolicyRef) -> Manifest:
-        found = self._load(wanted.prefix)
-        holds = PolicyRef(found.version, wanted.prefix, found.digest_as(wanted.digest))
-        if holds != wanted:
-            raise Corrupt(f"{wanted.prefix} holds policy {holds.label}, not {wanted.label}")
-        return found
+        policy = self._load(wanted.prefix)
+        stored = PolicyRef(policy.version, wanted.prefix, policy.digest_as(wanted.digest))
+        if stored != wanted:
+            raise Corrupt(f"{wanted.prefix} holds policy {stored.label}, not {wanted.label}")
+        return policy
 
     def _load(self, prefix: str, name: str = layout.MANIFEST) -> Manifest:
         known = self._known.get(prefix) if name == layout.MANIFEST else None
         return known or manifest.load(self._store, prefix, name)
 
     def _stage(self, route: Route, wanted: Manifest, check: Progress) -> tuple[list[Path], Path]:
-        """Fetch and verify the deltas of a route, and what goes beside the weights. Raises StoreError, OSError."""
+        """Fetch and verify a route's deltas and the other files of the policy. Raises StoreError, OSError."""
         staged, deltas = self._root / STAGED, list[Path]()
-        for one in route.deltas:
-            deltas.append(staged / _way(one) / delta.NAME)
+        for step in route.deltas:
+            path = staged / _delta_name(step) / delta.NAME
+            deltas.append(path)
             try:
-                delta.verify(deltas[-1])
-            except (FileNotFoundError, Corrupt):  # which it has become since it came
-                files = [file for file in one.files if file.name == delta.NAME]
-                manifest.materialize(self._store, one.root, files, deltas[-1].parent, check)
-                delta.verify(deltas[-1])
-        beside = staged / f"{wanted.version}@{digest_of(wanted)}"
-        if not beside.exists():
+                delta.verify(path)
+            except (FileNotFoundError, Corrupt):  # Corrupt: the file was damaged after an earlier fetch
+                files = [file for file in step.files if file.name == delta.NAME]
+                manifest.materialize(self._store, step.root, files, path.parent, check)
+                delta.verify(path)
+        extras = staged / f"{wanted.version}@{digest_of(wanted)}"
+        if not extras.exists():
             files = [file for file in wanted.files if file.name not in (layout.MODEL, delta.NAME)]
-            manifest.materialize(self._store, wanted.root, files, beside, check)
-        return deltas, beside
+            manifest.materialize(self._store, wanted.root, files, extras, check)
+        return deltas, extras
 
-    def _bring_whole(self, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
-        """Fetch the whole policy, which may be there from an earlier try, and what has changed since."""
+    def _build_from_whole(self, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
+        """Fetch the whole policy, unless an earlier call has, and apply the route's deltas."""
         assert route.whole is not None
         start = self._root / f"{route.whole.version}@{digest_of(route.whole)}" if route.deltas else folder
-        fuzzy = route.whole.meta.get(manifest.KIND) == manifest.FUZZY
-        if fuzzy:  # it is no policy before the deltas are applied
+        is_fuzzy = route.whole.meta.get(manifest.KIND) == manifest.FUZZY
+        if is_fuzzy:  # not a policy until the deltas are applied
             start = start.with_name(f".{start.name}")
         if not start.exists():
-            self._forget_parts(start)
+            self._delete_parts(start)
             files = [file for file in route.whole.files if file.name != delta.NAME]
             progress = self._counted(sum(file.size_bytes for file in files), check)
             try:
                 manifest.materialize(self._store, route.whole.root, files, start, progress)
             finally:
-                self.coming = None
-            if manifest.WEIGHTS in route.whole.meta and not fuzzy:
-                self._prove(start, digest_of(route.whole))
+                self.fetching = None
+            if manifest.WEIGHTS in route.whole.meta and not is_fuzzy:
+                self._verify(start, digest_of(route.whole))
         if route.deltas:
             self._overwrite(start, route, wanted, folder, check)
 
     def _counted(self, total_bytes: int, check: Progress) -> Progress:
-        """Tell in `coming` how far it is, too."""
-        lock, self.coming = threading.Lock(), Stage(POLICY, 0, total_bytes)
+        """Extend `check` to report progress in `fetching`."""
+        lock, self.fetching = threading.Lock(), Stage(POLICY, 0, total_bytes)
 
         def progress(size_bytes: int) -> None:
             with lock:
-                if self.coming is not None:
-                    self.coming = replace(self.coming, done_bytes=self.coming.done_bytes + size_bytes)
+                if self.fetching is not None:
+                    self.fetching = replace(self.fetching, done_bytes=self.fetching.done_bytes + size_bytes)
             check(size_bytes)
 
         return progress
 
     def _overwrite(self, start: Path, route: Route, wanted: Manifest, folder: Path, check: Progress) -> None:
-        """Turn the policy in `start` into the wanted one. While the store is asked nothing is overwritten; then
-        there is no stopping, for what is begun and not ended is lost. Raises StoreError, OSError."""
-        deltas, beside = self._stage(route, wanted, check)
+        """Turn the policy in `start` into the wanted one. Raises StoreError, OSError.
+
+        All files are fetched before the overwrite, which is never interrupted: a partial one loses the policy.
+        """
+        deltas, extras = self._stage(route, wanted, check)
         applying = self._root / APPLYING
         shutil.rmtree(applying, ignore_errors=True)
         start.rename(applying)
         weights = applying / layout.MODEL
         delta.apply(deltas, weights, digest_of_folder(start), self._pool)
-        weights.rename(beside / layout.MODEL)
-        self._prove(beside, digest_of(wanted))
-        beside.rename(folder)
+        weights.rename(extras / layout.MODEL)
+        self._verify(extras, digest_of(wanted))
+        extras.rename(folder)
         self._applied = [path.parent for path in deltas]
 
-    def _prove(self, folder: Path, digest: str) -> None:
-        """Raise Corrupt, and delete the folder, unless its weights are those of that digest."""
-        found = safetensors.content_of(folder / layout.MODEL, self._pool)
-        if found != digest:
+    def _verify(self, folder: Path, digest: str) -> None:
+        """Raise Corrupt, and delete the folder, unless its weights have that digest."""
+        actual = safetensors.content_of(folder / layout.MODEL, self._pool)
+        if actual != digest:
             shutil.rmtree(folder)
-            raise Corrupt(f"{folder.name} holds weights {found}, not {digest}")
+            raise Corrupt(f"{folder.name} holds weights {actual}, not {digest}")
 
     def _held(self) -> dict[str, Path]:
-        """The folders of whole policies, by their weights' digests."""
-        folders = [one for one in self._root.glob("[!.]*") if (one / layout.MODEL).is_file()]
-        return {digest: one for one in folders if (digest := digest_of_folder(one))}
+        """Return the folders of policies with all weights, by digest."""
+        folders = [folder for folder in self._root.glob("[!.]*") if (folder / layout.MODEL).is_file()]
+        return {digest: folder for folder in folders if (digest := digest_of_folder(folder))}
 
-    def _forget_parts(self, folder: Path | None = None) -> None:
-        """Delete what was begun, but for what is staged and the part of this policy."""
+    def _delete_parts(self, folder: Path | None = None) -> None:
+        """Delete partial downloads, except for staged files and the part of this folder."""
         kept = None if folder is None else manifest.part_of(folder)
         for part in self._root.glob(".*"):
             if part not in (kept, self._root / STAGED):
                 shutil.rmtree(part, ignore_errors=True)
 
     def _free_up(self, error: OSError) -> str:
-        """Make room: of older policies nothing is needed once vLLM holds them. Returns what to say."""
+        """Delete all policies if the disk is full: vLLM does not need the files. Returns an error message."""
         if error.errno not in FULL:
             return f"{self._root}: {error.strerror or error}"
         before = _free_bytes(self._root)
         shutil.rmtree(self._root, ignore_errors=True)
         after = _free_bytes(self._root)
         log.warning("disk_full", folder=str(self._root), freed_mib=(after - before) >> 20, free_mib=after >> 20)
-        return f"{self._root}: {error.strerror}; {after >> 20} MiB are free once all older policies are deleted"
+        return f"{self._root}: {error.strerror}; {after >> 20} MiB are free after deleting all older policies"
 
 
-def _way(one: Manifest) -> str:
-    """Names a delta by where it leads from and to: two may lead to the same weights."""
-    return f"{one.meta.get(manifest.BASE, '').partition('@')[2]}-{digest_of(one)}"
+def _delta_name(policy: Manifest) -> str:
+    """Return a folder name for a delta from its base and its result: two deltas may lead to the same weights."""
+    return f"{policy.meta.get(manifest.BASE, '').partition('@')[2]}-{digest_of(policy)}"
 
 
 def digest_of_folder(folder: Path) -> str:
-    """The digest in a policy's label, nothing where it names none."""
+    """Return the digest in a folder's name; empty without one."""
     return folder.name.partition("@")[2]
 
 

@@ -1,6 +1,6 @@
-"""One engine of a rollout machine: kept up, and a member of the gateway with a word of its own.
+"""Run one engine of a rollout machine: restart vLLM when it ends, and announce the engine to the gateway.
 
-Whatever becomes of it, its siblings go on: it is started again by itself, and given up by itself.
+Engines of a machine are restarted and given up independently of each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
 from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout.base_here import BaseHere
+from tasks.rollout.base_here import EngineFiles
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.rollout.vllm import server as vllm_server
@@ -27,70 +27,70 @@ from tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
-RESTART_WAIT_S = 0.5  # doubled for each such start
-RETRY_S = 0.5  # before the gateway is tried again
+RESTART_WAIT_S = 0.5  # doubled for each consecutive failed start
+RETRY_S = 0.5  # before the next request to the gateway
 ENGINE_POLL_S = 1.0
-WHY_CHARS_MAX = 500  # of what is announced
-BEGUN_S = time.monotonic()  # but for Python's own start
+WHY_CHARS_MAX = 500  # of an announced error
+PROCESS_STARTED_S = time.monotonic()  # not counting Python's own start
 
 
 class GaveUp(Exception):
-    """vLLM does not come up here, or is not fit for the run."""
+    """vLLM does not start on this machine, or is unfit for the run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """An engine's place on its machine. `env` is the machine's, but that `node` is the member's name."""
+class EngineSlot:
+    """An engine's share of its machine. `env` is the machine's environment with the member's name as `node`."""
 
     env: NodeEnv
-    gpus: str = ""  # as VISIBLE has them; empty: all that it finds
+    gpus: str = ""  # in the format of VISIBLE; empty for all
     engines: int = 1  # of the machine
 
 
 class RolloutEngine:
-    """One engine after the other in one place.
+    """Keeps vLLM running in one slot of a machine.
 
     Args:
-        wants: hears which policy the gateway wants.
-        news: hears that there is another server, or none.
+        on_wanted: called with the policy that the gateway wants.
+        on_server: called when a new server is up.
     """
 
     def __init__(
         self,
-        place: Place,
+        slot: EngineSlot,
         http: aiohttp.ClientSession,
         gateway: GatewayLink,
-        base: BaseHere,
+        files: EngineFiles,
         folders: PolicyFolders,
-        wants: Callable[[PolicyRef | None], None],
-        news: Callable[[], None],
+        on_wanted: Callable[[PolicyRef | None], None],
+        on_server: Callable[[], None],
     ) -> None:
-        self._place = place
+        self._slot = slot
         self._http = http
         self._gateway = gateway
-        self._base = base
+        self._files = files
         self._folders = folders
-        self._wants = wants
-        self._news = news
+        self._on_wanted = on_wanted
+        self._on_server = on_server
         self.server: Server | None = None
-        self.policy: str | None = None  # what the server holds
-        self.given_up = False
-        self._given = False  # whether the server was given a policy
-        self._worked_s = 0.0  # in which it made tokens of one
-        self._bare = True  # whether vLLM may start without weights
-        self.empty = False  # whether it did, and still has none
+        self.policy: str | None = None  # held by the server
+        self.is_given_up = False
+        self._had_policy = False  # the server was given a policy
+        self._worked_s = 0.0  # time in which the server generated tokens
+        self._may_be_bare = True  # vLLM may start without weights
+        self.is_bare = False  # the server started without weights and still has none
         self._fitness = Fitness()
         self._failed_at_s = -math.inf
-        self._leaving = False
-        self._word: EngineWord | None = None
-        self._stages = PolicyStages("")  # of what it holds
+        self._is_leaving = False
+        self._stats: EngineWord | None = None
+        self._stages = PolicyStages("")  # of the policy it holds
         self._join_s: dict[str, float] = {}
-        self._changed = asyncio.Event()  # what is announced is no longer what is
+        self._changed = asyncio.Event()  # the next announcement differs from the last one
 
     @property
     def name(self) -> str:
-        """The member's."""
-        return self._place.env.node
+        """The member's name."""
+        return self._slot.env.node
 
     async def run(self) -> None:
         """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp, in a group."""
@@ -98,141 +98,146 @@ class RolloutEngine:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve())
                 group.create_task(self._announce())
-                group.create_task(self._listen())
+                group.create_task(self._poll_stats())
         finally:
             if self.server is not None:
                 await self._gateway.leave(self.server.boot_id)
                 await self.server.stop()
 
     def leave(self) -> None:
-        """Its machine will be taken: it drains, and leaves once its requests are done."""
-        self._leaving = True
+        """Drain the engine because its machine will be preempted, and leave the gateway after its requests."""
+        self._is_leaving = True
         self._changed.set()
 
     async def _serve(self) -> None:
-        """Keep a server up. Each one is a new boot, on base weights or none."""
-        failed = ended = 0
+        """Keep a server running. Each start is a new boot, with base weights or without weights."""
+        failures = ends = 0
         while True:
-            spec, bare = await self._base.prepare(may_be_bare=self._bare)
+            spec, bare = await self._files.prepare(may_be_bare=self._may_be_bare)
             try:
                 server = await self._start(spec, bare=bare)
             except Unfit as error:
-                self._base.doubt(self.name)
-                if bare:  # which may be what it was found out on
-                    self._bare = False
-                    log.warning("vllm_starts_again_with_weights", engine=self.name, why=str(error))
+                self._files.mark_failed(self.name)
+                if bare:  # the missing weights may be the cause
+                    self._may_be_bare = False
+                    log.warning("vllm_restarts_with_weights", engine=self.name, why=str(error))
                     continue
                 hint = "set rollout.recovery: exact in run.yaml"
                 log.error("vllm_unfit", engine=self.name, why=str(error), hint=hint)
                 raise GaveUp(str(error)) from error
             except ServerFailed as error:
-                failed += 1
-                self._base.doubt(self.name)
-                self._bare = False  # the next start has all that it may need
-                await self._wait_or_give_up(failed, str(error))
+                failures += 1
+                self._files.mark_failed(self.name)
+                self._may_be_bare = False  # the next start gets all that it may need
+                await self._wait_or_give_up(failures, str(error))
                 continue
             log.info("vllm_up", engine=self.name, boot_id=server.boot_id, address=server.address)
             self.server = server
-            self.empty, self._given, self._worked_s = bare, False, 0.0
+            self.is_bare, self._had_policy, self._worked_s = bare, False, 0.0
             self._changed.set()
-            self._news()
+            self._on_server()
             code = await server.ended()
             log.warning("vllm_ended", engine=self.name, boot_id=server.boot_id, exit_code=code)
-            why = self._in_vain(server)
+            failure = self._describe_failure(server)
             self.server = self.policy = None
             self._changed.set()
             await self._gateway.leave(server.boot_id)
             await server.stop()
-            ended, failed = ended + 1, failed + 1 if why else 0
-            self._bare &= self._given  # else the next start has all that it may need
-            if not self._given or ended > 1:  # once may be the machine's doing; compiled code may fail at work
-                self._base.doubt(self.name)
-            if why:
-                await self._wait_or_give_up(failed, f"vLLM ended with exit code {code} {why}")
+            ends, failures = ends + 1, failures + 1 if failure else 0
+            self._may_be_bare &= self._had_policy  # else the next start gets all that it may need
+            if not self._had_policy or ends > 1:  # a single end at work may be the machine's fault
+                self._files.mark_failed(self.name)
+            if failure:
+                await self._wait_or_give_up(failures, f"vLLM ended with exit code {code} {failure}")
 
-    def _in_vain(self, server: Server) -> str:
-        """When a server ended that has come to nothing; empty for one that has not, and where a policy may be to
-        blame: its tries are counted by themselves."""
+    def _describe_failure(self, server: Server) -> str:
+        """Describe when a server ended, if its start was not worthwhile; else return an empty text.
+
+        The text is also empty if a policy may be the cause, since failures of policies are counted separately.
+        """
         start_s = server.start_s + server.trial_s
         if server is not self.server:
             return ""
-        if not self._given:
+        if not self._had_policy:
             return "before it was given a policy"
         if self.policy is None or was_worth_its_start(start_s, self._worked_s):
             return ""
-        return f"after {self._worked_s:.0f} s of work, for which it took {start_s:.0f} s to start"
+        return f"after {self._worked_s:.0f} s of work and {start_s:.0f} s of starting"
 
-    async def _wait_or_give_up(self, failed: int, why: str) -> None:
-        """Wait before the next start, after so many in a row that came to nothing. Raises GaveUp."""
-        log.error("vllm_came_to_nothing", engine=self.name, start=failed, of=STARTS_MAX, why=why)
-        if failed == STARTS_MAX:
+    async def _wait_or_give_up(self, failures: int, why: str) -> None:
+        """Wait before the next start. Raises GaveUp after STARTS_MAX consecutive failures."""
+        log.error("vllm_failed", engine=self.name, start=failures, of=STARTS_MAX, why=why)
+        if failures == STARTS_MAX:
             raise GaveUp(why)
-        await asyncio.sleep(RESTART_WAIT_S * 2**failed)
+        await asyncio.sleep(RESTART_WAIT_S * 2**failures)
 
     async def _start(self, spec: RunSpec, *, bare: bool) -> Server:
         """Start vLLM. Raises ServerFailed, Unfit."""
-        at_most_s = self._base.start_limit_s
+        limit_s = self._files.start_limit_s
         try:
-            async with asyncio.timeout(at_most_s):
-                return await vllm_server.start(spec, self._place.env, self._http, bare=bare, gpus=self._place.gpus)
+            async with asyncio.timeout(limit_s):
+                return await vllm_server.start(spec, self._slot.env, self._http, bare=bare, gpus=self._slot.gpus)
         except TimeoutError:
-            raise ServerFailed(f"vLLM was not up within {at_most_s:.0f} s") from None
+            raise ServerFailed(f"vLLM did not start within {limit_s:.0f} s") from None
 
     async def _announce(self) -> None:
-        """Tell the gateway what this engine is, at every change and as a heartbeat."""
+        """Announce the engine's state to the gateway, at every change and as a heartbeat."""
         while True:
             self._changed.clear()
             if self.server is None:
-                await self._ask_ahead()
+                await self._report_stage()
                 continue
-            said = self._announcement(self.server)
+            announcement = self._announcement(self.server)
             try:
-                if self._leaving:
+                if self._is_leaving:
                     await self._gateway.drain()
-                reply = await self._gateway.announce(said, self._changed)
+                reply = await self._gateway.announce(announcement, self._changed)
             except GatewayUnreachable as error:
                 log.warning("gateway_unreachable", engine=self.name, why=str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
-            if reply is None:  # something changed meanwhile
+            if reply is None:  # the state has changed meanwhile
                 continue
-            if reply.drain and self.server is not None and said.boot_id == self.server.boot_id:
-                log.info("left_the_gateway", engine=self.name, boot_id=said.boot_id)
-                await self._gateway.leave(said.boot_id)
+            if reply.drain and self.server is not None and announcement.boot_id == self.server.boot_id:
+                log.info("left_gateway", engine=self.name, boot_id=announcement.boot_id)
+                await self._gateway.leave(announcement.boot_id)
                 return
-            self._wants(reply.policy)
+            self._on_wanted(reply.policy)
 
-    async def _ask_ahead(self) -> None:
-        """While there is no server, say what its machine is at, and ask which policy is wanted."""
+    async def _report_stage(self) -> None:
+        """Report the machine's progress while there is no server, and get the wanted policy."""
         try:
-            self._wants(await self._gateway.ask_wanted(self._base.stage))
+            self._on_wanted(await self._gateway.report_stage(self._files.stage))
         except GatewayUnreachable as error:
-            log.debug("gateway_unreachable", why=str(error))  # it may come up after its nodes
+            log.debug("gateway_unreachable", why=str(error))  # the gateway may start after its nodes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOLD_S):
                 await self._changed.wait()
 
-    async def _listen(self) -> None:
-        """Ask vLLM every ENGINE_POLL_S for its numbers, which the next announcement carries; that it has become
-        full, or is so no more, is announced at once."""
-        silent = False
+    async def _poll_stats(self) -> None:
+        """Fetch vLLM's statistics every ENGINE_POLL_S for the next announcement.
+
+        Announces immediately when requests begin or cease to wait in the engine.
+        """
+        has_failed = False
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
             server = self.server
             try:
-                said = None if server is None else await server.ask_engine()
+                stats = None if server is None else await server.fetch_stats()
             except ServerFailed as error:
-                if not silent and server is self.server:
-                    log.warning("engine_does_not_say", engine=self.name, why=str(error))
-                said, silent = None, True
+                if not has_failed and server is self.server:
+                    log.warning("engine_stats_failed", engine=self.name, why=str(error))
+                stats, has_failed = None, True
             else:
-                silent = False
+                has_failed = False
             if server is not self.server:
-                said = None
-            before, self._word = self._word, said
-            if before is not None and said is not None and said.tokens > before.tokens and self.policy is not None:
+                stats = None
+            before, self._stats = self._stats, stats
+            has_worked = before is not None and stats is not None and stats.tokens > before.tokens
+            if has_worked and self.policy is not None:
                 self._worked_s += ENGINE_POLL_S
-            if (before is not None and before.waiting > 0) != (said is not None and said.waiting > 0):
+            if (before is not None and before.waiting > 0) != (stats is not None and stats.waiting > 0):
                 self._changed.set()
 
     def _announcement(self, server: Server) -> Announce:
@@ -241,70 +246,77 @@ class RolloutEngine:
             address=server.address,
             policy=self.policy,
             max_requests=server.limits.max_requests,
-            draining=self._leaving,
+            draining=self._is_leaving,
             unfit=self._fitness.unfit,
             kv_tokens=server.limits.kv_tokens,
-            engine=self._word,
+            engine=self._stats,
             stages=self._stages if self._stages.policy == self.policy else None,
             join_s=self._join_s,
-            engines=self._place.engines,
-            stage=self._folders.coming,
+            engines=self._slot.engines,
+            stage=self._folders.fetching,
         )
 
-    # Its policy, by the machine that fetches it:
+    # Called by the machine's agent, which fetches and loads policies:
 
-    def tries(self, wanted: PolicyRef) -> bool:
-        """Whether that policy is to be tried now."""
+    def should_try(self, wanted: PolicyRef) -> bool:
+        """Return whether to try this policy now."""
         if time.monotonic() - self._failed_at_s >= AGAIN_S:
             self._fitness = self._fitness.after_time()
-        return self._fitness.tries(tried_as(wanted))
+        return self._fitness.tries(attempt_key(wanted))
 
-    def begins(self) -> None:
-        """It begins to load another policy, and holds none until it has."""
-        self.policy, self._given = None, True
+    def begin_load(self) -> None:
+        """Record that the server is loading a policy, and holds none until it has."""
+        self.policy, self._had_policy = None, True
         self._changed.set()
 
-    def holds(self, wanted: PolicyRef, stages: PolicyStages | None = None) -> None:
-        """The server holds what is wanted, since now if there are `stages` of how it came to."""
+    def set_policy(self, wanted: PolicyRef, stages: PolicyStages | None = None) -> None:
+        """Record that the server holds the wanted policy; with `stages`, that it has just loaded it."""
         if stages is None and self._fitness == Fitness():
             return
-        self.policy, self._fitness, self.empty = wanted.label, Fitness(), False
+        self.policy, self._fitness, self.is_bare = wanted.label, Fitness(), False
         if stages is not None:
             self._stages = stages
-            self._base.serves(self.name)
-            self._note_joined(stages)
+            self._files.mark_serving(self.name)
+            self._record_join(stages)
         self._changed.set()
 
-    def failed(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
-        """A try with a policy failed; after some it says that it is unfit."""
+    def record_failure(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
+        """Record a failed attempt with a policy. After several ones the engine announces that it is unfit."""
         line = " ".join(f"policy {wanted.label}: {why}".split())[:WHY_CHARS_MAX]
-        why = "".join(one if one.isprintable() else "?" for one in line)
-        self._fitness = self._fitness.after_failure(tried_as(wanted), why, passes=passes)
+        why = "".join(character if character.isprintable() else "?" for character in line)
+        self._fitness = self._fitness.after_failure(attempt_key(wanted), why, passes=passes)
         self._failed_at_s = time.monotonic()
-        unfit = bool(self._fitness.unfit)
-        log.error("policy_failed", engine=self.name, why=why, failed=self._fitness.failed, unfit=unfit)
+        is_unfit = bool(self._fitness.unfit)
+        log.error("policy_failed", engine=self.name, why=why, failed=self._fitness.failed, unfit=is_unfit)
         self._changed.set()
 
     async def end(self, server: Server, *, with_weights: bool = False) -> None:
-        """Stop a server, so that another is started; for good `with_weights` if so."""
+        """Stop a server so that it is restarted. All later servers start with weights if `with_weights`."""
         if server is self.server:
             self.server = self.policy = None
         if with_weights:
-            self._bare = self.empty = False
+            self._may_be_bare = self.is_bare = False
         await server.stop()
-        self._base.doubt(self.name)
+        self._files.mark_failed(self.name)
 
-    def _note_joined(self, policy: PolicyStages) -> None:
-        """What it took until this engine could serve for the first time, by part. The policy is fetched beside
-        `vllm` and `trial`, and loaded after them."""
+    def _record_join(self, policy: PolicyStages) -> None:
+        """Record the time until this engine first served, by part.
+
+        `fetch` overlaps with `vllm` and `trial`; `load` comes after them.
+        """
         if not self._join_s and self.server is not None:
-            begun = {"compiled": self._base.compiled_s, "vllm": self.server.start_s}
-            taken = {**begun, "trial": self.server.trial_s, "fetch": policy.fetch_s, "load": policy.load_s}
-            taken["all"] = time.monotonic() - BEGUN_S
-            self._join_s = {part: round(took_s, 3) for part, took_s in taken.items()}
+            parts_s = {
+                "compiled": self._files.compiled_s,
+                "vllm": self.server.start_s,
+                "trial": self.server.trial_s,
+                "fetch": policy.fetch_s,
+                "load": policy.load_s,
+                "all": time.monotonic() - PROCESS_STARTED_S,
+            }
+            self._join_s = {part: round(took_s, 3) for part, took_s in parts_s.items()}
             log.info("joined", engine=self.name, bytes=policy.fetched_bytes, **self._join_s)
 
 
-def tried_as(wanted: PolicyRef) -> str:
-    """By which tries are counted: a policy that was published anew is another one, whatever its content."""
+def attempt_key(wanted: PolicyRef) -> str:
+    """Return the key to count attempts by. A policy that is published again counts as another one."""
     return f"{wanted.prefix} {wanted.label}"

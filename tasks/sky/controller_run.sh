@@ -1,17 +1,17 @@
-# What SkyPilot runs on a controller machine: the run's daemon, started again whenever it dies, until the run is over.
+# SkyPilot runs this on a controller machine. It restarts the run's daemon whenever it dies, until the run is over.
 #
-# Told by the environment: GRPO_ORCH_RUN (the store), GRPO_ORCH_REASON (why the run is taken over: up, resume, down),
-# GRPO_ORCH_WHEEL and GRPO_ORCH_PREPARED as the set-up was told.
+# Environment: GRPO_ORCH_RUN (the store), GRPO_ORCH_REASON (command that starts the daemon: up, resume, down),
+# GRPO_ORCH_WHEEL and GRPO_ORCH_PREPARED (as in controller_setup.sh).
 # shellcheck shell=bash
 set -euo pipefail
 
 WAIT_MAX_S=60
-LIVED_S=300 # a daemon that lived so long did not die of what the one before died of
-HELD=75     # policies.model.exit_codes: another controller steers the run
+LIVED_S=300 # a daemon that ran this long resets the wait
+HELD=75     # policies.model.exit_codes: another controller is in charge of the run
 
-say() { echo "grpo-orch controller: $*"; }
+log() { echo "grpo-orch controller: $*"; }
 fail() {
-    say "$*" >&2
+    log "$*" >&2
     exit 1
 }
 
@@ -20,14 +20,14 @@ shipped=${GRPO_ORCH_WHEEL:?grpo-orch controller: not set; a controller is starte
 code=$home/code/$(basename "$(dirname "$shipped")")
 env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/controller}
 [[ -x $env/bin/python ]] || env=$home/controller
-[[ -x $env/bin/python ]] || fail "there is no environment in $env; the set-up has not been run"
-[[ -d $code ]] || fail "this machine was set up by a grpo-orch of another version; launch it again to set it up anew"
+[[ -x $env/bin/python ]] || fail "no environment in $env; run the set-up first"
+[[ -d $code ]] || fail "this machine was set up by another version of grpo-orch; launch it again"
 
-# By the run: some homes are shared by several machines. The daemon holds it, too, for as long as it lives.
+# One lock per run, since machines may share a home. The daemon inherits it, and holds it while it runs.
 run=$(printf '%s' "$GRPO_ORCH_RUN" | sha256sum | cut -c 1-8)
 exec 9>>"$home/controller-$run.lock"
 if ! flock --nonblock 9; then
-    say "the daemon is watched over already"
+    log "already running"
     exit 0
 fi
 
@@ -38,16 +38,16 @@ cd "$GRPO_ORCH_RUN_FOLDER"
 wait_s=1
 while true; do
     started_s=$SECONDS exit_code=0
-    say "starting the daemon: $GRPO_ORCH_REASON"
+    log "starting the daemon: $GRPO_ORCH_REASON"
     "$env/bin/python" -m orchestrator.control.daemon "$GRPO_ORCH_RUN" "$GRPO_ORCH_REASON" || exit_code=$?
     case $exit_code in
-        0) say "nothing is left to steer" && exit 0 ;;
-        "$HELD") say "another controller steers the run" && exit "$HELD" ;;
+        0) log "the daemon has finished" && exit 0 ;;
+        "$HELD") log "another controller is in charge of the run" && exit "$HELD" ;;
     esac
-    # Not `resume` a second time: that takes up a run that was told to stop in the meantime, and buys machines.
+    # Not `resume` again: that would resume a run that has been stopped in the meantime, and buy machines.
     GRPO_ORCH_REASON=restart
     if ((SECONDS - started_s > LIVED_S)); then wait_s=1; fi
-    say "the daemon ended with exit code $exit_code; starting it again in $wait_s s"
+    log "the daemon exited with code $exit_code; restarting it in $wait_s s"
     sleep "$wait_s" 9>&-
     wait_s=$((wait_s * 2 < WAIT_MAX_S ? wait_s * 2 : WAIT_MAX_S))
 done

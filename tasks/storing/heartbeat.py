@@ -1,7 +1,7 @@
-"""The trainer's heartbeat in the store, and its fence: a trainer that a newer one has replaced stops.
+"""Write the trainer's heartbeat to the store, and stop a trainer that a newer one has replaced (fencing).
 
-A thread of its own writes it, so that a long step does not look like a dead trainer. The same thread sees the
-fence: the main thread stops at its next check, and if it comes to none the process is ended.
+A separate thread writes it, so that a trainer in a long step does not look dead. The thread also detects a newer
+trainer: the main thread then stops at its next check, or the process is ended after a grace period.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tasks.machine.leaving import Leaving
 log = structlog.get_logger()
 
 BEAT_S = 2.0
-BEATS_APART_S = 0.25  # between two beats at least: steps may be shorter, and each beat reads and writes the store
-# How long a replaced trainer has to stop by itself. A step may take minutes, and a collective that has lost a
-# partner does not end; meanwhile the machine is paid for, and the run waits.
+BEATS_APART_S = 0.25  # at least: steps may be shorter, and each beat reads and writes the store
+# Time for a replaced trainer to reach a check. A step may take minutes, and a collective that has lost a process
+# never ends; meanwhile the machine costs money and the run waits.
 FENCED_GRACE_S = 20.0
 
 
 class Fenced(Exception):
-    """A newer trainer of this run, or a newer timeline, is there: this one must stop."""
+    """A newer trainer of this run or a newer timeline exists, so this trainer must stop."""
 
 
 class Heartbeat:
-    """Says every BEAT_S, and soon after each change, what the trainer does; watches for a newer one.
+    """Writes the trainer's status every BEAT_S and soon after each change, and detects a newer trainer.
 
     Args:
-        store: the run's store, which soon gives up: a late beat is worth less than the next one.
-        first: the beat to begin with; its node, attempt and timeline stay.
-        leaving: told when the run is asked to stop, and asked whether the trainer is to end.
-        end: ends this process with an exit code, at once and from any thread.
-        grace_s: how long the main thread has to come to a check before that.
+        store: the run's store with short retries: a late beat is worth less than the next one.
+        first: the first beat; its node, attempt and timeline never change.
+        leaving: receives stop requests for the run, and knows whether the trainer is leaving.
+        end: ends this process with an exit code, immediately and from any thread.
+        grace_s: time for the main thread to reach a check before `end` is called.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Heartbeat:
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._fenced = threading.Event()
-        self._told = threading.Event()  # the main thread knows that it is fenced, or has ended the heartbeat
-        self._newer = ""  # what has taken over, in words
+        self._acknowledged = threading.Event()  # the main thread knows that it is fenced, or has called `stop`
+        self._newer = ""  # describes the newer trainer or timeline
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Write the first beat, then go on in the background. Raises Fenced, StoreError."""
+        """Write the first beat, then continue in the background. Raises Fenced, StoreError."""
         self._write()
         self.check()
         self._thread.start()
 
     def stop(self, activity: str) -> None:
-        """End the thread and write `activity` as the last. Raises StoreError."""
+        """End the thread and write a last beat with `activity`. Raises StoreError."""
         self._ended.set()
         self._changed.set()
-        self._told.set()
+        self._acknowledged.set()
         self._thread.join()
         self._beat = replace(self._beat, activity=activity, stage=None)
         self._write()
@@ -98,8 +98,10 @@ class Heartbeat:
         verdict: Verdict | None = None,
         stage: Stage | None = None,
     ) -> None:
-        """Change what the beat says; None leaves a field as it is, but for the stage, which ends with an activity.
-        Never waits for the store."""
+        """Update fields of the beat without waiting for the store.
+
+        None leaves a field unchanged; a new activity clears the stage.
+        """
         old = self._beat
         self._beat = replace(
             old,
@@ -112,17 +114,17 @@ class Heartbeat:
             verdict=old.verdict if verdict is None else verdict,
             stage=old.stage if stage is None and activity is None else stage,
         )
-        if replace(self._beat, stage=old.stage) != old:  # how far a stage is can wait for the next beat
+        if replace(self._beat, stage=old.stage) != old:  # progress within a stage waits for the next beat
             self._changed.set()
 
     def check(self) -> None:
         """Raise Fenced if a newer trainer or timeline was seen."""
         if self._fenced.is_set():
-            self._told.set()
+            self._acknowledged.set()
             raise Fenced(self._newer)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait, but not beyond the moment in which a newer trainer or timeline is seen. Raises Fenced."""
+        """Wait up to `timeout_s`. Raises Fenced as soon as a newer trainer or timeline is seen."""
         self._fenced.wait(timeout_s)
         self.check()
 
@@ -130,45 +132,45 @@ class Heartbeat:
         while not self._ended.is_set() and not self._fenced.is_set():
             try:
                 self._write()
-                self._look_for_a_stop()
+                self._check_stop_request()
             except StoreError as error:
                 log.warning("heartbeat_not_written", error=str(error))
             self._ended.wait(BEATS_APART_S)
             self._changed.wait(BEAT_S - BEATS_APART_S)
             self._changed.clear()
-        if self._fenced.is_set() and not self._told.wait(self._grace_s):
-            why = f"{self._newer}, and its present step does not end"
-            print(f"grpo-orch trainer: stopped: {why}", file=sys.stderr, flush=True)
+        if self._fenced.is_set() and not self._acknowledged.wait(self._grace_s):
+            reason = f"{self._newer}, and the current step did not end within {self._grace_s:g} s"
+            print(f"grpo-orch trainer: stopped: {reason}", file=sys.stderr, flush=True)
             self._end(exit_codes.FENCED)
 
     def _write(self) -> None:
         own = self._beat
-        newer = self._taken_over(own)
+        newer = self._find_newer(own)
         if newer:
             self._newer = newer
             self._fenced.set()
             return
-        leaving = self._leaving is not None and self._leaving.told
-        documents.TRAINER.write(self._store, replace(own, beat_at_s=time.time(), leaving=leaving))
+        is_leaving = self._leaving is not None and self._leaving.is_leaving
+        documents.TRAINER.write(self._store, replace(own, beat_at_s=time.time(), leaving=is_leaving))
 
-    def _look_for_a_stop(self) -> None:
-        """Tell the main thread when the run is asked to stop; end the process while it has nothing to store."""
+    def _check_stop_request(self) -> None:
+        """Pass a stop request to the main thread; end the process if it has nothing to store yet."""
         leaving, own = self._leaving, self._beat
         if leaving is None:
             return
-        if not leaving.asked and documents.is_asked_to_stop(self._store, own.node, own.attempt):
-            leaving.ask()
+        if not leaving.is_stop_requested and documents.is_asked_to_stop(self._store, own.node, own.attempt):
+            leaving.request_stop()
             self._changed.set()
-        if leaving.asked and own.activity in BEFORE_TRAINING:
-            print("grpo-orch trainer: told to end before it trained", file=sys.stderr, flush=True)
+        if leaving.is_stop_requested and own.activity in BEFORE_TRAINING:
+            print("grpo-orch trainer: stopped before training started", file=sys.stderr, flush=True)
             self._end(exit_codes.STOPPED)
 
-    def _taken_over(self, own: Trainer) -> str:
-        """What is newer than this trainer, in words; empty while it is the newest."""
+    def _find_newer(self, own: Trainer) -> str:
+        """Describe the timeline or trainer that is newer than this trainer; empty if it is the newest."""
         timeline = newest_timeline(self._store)
         if timeline > own.timeline:
-            return f"timeline {timeline} has begun, and this is timeline {own.timeline}"
-        seen = documents.TRAINER.read(self._store, Unreadable())  # one that is damaged is written over
-        if seen is not None and seen.precedence > own.precedence:
-            return f"attempt {seen.attempt} on {seen.node}, timeline {seen.timeline}, has taken over"
+            return f"timeline {timeline} has started, and this trainer is on timeline {own.timeline}"
+        beat = documents.TRAINER.read(self._store, Unreadable())  # a damaged beat is overwritten
+        if beat is not None and beat.precedence > own.precedence:
+            return f"attempt {beat.attempt} on {beat.node}, timeline {beat.timeline}, has taken over"
         return ""

@@ -1,4 +1,4 @@
-"""The trainer's weights, put into the store as a policy version that rollout nodes can pull and verify."""
+"""Publish the trainer's weights to the store as policy versions that rollout nodes can pull and verify."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ from tasks.storing.tensors import TYPES, Unread, at_hand, type_name
 
 log = structlog.get_logger()
 
-# All weights of a policy, stored while its successors are published, so that no step waits for them.
+# A snapshot stores all weights of a policy while its successors are published, so that no step waits.
 #
-# The file of the weights is overwritten meanwhile, so each chunk is of this policy or of a later one, or of two: a
-# fuzzy snapshot, as databases take them. Deltas overwrite with values. So whoever applies all that follow this
-# policy, up to one that was published after the last chunk was read, has that one's weights whatever he began
-# with, and proves it by their digest.
+# The file of weights is overwritten meanwhile, so a chunk may mix this policy with later ones: a fuzzy snapshot,
+# as in databases. Deltas contain new values, not differences. A node that applies all deltas after this policy, up
+# to a policy published after the last chunk was read, therefore has that policy's weights; the digest proves it.
 
-TRANSFERS = 4  # at a time, each with a chunk in memory: 65 GB in 3 minutes at S3's 90 MB/s for each
+TRANSFERS = 4  # concurrent, each with a chunk in memory: 65 GB in 3 minutes at 90 MB/s each from S3
 
 
 class SnapshotStopped(Exception):
-    """Nobody needs the snapshot any more, or the process ends."""
+    """The snapshot is no longer needed, or the process ends."""
 
 
 class Snapshot:
-    """Stores the weights in a file as they were when `of` was published, or later.
+    """Stores the weights in a file as of policy `of` or a later one.
 
     Args:
         of: the policy that the file holds now.
-        idle: set while nothing is published: publications go before.
+        idle: set while no policy is being published; publications take precedence.
     """
 
     def __init__(self, store: Store, of: PolicyRef, weights: Path, idle: threading.Event) -> None:
@@ -69,12 +68,12 @@ class Snapshot:
         self.stored: Future[Manifest] = self._pool.submit(self._run)
 
     def stop(self) -> None:
-        """What is not sent yet need not be: the weights are no longer what deltas follow."""
+        """Stop sending: deltas no longer build on these weights."""
         self._stopped = True
         self._pool.shutdown(wait=False)
 
     def _run(self) -> Manifest:
-        """Raises Stopped, StoreError (Corrupt: another has begun the file anew), OSError."""
+        """Store the file. Raises SnapshotStopped, StoreError (Corrupt if the file was truncated), OSError."""
         with Sending(
             self._store, self.of.prefix, stored={}, content=self._content, transfers=TRANSFERS
         ) as sending:
@@ -87,46 +86,46 @@ class Snapshot:
 
     @contextmanager
     def _content(self, path: Path, offset: int) -> Iterator[memoryview]:
-        """A copy of a chunk, for the file may change while it is hashed and sent."""
+        """Yield a copy of a chunk, since the file may change while it is hashed and sent."""
         while not self._idle.wait(timeout=1.0):
-            self._go_on()
-        self._go_on()
+            self._check_stopped()
+        self._check_stopped()
         with path.open("rb") as file:
-            size_bytes = min(chunks.CHUNK_BYTES, self._size_bytes - offset)  # Corrupt where it is shorter by now
+            size_bytes = min(chunks.CHUNK_BYTES, self._size_bytes - offset)  # Corrupt if the file is shorter now
             yield safetensors.read(file.fileno(), offset, size_bytes).data
 
-    def _go_on(self) -> None:
-        # A process that ends waits for its pools' threads: they end at the next chunk.
+    def _check_stopped(self) -> None:
+        # An exiting process waits for its pools' threads, so this thread ends at the next chunk.
         if self._stopped or not threading.main_thread().is_alive():
             raise SnapshotStopped
 
 
-# Deltas after a whole policy, in number and as a share of it: so a node that comes fetches about half as much
-# again and reads few manifests, while whole ones take about as much of the trainer's link as the deltas do. After
-# so many the whole is stored while training goes on; after twice as many, if the store is too slow, a step waits.
+# Maximum chain of deltas after a whole policy, in number and as a share of its size. A joining node then fetches
+# about 1.5 times the weights and reads few manifests, and whole policies take about as much of the trainer's
+# bandwidth as deltas do. Beyond these limits a snapshot is stored in the background; at twice these limits, if the
+# store is too slow, the next policy is whole and its step waits.
 CHAIN_MAX = 32
 CHAIN_SHARE = 0.5
-# Where almost all changes, as at high learning rates, the next ones will: so many are not compared.
+# Publications without a comparison after one in which almost all values changed, as at high learning rates.
 UNCOMPARED = 8
 
 OF_TYPE = {name: dtype for dtype, name in TYPES.items()}
 
 
 class PolicyPublisher:
-    """Publishes policy versions, whole or as what has changed since the one before, and removes older ones.
+    """Publishes policy versions, whole or as deltas, and removes older ones.
 
-    Each publisher writes below names of its own, and builds upon what it has itself published: the first is whole,
-    and so is the one after a publication that failed. Of earlier ones' it takes what their digests prove: weights
-    that were left on this machine and are in the store, too, or a policy of the version and the weights that are
-    to be published.
+    Each publisher uses its own prefix, and its deltas build on its own policies: its first policy is whole, and so
+    is the one after a failed publication. It reuses work of earlier publishers if digests prove it identical:
+    weights left on this machine that are also in the store, or a stored policy with the same version and weights.
 
     Args:
         store: the run's store.
-        model_config: the model's configuration, with `save_pretrained`; stored beside the weights.
-        scratch: a folder of its own on this machine, with room for the weights; an earlier one's may be in it.
-        by: the precedence of its trainer.
+        model_config: the model's configuration, with `save_pretrained`; stored next to the weights.
+        scratch: a folder on this machine for the weights, possibly with those of an earlier publisher.
+        by: the precedence of this trainer.
         served: the types to publish in.
-        costs: told what each took.
+        costs: records the time and size of each publication.
     """
 
     def __init__(
@@ -142,20 +141,20 @@ class PolicyPublisher:
         self._by = by
         self._served = served
         self._costs = costs
-        self._beside = scratch / "beside"  # what goes along with the weights, however they travel
-        shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside.mkdir(parents=True)
-        model_config.save_pretrained(self._beside)
+        self._extras = scratch / "extras"  # files stored with the weights, whole or delta
+        shutil.rmtree(self._extras, ignore_errors=True)
+        self._extras.mkdir(parents=True)
+        model_config.save_pretrained(self._extras)
         self._weights, self._delta = scratch / layout.MODEL, scratch / delta.NAME
         self._last: Published | None = None
-        self._begins = True
-        self._taking: tuple[Snapshot, Published] | None = None  # a snapshot, and what it is of
-        self._idle = threading.Event()  # while nothing is published
+        self._is_first = True
+        self._snapshot: tuple[Snapshot, Published] | None = None  # being stored, and its policy
+        self._idle = threading.Event()  # set while no policy is being published
         self._uncompared = 0
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
-        self._older = PolicyRemover(store)
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
-        self._removing: Future[bool] = self._remover.submit(lambda: True)
+        self._remover = PolicyRemover(store)
+        self._remover_pool = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
+        self._removal: Future[bool] = self._remover_pool.submit(lambda: True)
 
     def publish(
         self,
@@ -164,12 +163,12 @@ class PolicyPublisher:
         canary: Canary | None,
         since_step: int | None = None,
     ) -> PolicyRef:
-        """Store the weights, named as in a Hugging Face checkpoint (tied ones once), and what they compute.
+        """Store the weights, named as in a Hugging Face checkpoint (tied ones once), and their canary.
 
-        Of the timeline's older policies those since `since_step` stay, by default the last one alone. Raises
-        StoreError, OSError, UnsupportedType.
+        Keeps the timeline's policies since `since_step`; by default only the previous one. Raises StoreError,
+        OSError, UnsupportedType.
         """
-        self._heed_removal()
+        self._await_removal()
         self._idle.clear()
         try:
             ref = self._publish(version, tensors, canary)
@@ -181,7 +180,7 @@ class PolicyPublisher:
         return ref
 
     def published(self, version: PolicyVersion) -> PolicyRef | None:
-        """The newest stored policy of that version, if there is one. Raises StoreError."""
+        """Return the newest stored policy of a version, or None. Raises StoreError."""
         for prefix in newest_first(self._store, version):
             with contextlib.suppress(NotFound, Corrupt):
                 found = manifest.load(self._store, prefix)
@@ -192,19 +191,19 @@ class PolicyPublisher:
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
     ) -> PolicyRef:
         begun_s = time.monotonic()
-        # Until this one is in the store nothing is: what it was to follow is no longer in the file.
+        # If this publication fails the file no longer holds the previous policy, so no delta can follow it.
         last, self._last = self._last, None
-        begins, self._begins = self._begins, False
-        taken_bytes, known = 0, list[str]()
+        is_first, self._is_first = self._is_first, False
+        snapshot_bytes, known = 0, list[str]()
         if last is not None:
-            last, taken_bytes = self._with_snapshot(last)
-        else:  # it may be there: another publisher's, or this one's, whose answer was lost
+            last, snapshot_bytes = self._with_snapshot(last)
+        else:  # it may be stored: by another publisher, or by this one if the response was lost
             known = newest_first(self._store, version)
-            last = self._left_here() if begins else None
+            last = self._find_leftover() if is_first else None
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
         with Sending(self._store, prefix, stored={}) as sending:
-            # What may be in the store is not sent before it is known whether it is.
+            # If the policy may already be stored, send nothing before this is known.
             grown = sending.grown if not known else lambda *_: None
             written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, grown)
             encode_s = round(time.monotonic() - begun_s, 3)
@@ -214,10 +213,10 @@ class PolicyPublisher:
             self._put_canary(canary)
             published, sent = self._send(sending, version, prefix, written, last)
         self._last = published
-        if self._taking is None and published.chain and _is_long(published, 1, written.size_bytes):
-            self._taking = Snapshot(self._store, published.ref, self._weights, self._idle), published
+        if self._snapshot is None and published.chain and _is_long(published, 1, written.size_bytes):
+            self._snapshot = Snapshot(self._store, published.ref, self._weights, self._idle), published
         took_s = round(time.monotonic() - begun_s, 3)
-        self._costs.publish(took_s, sent.size_bytes + taken_bytes, written.size_bytes, encode_s)
+        self._costs.publish(took_s, sent.size_bytes + snapshot_bytes, written.size_bytes, encode_s)
         log.info(
             "policy_published",
             policy=published.ref.label,
@@ -229,59 +228,59 @@ class PolicyPublisher:
         )
         return published.ref
 
-    def _left_here(self) -> Published | None:
-        """The policy whose weights an earlier publisher has left in the file. Raises StoreError."""
+    def _find_leftover(self) -> Published | None:
+        """Find the stored policy whose weights an earlier publisher left in the file. Raises StoreError."""
         if not self._weights.is_file():
             return None
         try:
             digest = safetensors.content_of(self._weights, self._pool)
         except (Corrupt, OSError) as error:
-            log.info("weights_left_unreadable", why=str(error))
+            log.info("leftover_weights_unreadable", why=str(error))
             return None
         return find(self._store, digest, newest_first(self._store))
 
     def _reuse(self, found: Published, took_s: float, written: Written) -> PolicyRef:
-        """Go on from the policy that an earlier publisher has stored under this very label."""
+        """Continue from an identical policy of the same version that an earlier publisher stored."""
         self._last = found
         self._costs.publish(took_s, 0, written.size_bytes, took_s)
-        log.info("policy_found", policy=found.ref.label, weights_bytes=written.size_bytes)
+        log.info("policy_reused", policy=found.ref.label, weights_bytes=written.size_bytes)
         return found.ref
 
     def _with_snapshot(self, last: Published) -> tuple[Published, int]:
-        """The last one, as what follows the snapshot that has been stored since, and that one's size in bytes."""
-        if self._taking is None or not self._taking[0].stored.done():
+        """Base the last policy on the snapshot if it is stored by now. Return it and the snapshot's bytes."""
+        if self._snapshot is None or not self._snapshot[0].stored.done():
             return last, 0
-        (snapshot, of), self._taking = self._taking, None
+        (snapshot, of), self._snapshot = self._snapshot, None
         snapshot.stop()
         try:
             stored = snapshot.stored.result()
         except (StoreError, OSError) as error:
-            log.warning("snapshot_not_stored", policy=of.ref.label, why=str(error))  # the next one may be
+            log.warning("snapshot_not_stored", policy=of.ref.label, why=str(error))  # a later one may be
             return last, 0
         log.info("snapshot_stored", policy=of.ref.label, sent_bytes=stored.size_bytes)
         chain, chain_bytes = last.chain - of.chain, last.chain_bytes - of.chain_bytes
         return Published(last.ref, chain, chain_bytes, of.ref.prefix), stored.size_bytes
 
     def _stop_snapshot(self) -> None:
-        """Give up the one that is taken: no deltas follow what the file holds."""
-        if self._taking is not None:
-            self._taking[0].stop()
-            self._taking = None
+        """Stop the snapshot being stored: no deltas build on it."""
+        if self._snapshot is not None:
+            self._snapshot[0].stop()
+            self._snapshot = None
 
     def _put_canary(self, canary: Canary | None) -> None:
-        (self._beside / layout.CANARY).unlink(missing_ok=True)
+        (self._extras / layout.CANARY).unlink(missing_ok=True)
         if canary is not None:
-            (self._beside / layout.CANARY).write_bytes(to_json(canary))
+            (self._extras / layout.CANARY).write_bytes(to_json(canary))
 
-    def _heed_removal(self) -> None:
+    def _await_removal(self) -> None:
         try:
-            if not self._removing.result():  # begun after the policy before: long done
-                self._last = None  # others removed or lost what nodes need: this one is whole
-        except (Corrupt, StoreUnavailable) as error:  # the next time it removes those, too
+            if not self._removal.result():  # started after the previous policy, so mostly done
+                self._last = None  # a policy that nodes need is missing: publish a whole one
+        except (Corrupt, StoreUnavailable) as error:  # the next removal includes these policies
             log.warning("older_policies_not_removed", why=str(error))
 
-    def _remove_older(self, present: str, since_step: int | None) -> None:
-        self._removing = self._remover.submit(self._older.remove, present, since_step)
+    def _remove_older(self, current: str, since_step: int | None) -> None:
+        self._removal = self._remover_pool.submit(self._remover.remove, current, since_step)
 
     def _send(
         self,
@@ -291,8 +290,8 @@ class PolicyPublisher:
         written: Written,
         last: Published | None,
     ) -> tuple[Published, Manifest]:
-        """Store what was written: as a delta where there is one and not too many others. Raises StoreError."""
-        files = manifest.files_below(self._beside)
+        """Store what was written, as a delta unless the chain is too long. Raises StoreError."""
+        files = manifest.files_below(self._extras)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
         published = Published(PolicyRef(str(version), prefix, written.digest))
         if last is not None and written.delta_bytes is not None:
@@ -305,31 +304,31 @@ class PolicyPublisher:
                 published = followed
                 meta |= {manifest.KIND: manifest.DELTA, manifest.SNAPSHOT: last.snapshot}
         if not published.chain:
-            # With the delta still beside it: nodes that hold what was before need not fetch all.
+            # The delta stays in it, so that nodes with the previous policy need not fetch everything.
             files.append((layout.MODEL, self._weights))
         return published, manifest.publish_once(
             self._store, prefix, sending.finish(files), version, time.time(), meta
         )
 
     def _plan(self, tensors: Iterable[tuple[str, torch.Tensor | Unread]]) -> dict[str, scratch.Tensor]:
-        """The tensors as they are to be written; each is read, rounded and copied when it is its turn."""
-        given = {name: one if isinstance(one, Unread) else at_hand(one) for name, one in tensors}
-        held = {name: Tensor(type_name(name, one.dtype), one.shape) for name, one in given.items()}
-        return {name: _planned(given[name], dtype) for name, dtype in self._served.of(held).items()}
+        """Plan the tensors in the types to publish. Each is read, rounded and copied when it is written."""
+        lazy = {name: tensor if isinstance(tensor, Unread) else at_hand(tensor) for name, tensor in tensors}
+        trained = {name: Tensor(type_name(name, tensor.dtype), tensor.shape) for name, tensor in lazy.items()}
+        return {name: _planned(lazy[name], dtype) for name, dtype in self._served.of(trained).items()}
 
 
-def _is_long(published: Published, times: int, size_bytes: int) -> bool:
-    """Whether deltas since a whole policy are more than so many times what is meant."""
-    return published.chain > times * CHAIN_MAX or published.chain_bytes > times * CHAIN_SHARE * size_bytes
+def _is_long(published: Published, factor: int, size_bytes: int) -> bool:
+    """Return whether the deltas since a whole policy exceed `factor` times the limits."""
+    return published.chain > factor * CHAIN_MAX or published.chain_bytes > factor * CHAIN_SHARE * size_bytes
 
 
 def _planned(tensor: Unread, name: str) -> scratch.Tensor:
     dtype = OF_TYPE[name]
 
     def content() -> Bytes:
-        # What is stored must be the parameter, not the buffer it lives in.
+        # Contiguous: store the parameter itself, not the buffer it is a view of.
         plain = tensor.read().detach().to("cpu", dtype).contiguous().reshape(-1)
-        found: Bytes = plain.view(torch.uint8).numpy()
-        return found
+        data: Bytes = plain.view(torch.uint8).numpy()
+        return data
 
     return scratch.Tensor(name, tensor.shape, math.prod(tensor.shape) * dtype.itemsize, content)

@@ -1,4 +1,4 @@
-"""A trainer's LoRA adapter, put into the store as a policy version: PEFT's two files, and what it is for."""
+"""Publish a trainer's LoRA adapter as a policy version: PEFT's two files and the identity of the base model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from tasks.storing.publish import OF_TYPE, PolicyPublisher
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensors import type_name
 
-# Where they lie on the machine that trains; what has the same content must have the same name on the next machine.
-OF_THIS_MACHINE = ("peft_version", "base_model_name_or_path")
+# Keys that differ between machines, left out so that equal adapters have equal digests.
+MACHINE_KEYS = ("peft_version", "base_model_name_or_path")
 
 
 class AdapterPublisher(PolicyPublisher):
-    """Publishes adapters as a PolicyPublisher does whole weights. A policy's digest covers the adapter's tensors,
-    its configuration and the identity of its base model.
+    """Publishes adapters like a PolicyPublisher publishes weights.
+
+    A policy's digest covers the adapter's tensors, its configuration and the identity of its base model.
 
     Args:
-        store, scratch, by, costs: as of a PolicyPublisher.
-        config: the adapter's, as LoraConfig's `to_dict` gives it.
-        model: the base model, as run.yaml names it.
-        base: its identity (`tasks.machine.base_model.identity_of`); empty where its files do not tell.
+        store, scratch, by, costs: as for a PolicyPublisher.
+        config: the adapter's configuration from LoraConfig's `to_dict`.
+        model: the base model, as named in run.yaml.
+        base: its identity (`tasks.machine.base_model.identity_of`); empty if unknown.
         served: the type that the nodes' engines round an adapter to.
     """
 
@@ -59,35 +60,37 @@ class AdapterPublisher(PolicyPublisher):
         canary: Canary | None,
         since_step: int | None = None,
     ) -> PolicyRef:
-        """Store the adapter's tensors and what the model computes with them.
+        """Store the adapter's tensors and their canary.
 
-        They are rounded as a node would round them, where that is known: vLLM does so before anything else
-        (`vllm/lora/lora_model.py`), so that a node computes the same from half the bytes. Else they keep the type
-        in which they are trained. Raises StoreError.
+        The tensors are rounded to the type that nodes serve in, if known: vLLM does that first when it loads them
+        (`vllm/lora/lora_model.py`), so a node computes the same from half the bytes. Otherwise they keep the type
+        they are trained in. Raises StoreError.
         """
-        self._heed_removal()
+        self._await_removal()
         begun_s = time.monotonic()
         whole = dict(self._rounded(dict(tensors)))
-        save_file(whole, self._beside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(whole, self._extras / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         self._put_canary(canary)
         prefix = layout.policy(version, self._by)
         meta = {manifest.KIND: manifest.ADAPTER}
-        published = manifest.publish(self._store, prefix, self._beside, version, time.time(), meta)
+        published = manifest.publish(self._store, prefix, self._extras, version, time.time(), meta)
         self._costs.publish(round(time.monotonic() - begun_s, 3), published.size_bytes, published.size_bytes)
         self._remove_older(prefix, since_step)
         return PolicyRef(str(version), prefix, published.digest)
 
     def _rounded(self, trained: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        held = {name: Tensor(type_name(name, one.dtype), tuple(one.shape)) for name, one in trained.items()}
-        for name, dtype in self._served.of(held).items():
+        types = {
+            name: Tensor(type_name(name, tensor.dtype), tuple(tensor.shape)) for name, tensor in trained.items()
+        }
+        for name, dtype in self._served.of(types).items():
             yield name, trained[name].detach().to("cpu", OF_TYPE[dtype]).contiguous()
 
 
 class _Files:
-    """What stays the same from version to version, as PEFT's `save_pretrained` writes it."""
+    """The files that are the same in every version, written like PEFT's `save_pretrained`."""
 
     def __init__(self, config: Mapping[str, Any], model: str, base: str) -> None:
-        kept = {key: _in_order(value) for key, value in config.items() if key not in OF_THIS_MACHINE}
+        kept = {key: _in_order(value) for key, value in config.items() if key not in MACHINE_KEYS}
         self._config = {**kept, "base_model_name_or_path": model, "inference_mode": True}
         self._base = {"model": model, "identity": base}
 
@@ -97,5 +100,5 @@ class _Files:
 
 
 def _in_order(value: Any) -> Any:
-    """PEFT holds names in sets, whose order differs from process to process."""
+    """Sort sets, since PEFT keeps names in sets, whose order differs between processes."""
     return sorted(value) if isinstance(value, set | frozenset) else value

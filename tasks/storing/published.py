@@ -1,6 +1,6 @@
-"""What is in the store of published policies: what a trainer that was started again takes up, and which may go.
+"""Find published policies in the store, so that a restarted trainer reuses them, and remove old ones.
 
-Policies are known by digest, so that nothing is taken for another.
+Policies are identified by digest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from policies.serving.wire import PolicyRef
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A policy with the deltas since a whole one, and the place of that one if it is a snapshot."""
+    """A stored policy.
+
+    `chain` counts the deltas since the last whole policy or snapshot; `snapshot` is the latter's prefix.
+    """
 
     ref: PolicyRef
     chain: int = 0
@@ -30,36 +33,36 @@ class Published:
 
 
 def newest_first(store: Store, only: PolicyVersion | None = None) -> list[str]:
-    """The places of stored policies, or of those of one version."""
-    found: dict[str, tuple[Precedence, int]] = {}
+    """Return the prefixes of stored policies, newest first, or only those of one version."""
+    ages: dict[str, tuple[Precedence, int]] = {}
     for timeline in store.folders(layout.POLICIES):
         for prefix in store.folders(timeline):
             with contextlib.suppress(ValueError):  # a foreign file
                 if only in (None, layout.version_of(f"{prefix}/")):
-                    found[prefix] = age(prefix)
-    return sorted(found, key=lambda prefix: found[prefix], reverse=True)
+                    ages[prefix] = age(prefix)
+    return sorted(ages, key=lambda prefix: ages[prefix], reverse=True)
 
 
 def age(prefix: str) -> tuple[Precedence, int]:
-    """By which published policies are in the order of their making. Raises ValueError for a foreign name."""
+    """Return a key that sorts policies by creation. Raises ValueError for a foreign name."""
     return layout.author_of(prefix), layout.version_of(f"{prefix}/").step
 
 
 def find(store: Store, digest: str, prefixes: Iterable[str]) -> Published | None:
-    """The first of these policies with weights of that digest, if it and all that it needs have their manifests.
+    """Return the first policy with weights of that digest, if its manifest and all manifests it needs exist.
 
-    Raises StoreError where the store itself fails.
+    Raises StoreError if the store itself fails.
     """
     for prefix in prefixes:
         with contextlib.suppress(NotFound, Corrupt):
-            one = manifest.load(store, prefix)
-            if one.meta.get(manifest.WEIGHTS) == digest:
-                return _with_chain(store, one)
+            policy = manifest.load(store, prefix)
+            if policy.meta.get(manifest.WEIGHTS) == digest:
+                return _with_chain(store, policy)
     return None
 
 
 def _with_chain(store: Store, policy: Manifest) -> Published:
-    """Raises NotFound, Corrupt, StoreError."""
+    """Load a policy's chain of deltas. Raises NotFound, Corrupt, StoreError."""
     at, chain, chain_bytes = policy, 0, 0
     if snapshot := policy.meta.get(manifest.SNAPSHOT, ""):
         manifest.load(store, snapshot, layout.SNAPSHOT)
@@ -70,65 +73,69 @@ def _with_chain(store: Store, policy: Manifest) -> Published:
     return Published(ref, chain, chain_bytes, snapshot)
 
 
-# Which published policies may go: the present one and the one before stay usable, or more where completions are
-# sampled from older ones.
+# Removal keeps the current and the previous policy usable, and more if completions are sampled from older ones.
 
 
 @dataclass(frozen=True, slots=True)
 class _Bases:
-    """Places of policies: what a delta is to, and the last beside which all weights are, where it names one."""
+    """Prefixes of a delta's base, and of the last snapshot if it has one."""
 
     base: str = ""
     snapshot: str = ""
 
 
 class PolicyRemover:
-    """Removes a publisher's own and older publishers' policies: one that was replaced and does not know it takes
-    nothing from the newer one, which removes what it leaves."""
+    """Removes policies of this and older publishers, never those of a newer publisher.
+
+    So a replaced publisher that still runs cannot harm its successor, which removes what it leaves.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._bases: dict[str, _Bases] = {}  # what each needs to be of use; manifests never change
+        self._bases: dict[str, _Bases] = {}  # by policy; manifests never change
 
-    def remove(self, present: str, since_step: int | None = None) -> bool:
-        """Remove all but the present one and the one before, of this and of older timelines, with what they are
-        deltas to; and what a killed trainer left of an unfinished one. Return whether what must stay is there.
+    def remove(self, current: str, since_step: int | None = None) -> bool:
+        """Remove old policies, and unfinished ones of killed trainers. Return whether the kept ones are complete.
 
-        Those of the present one's timeline since `since_step` stay, too.
+        Kept are the current policy, the previous one of this or an older timeline, those of the current timeline
+        since `since_step`, and the policies that their deltas need.
 
-        Raises StoreError; Corrupt, before it removes anything, where what must stay cannot be told."""
+        Raises StoreError; Corrupt, before removing anything, if a damaged manifest hides what must be kept.
+        """
         keys = [entry.key for entry in self._store.entries(layout.POLICIES)]
         whole = {key.removesuffix(f"/{layout.MANIFEST}") for key in keys if key.endswith(f"/{layout.MANIFEST}")}
         older: dict[str, tuple[Precedence, int]] = {}
         for prefix in {"/".join(key.split("/")[:3]) for key in keys}:
             with contextlib.suppress(ValueError):  # a foreign file
                 older[prefix] = age(prefix)
-        in_order = sorted((p for p in older if older[p] < age(present)), key=lambda p: older[p])
-        there = [prefix for prefix in in_order if prefix in whole]
-        usable = {present, *there[-1:]}
+        in_order = sorted((p for p in older if older[p] < age(current)), key=lambda p: older[p])
+        complete = [prefix for prefix in in_order if prefix in whole]
+        usable = {current, *complete[-1:]}
         if since_step is not None:
-            since = PolicyVersion(layout.version_of(f"{present}/").timeline, since_step)
-            of = {prefix: layout.version_of(f"{prefix}/") for prefix in there}
-            usable |= {prefix for prefix in there if of[prefix].timeline == since.timeline and of[prefix] >= since}
-        needed = {one for prefix in usable for one in self._with_its_bases(prefix)}
-        snapshots = {one for prefix in usable if (one := self._bases_of(prefix).snapshot)}
-        for gone in in_order:
-            if gone not in needed:
-                manifest.remove(self._store, gone)
-        self._bases = {prefix: base for prefix, base in self._bases.items() if prefix in needed}
-        return needed <= whole and {f"{one}/{layout.SNAPSHOT}" for one in snapshots} <= set(keys)
+            since = PolicyVersion(layout.version_of(f"{current}/").timeline, since_step)
+            versions = {prefix: layout.version_of(f"{prefix}/") for prefix in complete}
+            usable |= {prefix for prefix, at in versions.items() if at.timeline == since.timeline and at >= since}
+        needed = {base for prefix in usable for base in self._with_bases(prefix)}
+        snapshots = {self._bases_of(prefix).snapshot for prefix in usable} - {""}
+        for prefix in in_order:
+            if prefix not in needed:
+                manifest.remove(self._store, prefix)
+        self._bases = {prefix: bases for prefix, bases in self._bases.items() if prefix in needed}
+        return needed <= whole and {f"{prefix}/{layout.SNAPSHOT}" for prefix in snapshots} <= set(keys)
 
-    def _with_its_bases(self, prefix: str) -> list[str]:
-        """It and what it is a delta to, back to where all weights are."""
-        found, snapshot = list[str](), self._bases_of(prefix).snapshot
-        while prefix and prefix not in found:
-            found.append(prefix)
+    def _with_bases(self, prefix: str) -> list[str]:
+        """Return the policy and its chain of bases, back to one with all weights."""
+        chain, snapshot = list[str](), self._bases_of(prefix).snapshot
+        while prefix and prefix not in chain:
+            chain.append(prefix)
             prefix = self._bases_of(prefix).base if prefix != snapshot else ""
-        return found
+        return chain
 
     def _bases_of(self, prefix: str) -> _Bases:
-        """None of a whole policy, and of one that is not there. Raises Corrupt: the next read of it may be right,
-        and nodes may need what it names."""
+        """Return the bases of a delta; empty for a whole or a missing policy.
+
+        Raises Corrupt: a later read may succeed, and nodes may need the bases it names.
+        """
         if prefix not in self._bases:
             meta = dict[str, str]()
             with contextlib.suppress(NotFound):

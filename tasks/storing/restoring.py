@@ -1,4 +1,4 @@
-"""The newest whole checkpoint, back from the store on to the trainer's machine."""
+"""Restore the newest whole checkpoint from the store to the trainer's machine."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from tasks.machine.transfer_log import TransferLog
 
 log = structlog.get_logger()
 
-# What the first of a machine's trainer processes has restored, told to the others: one download for all of them.
-#
-# By a file, not by a collective: fetching may take longer than any collective waits, and it comes before the
-# others have a process group.
+# The first trainer process of a machine downloads the checkpoint, and passes the result to the others in a file. A
+# collective would time out during a long download, and the processes have no process group yet.
 
-NOTE = "restored-{attempt}-{launcher}.json"  # of one start: a machine may be started with an attempt again
-LOOK_S = 0.1
+NOTE = "restored-{attempt}-{launcher}.json"  # by launcher: a machine may start an attempt more than once
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint on this machine. `base_model` is its copy of the model that training began from; None where it
-    has none, or this machine has the same."""
+    """A checkpoint on this machine.
+
+    `base_model` is the checkpoint's copy of the model that training started from; None if it has no copy, or if
+    this machine already has the model.
+    """
 
     at: PolicyVersion
     folder: Path
@@ -56,80 +57,83 @@ class _Note:
 def told_by_first(
     workdir: Path, attempt: int, restore: Callable[[], Restored | None] | None, leaving: Leaving
 ) -> Restored | None:
-    """Restore and tell the others, in the first process; wait to be told, in the others.
+    """Restore in the first process; wait for its result in the others.
 
     Args:
-        restore: of the first process; None in the others.
+        restore: None in all processes but the first.
 
-    Raises LeaveNow in a process that is told to end while it waits, and what `restore` raises.
+    Raises LeaveNow if this process must end while it waits, and what `restore` raises.
     """
-    note = workdir / NOTE.format(attempt=attempt, launcher=os.getppid())
+    path = workdir / NOTE.format(attempt=attempt, launcher=os.getppid())
     if restore is not None:
         for older in workdir.glob(NOTE.format(attempt="*", launcher="*")):
             older.unlink()
-        found = restore()
-        part = note.with_suffix(".part")
-        part.write_bytes(to_json(_noted(found)))
-        part.rename(note)
-        return found
-    while not note.exists():
-        if leaving.asked:  # as where the first one has failed: the launcher ends all
+        restored = restore()
+        part = path.with_suffix(".part")
+        part.write_bytes(to_json(_note_of(restored)))
+        part.rename(path)
+        return restored
+    while not path.exists():
+        if leaving.is_stop_requested:  # for example if the first process failed: the launcher then ends all
             raise LeaveNow
-        time.sleep(LOOK_S)
-    told = from_json(note.read_bytes(), _Note, str(note))
-    base_model = None if told.base_model is None else Path(told.base_model)
-    return None if told.at is None else Restored(PolicyVersion.parse(told.at), Path(told.folder), base_model)
+        time.sleep(POLL_S)
+    note = from_json(path.read_bytes(), _Note, str(path))
+    base_model = None if note.base_model is None else Path(note.base_model)
+    return None if note.at is None else Restored(PolicyVersion.parse(note.at), Path(note.folder), base_model)
 
 
-def _noted(found: Restored | None) -> _Note:
-    if found is None:
+def _note_of(restored: Restored | None) -> _Note:
+    if restored is None:
         return _Note()
-    return _Note(str(found.at), str(found.folder), None if found.base_model is None else str(found.base_model))
+    base_model = None if restored.base_model is None else str(restored.base_model)
+    return _Note(str(restored.at), str(restored.folder), base_model)
 
 
-BASE_MODEL = "base_model"  # folder of a checkpoint: the model that training began from, where it is still needed
-DAMAGE_TOLD_MAX = 3  # kinds of it
+BASE_MODEL = "base_model"  # folder in a checkpoint: the model that training started from, if still needed
+DAMAGE_KINDS_SHOWN_MAX = 3
 
 
 def restore_newest(
     store: Store,
-    line: Sequence[PolicyVersion | int],
+    lineage: Sequence[PolicyVersion | int],
     folder: Path,
     local_model: Path | None,
-    say: Callable[[Stage], None] = lambda _: None,
+    report: Callable[[Stage], None] = lambda _: None,
 ) -> Restored | None:
-    """Fetch the newest whole checkpoint of a timeline's line to `folder/checkpoint-STEP`.
+    """Fetch the newest whole checkpoint of a lineage to `folder/checkpoint-STEP`, skipping damaged ones.
 
     Args:
-        line: what `policies.model.timelines.lineage` says of the timeline.
-        local_model: this machine's folder of the model; what it has is not fetched again.
-        say: told how far it is.
+        lineage: from `policies.model.timelines.lineage`.
+        local_model: this machine's folder of the model; files it has are not fetched.
+        report: called with the progress.
 
-    A damaged one is passed over for the next older one. Returns None where the line has no checkpoint yet. Raises
-    NothingWhole where all are damaged, or the one that the line goes on from is missing; StoreError, OSError.
+    Returns None if the lineage has no checkpoint yet. Raises NothingWhole if all are damaged, or if the checkpoint
+    that the timeline continues from is missing; StoreError, OSError.
     """
     catalog = Catalog(store, "restore")
-    unusable: dict[str, str] = {}  # what is wrong, by manifest
+    errors: dict[str, str] = {}  # by manifest
     while True:
-        # Read anew each time: an uploader elsewhere may have retired all that was listed, for newer ones.
-        listed = [one for one in catalog.newest().checkpoints if on_lineage(one.at, line)]
-        found = [one for one in listed if one.manifest not in unusable]
-        if not found:
+        # Read again each time: an uploader may have replaced all listed checkpoints with newer ones.
+        listed = [checkpoint for checkpoint in catalog.newest().checkpoints if on_lineage(checkpoint.at, lineage)]
+        usable = [checkpoint for checkpoint in listed if checkpoint.manifest not in errors]
+        if not usable:
             break
-        checkpoint = found[-1]
+        checkpoint = usable[-1]
         try:
-            return _restore(store, checkpoint, folder, local_model, say)
+            return _restore(store, checkpoint, folder, local_model, report)
         except (Corrupt, NotFound) as error:
-            log.warning("checkpoint_unusable", checkpoint=checkpoint.version, error=str(error), next="another one")
-            unusable[checkpoint.manifest] = str(error)
+            log.warning("checkpoint_unusable", checkpoint=checkpoint.version, error=str(error))
+            errors[checkpoint.manifest] = str(error)
             if isinstance(error, DamagedChunk):
                 catalog.suspect(time.time(), error.chunk)
     if listed:
-        raise NothingWhole(_all_damaged([(one.version, unusable[one.manifest]) for one in listed]), _REPAIR)
-    begun_from = [str(stretch) for stretch in line if isinstance(stretch, PolicyVersion)]
-    if begun_from:
+        damage = [(checkpoint.version, errors[checkpoint.manifest]) for checkpoint in listed]
+        raise NothingWhole(_describe_damage(damage), _REPAIR)
+    parents = [str(stretch) for stretch in lineage if isinstance(stretch, PolicyVersion)]
+    if parents:
         raise NothingWhole(
-            f"the timeline goes on from {begun_from[0]}, and neither it nor an older one is there", _REPAIR
+            f"the timeline continues from {parents[0]}, and the store has neither it nor an older checkpoint",
+            _REPAIR,
         )
     return None
 
@@ -139,29 +143,30 @@ def restore_weights(
     checkpoint: Checkpoint,
     folder: Path,
     local_model: Path | None,
-    say: Callable[[Stage], None] = lambda _: None,
+    report: Callable[[Stage], None] = lambda _: None,
 ) -> Restored:
-    """Fetch what of one checkpoint a model is made of, as `restore_newest` does; no optimizer.
+    """Fetch one checkpoint's model without its optimizer, like `restore_newest`.
 
     Raises NotFound, Corrupt, StoreError, OSError.
     """
-    return _restore(store, checkpoint, folder, local_model, say, is_weights)
+    return _restore(store, checkpoint, folder, local_model, report, is_weights)
 
 
 _REPAIR = (
-    "put the objects back, from a copy of the store or from the bucket's older versions, and `grpo-orch resume`; "
-    "`grpo-orch checkpoints verify` names what is damaged"
+    "restore the objects from a copy of the store or from the bucket's older versions and run `grpo-orch resume`; "
+    "`grpo-orch checkpoints verify` lists the damage"
 )
 
 
-def _all_damaged(damage: Sequence[tuple[str, str]]) -> str:
-    """In words, the newest first, those with the same damage together; `checkpoints verify` tells the rest."""
-    by_damage: dict[str, list[str]] = {}
-    for at, why in reversed(damage):
-        by_damage.setdefault(why, []).append(at)
-    told = [f"{', '.join(ats)}: {why}" for why, ats in by_damage.items()]
-    more = f"; and {len(told) - DAMAGE_TOLD_MAX} more" if len(told) > DAMAGE_TOLD_MAX else ""
-    return f"none of the run's checkpoints can be restored: {'; '.join(told[:DAMAGE_TOLD_MAX])}{more}"
+def _describe_damage(damage: Sequence[tuple[str, str]]) -> str:
+    """Describe damaged versions, newest first, grouped by error."""
+    by_error: dict[str, list[str]] = {}
+    for version, error in reversed(damage):
+        by_error.setdefault(error, []).append(version)
+    kinds = [f"{', '.join(versions)}: {error}" for error, versions in by_error.items()]
+    hidden = len(kinds) - DAMAGE_KINDS_SHOWN_MAX
+    more = f"; and {hidden} more" if hidden > 0 else ""
+    return f"none of the run's checkpoints can be restored: {'; '.join(kinds[:DAMAGE_KINDS_SHOWN_MAX])}{more}"
 
 
 def _restore(
@@ -169,27 +174,27 @@ def _restore(
     checkpoint: Checkpoint,
     folder: Path,
     local_model: Path | None,
-    say: Callable[[Stage], None],
-    needed: Callable[[str], bool] = lambda _: True,
+    report: Callable[[Stage], None],
+    is_needed: Callable[[str], bool] = lambda _: True,
 ) -> Restored:
     target = folder / f"checkpoint-{checkpoint.at.step}"
-    if folder.exists():  # one whole checkpoint at a time, and what is left of this one's last try
+    if folder.exists():  # keep only the partial files of this checkpoint's previous attempt
         for other in folder.iterdir():
             if other.name != f".{target.name}.part":
                 shutil.rmtree(other)
     found = transfer.read_manifest(store, checkpoint)
-    own = _has_base_model(found, local_model)
-    named = [file for file in found.files if needed(file.name)]
-    wanted = [file for file in named if not (own and file.name.startswith(f"{BASE_MODEL}/"))]
-    told = TransferLog(CHECKPOINT, sum(file.size_bytes for file in wanted), say)
-    manifest.materialize(store, found.root, wanted, target, told.add)
+    has_base_model = _has_base_model(found, local_model)
+    needed = [file for file in found.files if is_needed(file.name)]
+    wanted = [file for file in needed if not (has_base_model and file.name.startswith(f"{BASE_MODEL}/"))]
+    progress = TransferLog(CHECKPOINT, sum(file.size_bytes for file in wanted), report)
+    manifest.materialize(store, found.root, wanted, target, progress.add)
     log.info("checkpoint_restored", checkpoint=checkpoint.version)
     base_model = target / BASE_MODEL
     return Restored(checkpoint.at, target, base_model if base_model.exists() else None)
 
 
 def _has_base_model(found: Manifest, local_model: Path | None) -> bool:
-    """Whether this machine has every file of the checkpoint's base model, byte for byte."""
+    """Return whether this machine has identical copies of all files of the checkpoint's base model."""
     files = [file for file in found.files if file.name.startswith(f"{BASE_MODEL}/")]
     return local_model is not None and all(
         same(file, local_model / file.name.removeprefix(f"{BASE_MODEL}/")) for file in files

@@ -1,4 +1,4 @@
-"""Writes samples in a thread of its own: a step waits for none of it, and no error of it reaches the trainer."""
+"""Write samples in a background thread. Steps do not wait for it, and its errors do not reach the trainer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from policies.model.vocabulary import Precedence
 
 log = structlog.get_logger()
 
-WAITING_MAX = 2  # each holds the texts of a step; what comes while these wait is left out
-FINISH_S = 10.0  # a trainer that is done waits so long for the last ones
+WAITING_MAX = 2  # steps in the queue, each with all its texts; while it is full, steps are skipped
+FINISH_S = 10.0  # a finished trainer waits this long for the last samples
 
 Build = Callable[[], tuple[Head, list[Group]]]
 
 
 class SampleWriter:
-    """Stores what people read of a step, as long as that is possible beside training.
+    """Stores samples of steps for people to read, as fast as the store allows.
 
     Args:
-        store: the run's, of this writer alone, which soon gives up.
+        store: the run's store, used only by this writer, with short retries.
         by: the precedence of this trainer.
     """
 
@@ -36,17 +36,17 @@ class SampleWriter:
         self._thread: threading.Thread | None = None
 
     def offer(self, build: Build) -> None:
-        """Have it built and stored soon; returns at once. It is left out where the store is too slow."""
+        """Queue samples to be built and stored. They are skipped if the store is too slow."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
             self._thread.start()
         try:
             self._waiting.put_nowait(build)
         except queue.Full:
-            log.warning("samples_not_kept", why="those of earlier steps are still being written")
+            log.warning("samples_not_kept", why="samples of earlier steps are still being written")
 
     def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Return once all that was offered is stored, or after `timeout_s`."""
+        """Wait until all queued samples are stored, at most `timeout_s`."""
         if self._thread is None:
             return
         try:
@@ -59,5 +59,5 @@ class SampleWriter:
         while (build := self._waiting.get()) is not None:
             try:
                 samples.write_samples(self._store, *build(), self._by)
-            except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
+            except Exception as error:  # noqa: BLE001  # training continues after any error
                 log.warning("samples_not_kept", why=repr(error)[:500])

@@ -1,4 +1,4 @@
-"""The trainer's checkpoints, out of its way: into the spool, from which the uploader stores them."""
+"""Save the trainer's checkpoints to the spool, from which the uploader stores them in the background."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ log = structlog.get_logger()
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "safetensors", "grpo-orch")
 RUN_FILE = "run.json"
-DETECTOR_FILE = "detector.json"  # what the divergence detector knows: a restart goes on with it
-LOOK_S = 0.2  # between looks for what the uploader has done
-STUCK_S = 600.0  # an uploader that gets nothing done for so long is not waited for
+DETECTOR_FILE = "detector.json"  # state of the divergence detector, for a restart
+POLL_S = 0.2  # between checks of the uploader's progress
+STUCK_S = 600.0  # stop waiting for an uploader without progress for this long
 
 
 class CheckpointSaver:
-    """Where a trainer's checkpoints go. Only its first process has one.
+    """Saves a trainer's checkpoints. Only the trainer's first process has one.
 
     Args:
-        spool: this machine's.
-        heartbeat: tells whether the store is slow.
-        record: the run's.
+        spool: this machine's spool.
+        heartbeat: records whether the store is slow.
+        record: the run's record.
         timeline: of this trainer.
-        meta: kept with each manifest.
-        frozen: files that belong to each checkpoint and do not change, path by name.
-        max_behind_steps: the trainer waits for room once the newest stored checkpoint is so many steps old.
-        detector: returns what the guard's detector knows now.
+        meta: stored with each manifest.
+        frozen: unchanging files that belong to each checkpoint, path by name.
+        max_behind_steps: the trainer waits for space once the newest stored checkpoint is this many steps old.
+        detector: returns the current state of the divergence detector.
     """
 
     def __init__(
@@ -70,30 +70,31 @@ class CheckpointSaver:
         self._logging_steps = 1
 
     def begin_from(self, step: int, logging_steps: int) -> None:
-        """Name the step of the checkpoint that training goes on from, and how many steps a logged row spans."""
+        """Set the step of the checkpoint that training starts from, and the number of steps per logged row."""
         self._stored_step = self._sealed_step = step
         self._logging_steps = logging_steps
 
     @property
     def sealed_step(self) -> int:
-        """The step of the newest checkpoint that is in the store or on its way there."""
+        """The step of the newest checkpoint that is stored or waiting to be stored."""
         return self._sealed_step
 
     def last_store_s(self) -> float | None:
-        """How long storing the last one took; None before the first."""
+        """Return how long storing the last checkpoint took; None before the first."""
         return self._spool.reported().took_s
 
     def stored_step(self) -> int:
-        """The step of the newest checkpoint that the store is known to have."""
+        """Return the step of the newest checkpoint known to be stored."""
         stored = self._spool.reported().stored
         if stored is not None and (at := PolicyVersion.parse(stored)).timeline == self._timeline:
             self._stored_step = max(self._stored_step, at.step)
         return self._stored_step
 
     def open(self, step: int, *, last: bool) -> Path | None:
-        """Return the folder to save the checkpoint of `step` into; None while there is no room for it.
+        """Return the folder to save the checkpoint of `step` into; None while the spool is full.
 
-        Waits for room for the last one, and once the newest stored one is `max_behind_steps` old. Raises Fenced.
+        Waits for space for the last checkpoint, and once the newest stored one is `max_behind_steps` old. Raises
+        Fenced.
         """
         self._heartbeat.check()
         slot = self._spool.claim(step)
@@ -101,16 +102,16 @@ class CheckpointSaver:
             log.warning("waiting_for_the_store", step=step, stored_step=self.stored_step())
             self._heartbeat.say("storing", store_slow=True)
             while (slot := self._spool.claim(step)) is None:
-                _say_how_far(self._heartbeat, self._spool.reported())
-                self._heartbeat.wait(LOOK_S)
+                _report_progress(self._heartbeat, self._spool.reported())
+                self._heartbeat.wait(POLL_S)
             self._heartbeat.say("training")
         if slot is None:
-            log.warning("checkpoint_put_off", step=step, stored_step=self.stored_step())
+            log.warning("checkpoint_skipped", step=step, stored_step=self.stored_step())
         self._heartbeat.say(store_slow=slot is None)
         return slot
 
     def seal(self, step: int, slot: Path) -> None:
-        """Hand a written checkpoint to the uploader. Raises OSError, for want of room too."""
+        """Hand a written checkpoint to the uploader. Raises OSError, also if the disk is full."""
         detector = self._detector()
         (slot / DETECTOR_FILE).write_bytes(to_json(detector))
         (slot / RUN_FILE).write_bytes(to_json(self._record))
@@ -121,57 +122,57 @@ class CheckpointSaver:
         self._sealed_step = step
 
     def give_up(self, slot: Path) -> None:
-        """Take back a checkpoint for which there was no room after all: it is due again when another is stored.
+        """Discard a checkpoint that did not fit into the spool; it is retried once another one is stored.
 
-        Raises NoRoom where no other is on its way to the store.
+        Raises NoRoom if no other checkpoint is waiting to be stored.
         """
         log.warning("spool_full", spool=str(self._spool.folder))
         if not self._spool.give_up(slot):
             raise NoRoom(
-                f"checkpoints.spool: {self._spool.folder} has no room for one checkpoint; free some space, "
-                f"or name another folder in `spool`"
+                f"checkpoints.spool: {self._spool.folder} has no space for a checkpoint; free some space, "
+                f"or set `spool` to another folder"
             )
 
 
 def wait_until_stored(spool: Spool, heartbeat: Heartbeat) -> None:
-    """Wait until the uploader has stored all that was sealed.
+    """Wait until the uploader has stored all sealed checkpoints.
 
-    Raises StoreUnavailable when it gets nothing done for STUCK_S, Fenced.
+    Raises StoreUnavailable if it makes no progress for STUCK_S, Fenced.
     """
-    heard, since_s, told = spool.reported(), time.monotonic(), TransferLog("storing")
+    upload, since_s, progress = spool.reported(), time.monotonic(), TransferLog("storing")
     while waiting := spool.sealed():
-        if spool.reported() != heard:
-            heard, since_s = spool.reported(), time.monotonic()
-            told.at(heard.done_bytes, heard.total_bytes)
-            _say_how_far(heartbeat, heard)
+        if spool.reported() != upload:
+            upload, since_s = spool.reported(), time.monotonic()
+            progress.at(upload.done_bytes, upload.total_bytes)
+            _report_progress(heartbeat, upload)
         if time.monotonic() - since_s > STUCK_S:
-            what = ", ".join(seal.version for seal, _ in waiting)
+            versions = ", ".join(seal.version for seal, _ in waiting)
             raise StoreUnavailable(
-                f"checkpoints {what} wait in {spool.folder} for {STUCK_S:.0f} s",
-                heard.error or "is the uploader up?",
+                f"no progress in storing checkpoints {versions} from {spool.folder} for {STUCK_S:.0f} s",
+                upload.error or "is the uploader running?",
             )
-        heartbeat.wait(LOOK_S)
+        heartbeat.wait(POLL_S)
 
 
-def _say_how_far(heartbeat: Heartbeat, upload: UploaderState) -> None:
-    """As long as it gets on, it is waited for: one that begins again has first to come as far as it was."""
+def _report_progress(heartbeat: Heartbeat, upload: UploaderState) -> None:
+    """Report the upload in the heartbeat: the controller extends its timeout while there is progress."""
     if upload.storing is not None:
         stage = Stage(f"storing checkpoint {upload.storing}", upload.done_bytes, upload.total_bytes)
         heartbeat.say(stage=stage)
 
 
 def package_versions() -> dict[str, str]:
-    """The versions that a checkpoint was made with, by package."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of installed packages that affect a checkpoint."""
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_detector(checkpoint: Path) -> Detector:
-    """What the detector knew at a restored checkpoint. Raises Corrupt."""
+    """Read the detector's state at a restored checkpoint. Raises Corrupt."""
     path = checkpoint / DETECTOR_FILE
     return from_json(path.read_bytes(), Detector, str(path))

@@ -1,4 +1,4 @@
-"""What the steps since the last log cost and earned, gathered where it happens, read where it is logged."""
+"""Collect times, tokens and rewards of the steps since the last logged row."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from checkpoint.records.rollouts import Rollout
 
 @dataclass(slots=True)
 class StepCosts:
-    """Sums since they were last taken. Evaluation adds what it lost and waited, not the tokens trained on."""
+    """Sums since the last `take`. Evaluation adds discarded tokens and waiting times, but no training tokens."""
 
     tokens: int = 0
     discarded: int = 0
     wait_s: float = 0.0
-    generate_s: float = 0.0  # seconds in which completions to train on were made
-    generate_node_s: float = 0.0  # the same, times the machines that made them
-    ahead_s: float = 0.0  # of these and of `wait_s`, in which the trainer was at work on earlier steps
-    unserved_s: float = 0.0  # seconds in which training requests were open and no node could serve them
-    staleness: int | None = None  # steps between sampling and training, the most of any window; None: no window
-    own_generate_s: float = 0.0  # of these, in which the trainer made them in place of nodes that were not there
-    rewards_s: float = 0.0  # seconds in which completions to train on were scored
-    store_s: float = 0.0  # seconds in which the trainer stood still for a checkpoint
+    generate_s: float = 0.0  # generating completions to train on
+    generate_node_s: float = 0.0  # the same, multiplied by the number of machines
+    ahead_s: float = 0.0  # part of generate_s and wait_s in which the trainer worked on earlier steps
+    unserved_s: float = 0.0  # training requests were open while no node could serve them
+    staleness: int | None = None  # steps between sampling and training, maximum of all windows; None: no window
+    own_generate_s: float = 0.0  # part of generate_s in which the trainer replaced missing rollout nodes
+    rewards_s: float = 0.0  # scoring completions to train on
+    store_s: float = 0.0  # the trainer waited for a checkpoint
     replayed: list[bool] = field(default_factory=list)  # of each training call
-    generated_s: float = 0.0  # what generating has taken so far; never begun anew
+    generated_s: float = 0.0  # all generation so far; never reset
     rewards: list[float] = field(default_factory=list)  # of each completion trained on
-    published: dict[str, float] = field(default_factory=dict)  # policies: seconds, bytes
-    refused: dict[str, float] = field(default_factory=dict)  # how many prompts, and the numbers of the last one
+    published: dict[str, float] = field(default_factory=dict)  # seconds and bytes of publications
+    refused: dict[str, float] = field(default_factory=dict)  # number of prompts, and details of the last one
 
     def add(self, rollout: Rollout, wait_s: float, *, training: bool, replayed: bool) -> None:
-        """A call's completions; for `wait_s` the trainer waited for them and no node could serve."""
+        """Add a call's completions, for which the trainer waited `wait_s` while no node could serve."""
         self.discarded += rollout.discarded
         self.wait_s += wait_s
         if training:
@@ -40,29 +40,34 @@ class StepCosts:
             self.staleness = max(self.staleness or 0, rollout.staleness)
 
     def generated(self, seconds: float, machines: int, ahead_s: float = 0.0, unserved_s: float = 0.0) -> None:
-        """So many machines made completions to train on for so many seconds; for `ahead_s` of these, and of those
-        in which no node served, the trainer was at work on earlier steps. For `unserved_s` no node could serve."""
+        """Add time in which `machines` generated completions to train on.
+
+        Args:
+            ahead_s: part of it, and of the time without a serving node, in which the trainer worked on earlier
+                steps.
+            unserved_s: time in which no node could serve.
+        """
         self.ahead_s += ahead_s
         self.unserved_s += unserved_s
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
 
     def made_itself(self, seconds: float, *, training: bool) -> None:
-        """The trainer has made completions for so many seconds, in place of rollout nodes."""
+        """Add time in which the trainer generated completions itself, instead of rollout nodes."""
         self.generated_s += seconds
         if training:
             self.generate_s += seconds
             self.own_generate_s += seconds
 
     def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
-        """So many prompts were left out; the numbers are the last one's, where they are known."""
+        """Count prompts that were left out. `row`, `tokens` and `limit_tokens` describe the last one."""
         before = self.refused.get(metrics.PROMPTS_REFUSED, 0.0)
-        numbers = {metrics.REFUSED_ROW: row, metrics.REFUSED_TOKENS: tokens, metrics.REFUSED_LIMIT: limit_tokens}
-        known = {name: float(number) for name, number in numbers.items() if number is not None}
+        details = {metrics.REFUSED_ROW: row, metrics.REFUSED_TOKENS: tokens, metrics.REFUSED_LIMIT: limit_tokens}
+        known = {name: float(number) for name, number in details.items() if number is not None}
         self.refused = {metrics.PROMPTS_REFUSED: before + prompts, **known}
 
     def publish(self, took_s: float, sent_bytes: int, weights_bytes: int, encode_s: float = 0.0) -> None:
-        """A policy was published; after `encode_s` of this all was encoded, and some of it sent."""
+        """Add a published policy. Encoding took the first `encode_s`, and sending overlapped with it."""
         numbers = {
             metrics.PUBLISHED: 1.0,
             metrics.ENCODE_S: encode_s,
@@ -73,7 +78,7 @@ class StepCosts:
         self.published = {name: self.published.get(name, 0.0) + number for name, number in numbers.items()}
 
     def take(self) -> dict[str, float]:
-        """Return the sums under their names in `checkpoint.records.metrics` and begin anew."""
+        """Return the sums by their names in `checkpoint.records.metrics`, and reset them."""
         values: dict[str, float] = {
             metrics.TOKENS: self.tokens,
             metrics.TOKENS_DISCARDED: self.discarded,

@@ -1,4 +1,4 @@
-"""Tensors on the trainer: their types by name, those that nodes serve in, and tensors that are read one by one."""
+"""Tensors on the trainer: names of their types, the types that nodes serve in, and lazily read tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tasks.machine.base_model import tensors_in
 
 log = structlog.get_logger()
 
-# What torch's types are called in the header of a safetensors file.
-
-# https://github.com/huggingface/safetensors
+# Names of torch's types in the header of a safetensors file (https://github.com/huggingface/safetensors).
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,24 +38,28 @@ TYPES = {
 
 
 class UnsupportedType(Exception):
-    """A model has a tensor of a type that cannot be stored."""
+    """A tensor of the model has a type that cannot be stored."""
 
 
 def type_name(name: str, dtype: torch.dtype) -> str:
-    """The type of the tensor of that name. Raises UnsupportedType."""
+    """Return the safetensors name of a tensor's type. Raises UnsupportedType.
+
+    Args:
+        name: the tensor's name, for the error.
+    """
     if dtype not in TYPES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in TYPES)
-        raise UnsupportedType(f"trainer.model: {name} is of {dtype}; expected one of {known}")
+        known = ", ".join(str(supported).removeprefix("torch.") for supported in TYPES)
+        raise UnsupportedType(f"trainer.model: {name} has type {dtype}; expected one of {known}")
     return TYPES[dtype]
 
 
-# Tensors that are read one by one while they are stored: weights that are divided over processes, or that an
-# adapter is merged into, are then never all in one memory.
+# Weights that are sharded over processes, or that an adapter is merged into, are read one by one while they are
+# stored, so that they are never all in memory.
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A tensor that is not at hand yet. `read` returns it, and nobody changes it until all are read."""
+    """A tensor that `read` loads on demand. It must not change until all tensors are read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,19 +67,18 @@ class Unread:
 
 
 def at_hand(tensor: torch.Tensor) -> Unread:
-    """A tensor that need not be read."""
+    """Wrap a tensor that is in memory already."""
     return Unread(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
-# What the nodes' engines hold weights in, from run.yaml and the base model's files on the trainer's machine.
-
-
 def read_served_types(vllm: Mapping[str, Any], base_model: Path | None) -> ServedTypes:
-    """The types in which to publish; each tensor's own where the base model's files are not at hand or unreadable.
+    """Return the types to publish in, which the nodes' engines hold weights in.
+
+    If the base model's files are missing or unreadable, tensors are published in their own types.
 
     Args:
         vllm: the flags in run.yaml.
-        base_model: the folder that training began from.
+        base_model: the folder of the model that training started from.
     """
     if base_model is None:
         return ServedTypes()

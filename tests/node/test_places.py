@@ -94,13 +94,13 @@ def test_what_is_overwritten_is_what_would_have_been_loaded(rank: int, dtype: An
 @pytest.mark.parametrize(
     ("load", "why"),
     [
-        (lambda model, one: model.w.data.copy_(one + 1), "w goes through aten.add"),
-        (lambda model, one: model.w.data.copy_(one.to(torch.float64)), "w goes through aten._to_copy"),
-        (lambda model, one: model.w.data.copy_(torch.cat([one[:2], one[2:]])), "w goes through aten.cat"),
-        (lambda model, one: model.w.data.copy_(one[:1]), r"w \[1, 4\] goes into \[4, 4\]"),
-        (lambda _, one: torch.empty(4, 4).copy_(one), "or into no parameter"),
-        (lambda model, one: model.w.data.add_(one), "w goes through aten.add_"),
-        (lambda model, one: model.w.data.fill_(one[0, 0].item()), "w goes through|meta"),
+        (lambda model, one: model.w.data.copy_(one + 1), "w is an argument of aten.add"),
+        (lambda model, one: model.w.data.copy_(one.to(torch.float64)), "w is an argument of aten._to_copy"),
+        (lambda model, one: model.w.data.copy_(torch.cat([one[:2], one[2:]])), "w is an argument of aten.cat"),
+        (lambda model, one: model.w.data.copy_(one[:1]), r"w \[1, 4\] is copied to shape \[4, 4\]"),
+        (lambda _, one: torch.empty(4, 4).copy_(one), "to a tensor that is not a parameter"),
+        (lambda model, one: model.w.data.add_(one), "w is an argument of aten.add_"),
+        (lambda model, one: model.w.data.fill_(one[0, 0].item()), "w is an argument of|meta"),
         (lambda model, _: model.gone, "AttributeError"),
     ],
 )

@@ -77,7 +77,7 @@ class Boot:
         self.loads += 1
         await self.machine.on_load(self)
 
-    async def ask_engine(self) -> EngineWord | None:
+    async def fetch_stats(self) -> EngineWord | None:
         self.looks += self.loads > 0
         return self.machine.on_look(self)
 
@@ -142,7 +142,7 @@ class Machine:
         self.agent = node_agent.Agent(env, spec, self.store, cast("Any", None), shares=shares)
         for engine in self.agent._engines:
             engine._gateway = cast("Any", Gateway(self, engine.name))
-            engine._bare = engine._bare and bare
+            engine._may_be_bare = engine._may_be_bare and bare
 
     def start(self, wanted: PolicyRef, shares: Sequence[str] = ("",), *, bare: bool = True) -> None:
         self.make(wanted, shares, bare=bare)
@@ -202,7 +202,7 @@ class Gateway:
         await asyncio.sleep(0.01)
         return AnnounceReply(drain=True) if said.draining else AnnounceReply(self.machine.wanted)
 
-    async def ask_wanted(self, stage: Stage) -> PolicyRef:
+    async def report_stage(self, stage: Stage) -> PolicyRef:
         self.machine.stages.append(stage)
         return self.machine.wanted
 

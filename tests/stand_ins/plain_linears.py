@@ -14,10 +14,10 @@ from tasks.rollout.vllm import worker as vllm_worker
 class Extension(vllm_worker.Extension):
     """As on a GPU; with each proof it writes vLLM's own checksums of its parameters beside the file."""
 
-    def differs(self: Any, path: str, first: int, step: int) -> str:
+    def find_difference(self: Any, path: str, first: int, step: int) -> str:
         found = self.compute_weight_checksums()
         Path(f"{path}.{self.rank}").write_text(json.dumps(found))
-        return vllm_worker.Extension.differs(self, path, first, step)
+        return vllm_worker.Extension.find_difference(self, path, first, step)
 
 
 def _keep_plain() -> None:

@@ -1,4 +1,4 @@
-"""A request as the guard has it from vLLM's server (ASGI): whose it is, what is in it, and how it is answered."""
+"""Read, authenticate and answer ASGI requests in the guard of vLLM's server."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 class _Named(msgspec.Struct):
-    """What of a completion's body has to be known here."""
+    """The field of a completion's body that the guard needs."""
 
     model: str | None = None
 
 
-async def ask(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of the server's own answer, past the guard."""
-    status, said = 500, b""
-    messages: asyncio.Queue[Message] = asyncio.Queue()  # in which vLLM waits for the client to go: it stays
+async def post(app: App, scope: Scope, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    """Send a request to the server from inside the guard. Returns the response's status and body."""
+    status, content = 500, b""
+    messages: asyncio.Queue[Message] = asyncio.Queue()  # vLLM waits on it for a disconnect, which never comes
     messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
 
     async def send(message: Message) -> None:
-        nonlocal status, said
+        nonlocal status, content
         if message["type"] == "http.response.start":
             status = message["status"]
-        said += message.get("body", b"")
+        content += message.get("body", b"")
 
     headers = [(b"content-type", b"application/json")]
-    asked = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    request = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
     try:
-        await app(asked, messages.get, send)
-    except ValueError as error:  # a log-probability that is no number cannot be written as JSON
+        await app(request, messages.get, send)
+    except ValueError as error:  # JSON cannot represent a log-probability that is NaN
         return 500, str(error).encode()
-    return status, said
+    return status, content
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the peer is on this machine: it came over loopback, or from the address that it went to."""
+    """Return whether the client is on this machine: its address is loopback or the server's own."""
     client = (scope.get("client") or [None])[0]
     server = (scope.get("server") or [None])[0]
     return client is not None and (client in _LOOPBACK or client == server)
 
 
-def bears(headers: dict[str, bytes], secret: str) -> bool:
-    """Whether who asks has the secret."""
+def has_secret(headers: dict[str, bytes], secret: str) -> bool:
+    """Return whether the request is authorized by the secret."""
     return hmac.compare_digest(headers.get("authorization", b""), f"Bearer {secret}".encode())
 
 
 async def body_of(receive: Receive) -> bytes:
-    """A request's body, cut soon after BODY_SIZE_MAX bytes."""
+    """Read a request's body, truncated soon after BODY_SIZE_MAX bytes."""
     body = b""
     while len(body) <= BODY_SIZE_MAX:
         message = await receive()
@@ -71,7 +71,7 @@ async def body_of(receive: Receive) -> bytes:
 
 
 async def model_of(receive: Receive) -> tuple[str | None, Receive]:
-    """The model that a completion's body names, None if it names none, and what gives vLLM the same body."""
+    """Read the model from a completion's body, or None. Also returns a `receive` that gives vLLM the same body."""
     messages = [await receive()]
     while messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -81,14 +81,14 @@ async def model_of(receive: Receive) -> tuple[str | None, Receive]:
     except msgspec.DecodeError:
         model = None
 
-    async def again() -> Message:
+    async def replay() -> Message:
         return messages.pop(0) if messages else await receive()
 
-    return model, again
+    return model, replay
 
 
 async def answer(send: Send, status: int, text: str) -> None:
-    """Answer with a text; 204 has none."""
+    """Answer with a text; empty for 204."""
     headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text.encode())).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [] if status == 204 else headers})
     await send({"type": "http.response.body", "body": text.encode()})

@@ -1,4 +1,4 @@
-"""How vLLM is started for a run: its command line and its environment."""
+"""Build vLLM's command line and environment for a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tasks.machine.base_model import hub_tensors, model_config, model_folder
 from tasks.models.base import Source, source_of
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
-# With these an engine holds more than its policies' tensors, or holds them in another way.
+# With these flags an engine holds more than the policy's tensors, or holds them in another format.
 HELD_OTHERWISE = ("load-format", "model-loader-extra-config", "quantization", "speculative-config")
 
-# What run.yaml may change ...
+# run.yaml may change these flags.
 DEFAULTS: dict[str, Any] = {
-    # Tokens an event: fewer events are less work for the gateway; a lost node loses half as many a request.
+    # Tokens per event. Fewer events are less work for the gateway; a lost node loses half of this per request.
     "stream-interval": 8,
-    # Else the model's generation_config.json would set top_k and others that run.yaml does not name.
+    # Otherwise the model's generation_config.json would set top_k and others that run.yaml does not name.
     "generation-config": "vllm",
     "disable-uvicorn-access-log": True,
 }
-# ... and what it may not: the rest of the run depends on it.
+# run.yaml may not change these, since the rest of the run depends on them.
 FIXED: dict[str, Any] = {
-    "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, temperature included
+    "logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
     "served-model-name": MODEL,
-    "enable-scale-out": True,  # chats become tokens, and tokens messages, beside the engine
+    "enable-scale-out": True,  # endpoints to convert between chats and tokens outside the engine
     "middleware": "tasks.rollout.vllm.guard.Guard",
     "worker-extension-cls": "tasks.rollout.vllm.worker.Extension",
 }
@@ -40,8 +40,13 @@ FIXED: dict[str, Any] = {
 def argv_of(
     spec: RunSpec, host: str, port: int, pem: Path | None, *, adapters: bool = False, bare: bool = False
 ) -> list[str]:
-    """The interpreter's arguments that start vLLM for this run, under mutual TLS with the identity in `pem`; for
-    its adapters, if these travel alone; and `bare`, without the base model's weights."""
+    """Return the interpreter's arguments that start vLLM for this run.
+
+    Args:
+        pem: identity for mutual TLS.
+        adapters: policies are adapters.
+        bare: start without the base model's weights.
+    """
     flags = {**DEFAULTS, **one_process_flags(spec), **_user_flags(spec), **FIXED}
     flags |= engine_flags(spec) if adapters else {}
     flags |= {"load-format": "dummy"} if bare else {}
@@ -53,8 +58,10 @@ def argv_of(
 
 
 def flags_of(flags: dict[str, Any]) -> list[str]:
-    """Command line flags as vLLM reads them: true and false are --x and --no-x, a list is its items, a mapping is
-    JSON, null leaves the flag out."""
+    """Convert flags to command-line arguments.
+
+    True and false become --x and --no-x, a list becomes its items, a mapping becomes JSON, and null is omitted.
+    """
     argv: list[str] = []
     for name, value in flags.items():
         match value:
@@ -72,10 +79,10 @@ def flags_of(flags: dict[str, Any]) -> list[str]:
 
 
 def one_process_flags(spec: RunSpec) -> dict[str, Any]:
-    """Flags that spare a process of the CPU build.
+    """Return flags that make vLLM's CPU build run the worker in the engine's process.
 
-    It starts one for the worker, to bind its threads to cores. Where it is told to bind none, the engine may be
-    the worker, as it is on one GPU: of 35 s of CPU time at each start 15 went into that process's imports.
+    By default a separate process binds the worker's threads to cores. With nobind one process suffices, as on one
+    GPU. That saves 15 of 35 s of CPU time at each start, for imports.
     """
     flags = _user_flags(spec)
     env = {**os.environ, **spec.rollout.env}
@@ -85,20 +92,22 @@ def one_process_flags(spec: RunSpec) -> dict[str, Any]:
 
 
 def uncompiled_env(spec: RunSpec) -> dict[str, str]:
-    """Environment that spares the CPU build a compilation where run.yaml wants none: vLLM compiles one small
-    function even so, in 25 s of CPU time on a new machine, and in 3 on one where it did so before."""
+    """Return variables that disable compilation in the CPU build if run.yaml sets enforce-eager.
+
+    vLLM compiles one small function even with that flag: 25 s of CPU time on a new machine, 3 s with its cache.
+    """
     eager = _user_flags(spec).get("enforce-eager") is True
     return {"TORCHDYNAMO_DISABLE": "1"} if eager and one_process_flags(spec) else {}
 
 
 def model_of(spec: RunSpec) -> str:
-    """The model's folder, found from the folder of run.yaml, or its name on the hub."""
+    """Return the model's folder, relative to that of run.yaml, or its name on the hub."""
     folder = Path(spec.workdir) / spec.trainer.model
     return str(folder) if folder.is_dir() else spec.trainer.model
 
 
 def source(spec: RunSpec) -> Source | None:
-    """Where vLLM's base model comes from; None where it is a folder, or vLLM reads other files than usual."""
+    """Return the source of vLLM's base model; None for a folder, or if flags make vLLM read unusual files."""
     flags = _user_flags(spec)
     if any(flags.get(name) for name in ("load-format", "config-format", "hf-config-path")):
         return None
@@ -107,34 +116,34 @@ def source(spec: RunSpec) -> Source | None:
 
 
 def base_folder(spec: RunSpec) -> Path | None:
-    """Where vLLM reads the base model from: the run's folder, or the hub's cache on this machine."""
+    """Return the folder of the base model: that of the run, or in this machine's hub cache."""
     return model_folder(model_of(spec), **_hub_of(spec))
 
 
 def base_bytes(spec: RunSpec) -> int:
-    """What vLLM reads of the base model, as far as that is on this machine."""
+    """Return the size of the base model's weights on this machine."""
     folder = base_folder(spec)
     return 0 if folder is None else sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def base_config(spec: RunSpec) -> dict[str, Any]:
-    """The base model's config.json; empty where there is none to be had."""
+    """Return the base model's config.json; empty if it is unavailable."""
     return model_config(model_of(spec), **_hub_of(spec))
 
 
 def base_on_hub(spec: RunSpec) -> dict[str, Tensor]:
-    """The base model's tensors as the hub tells them; empty where they are not there."""
+    """Return the base model's tensors from the hub; empty if they are unavailable."""
     model = model_of(spec)
     return {} if Path(model).is_dir() else hub_tensors(model, _hub_of(spec)["revision"])
 
 
 def takes_adapters(spec: RunSpec) -> bool:
-    """Whether this run's policies come as adapters."""
+    """Return whether this run's policies are adapters."""
     return not why_whole(spec, base_config(spec) if spec.trainer.peft is not None else {})
 
 
 def may_start_bare(spec: RunSpec) -> bool:
-    """Whether an engine for this run holds its policies' tensors and nothing else, in their own types."""
+    """Return whether an engine of this run holds only the policy's tensors, in their own types."""
     flags = _user_flags(spec)
     return not any(flags.get(name) for name in HELD_OTHERWISE) and "quantization_config" not in base_config(spec)
 

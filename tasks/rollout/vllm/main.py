@@ -1,9 +1,8 @@
-"""vLLM's server as `python -m vllm.entrypoints.openai.api_server` starts it:
-`python -m tasks.rollout.vllm.main FLAG...`.
+"""Start vLLM's server with fewer garbage collections: `python -m tasks.rollout.vllm.main FLAG...`.
 
-While vLLM's modules are imported, Python's collector looks again and again through what will stay: a fifth of the
-CPU time. The engine's process, which imports this module too before it begins, would import the API server as well
-if that were the main module.
+It runs the same code as `python -m vllm.entrypoints.openai.api_server`. During vLLM's imports Python's collector
+repeatedly scans objects that stay, which takes a fifth of the CPU time. The engine's process imports the main
+module, too; if that were the API server, it would import all of it.
 """
 
 import gc

@@ -247,7 +247,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
     with pytest.raises(NoRoom, match=r"checkpoints\.spool: a checkpoint takes about 1\.00 GiB"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NoRoom, match="name a folder that can be written"):
+    with pytest.raises(NoRoom, match="choose a writable folder"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)
 
 

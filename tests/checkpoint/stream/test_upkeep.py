@@ -174,13 +174,14 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine:
     lost = machine.shared()[1]
     assert told == (
         f"none of the run's checkpoints can be restored: 0-40, 0-30, 0-20, 0-10: read {lost} in "
-        f"{machine.store.url}: there is no such object; put the objects back, from a copy of the store or from "
-        "the bucket's older versions, and `grpo-orch resume`; `grpo-orch checkpoints verify` names what is damaged"
+        f"{machine.store.url}: there is no such object; restore the objects from a copy of the store or from "
+        "the bucket's older versions and run `grpo-orch resume`; `grpo-orch checkpoints verify` lists the damage"
     )
 
 
 def test_a_timeline_whose_start_is_gone_does_not_begin_anew(machine: Machine, tmp_path: Path) -> None:
-    with pytest.raises(NothingWhole, match="goes on from 0-10, and neither it nor an older one is there"):
+    error = "continues from 0-10, and the store has neither it nor an older checkpoint"
+    with pytest.raises(NothingWhole, match=error):
         restore_newest(machine.store, lineage((Fork(1, "0-10"),), 1), tmp_path / "restored", None)
     assert restore_newest(machine.store, lineage((Fork(1, None),), 1), tmp_path / "restored", None) is None
     assert restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None) is None

@@ -96,7 +96,7 @@ def node(trainer: Trainer) -> Iterator[Node]:
 
 def serve(node: Node, policy: tuple[str, Path]) -> None:
     label, folder = policy
-    canary = node.check.passed(folder)
+    canary = node.check.verify(folder)
     assert canary is not None
     node.load(label, folder, canary)
 
@@ -149,7 +149,7 @@ def of_another_rank(tensors: Tensors) -> Tensors:
     ("change", "why"),
     [
         (without_a_half, "half of the adapter of model.layers.1.mlp.up_proj"),
-        (with_nan, "not a number"),
+        (with_nan, "contains infinity or NaN"),
         (of_another_rank, "another rank"),
         (lambda tensors: {f"x.{name}": one for name, one in tensors.items()}, "none of an adapter's"),
         (lambda tensors: {name: one.to(torch.int8) for name, one in tensors.items()}, "quantised weights"),
@@ -194,7 +194,7 @@ def test_a_layer_that_the_engine_does_not_adapt_is_named(node: Node, trainer: Tr
         (of_another_name, there, "model.layers.7.mlp.down_proj"),
         (head, with_head, "lm_head"),
     ):
-        with pytest.raises(PolicyRefused, match=f"no place for the adapter of {layer}") as caught:
+        with pytest.raises(PolicyRefused, match=f"adapter layers that vLLM's model lacks: {layer}") as caught:
             node.load(label, folder, None)
         assert not caught.value.touched
         assert node.asked(label) == 409

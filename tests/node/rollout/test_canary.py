@@ -46,7 +46,7 @@ def in_eight_bits(tensors: Tensors) -> Tensors:
 def refused(node: Node, version: str, folder: Path) -> str:
     """Why; by the files, and without them by the engine, which afterwards serves nobody."""
     with pytest.raises(PolicyRefused) as caught:
-        node.load(version, folder, node.check.passed(folder))
+        node.load(version, folder, node.check.verify(folder))
     assert node.asked(version) == 409
     return caught.value.reason
 
@@ -63,7 +63,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 def test_a_bfloat16_node_serves_what_a_float32_or_bfloat16_trainer_publishes(dense: Node, tmp_path: Path) -> None:
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         folder = policy(tmp_path / str(number), dense_model(tmp_path / "made", seed=1 + number).to(dtype))
-        canary = dense.check.passed(folder)
+        canary = dense.check.verify(folder)
         assert canary is not None
         assert canary.dtype == str(dtype).removeprefix("torch.")
         dense.load(f"0-{number}", folder, canary)
@@ -77,7 +77,7 @@ def test_a_bfloat16_node_serves_what_a_float32_or_bfloat16_trainer_publishes(den
         (in_eight_bits, "quantised weights: model.layers.0.mlp.down_proj.weight is of I8"),
         (lambda tensors: {f"base_model.model.{name}": one for name, one in tensors.items()}, "unmerged adapters"),
         (lambda tensors: {name: one for name, one in tensors.items() if name != DOWN}, f"missing tensors: {DOWN}"),
-        (lambda tensors: {**tensors, DOWN: tensors[DOWN] * torch.nan}, "the engine does not compute the canary"),
+        (lambda tensors: {**tensors, DOWN: tensors[DOWN] * torch.nan}, "the engine failed to compute the canary"),
     ],
 )
 def test_what_is_not_the_trainers_is_refused_by_name_and_never_asked(
@@ -86,7 +86,7 @@ def test_what_is_not_the_trainers_is_refused_by_name_and_never_asked(
     folder = policy(tmp_path / "policy", dense_model(tmp_path / "made", seed=5), change)
     assert why in refused(dense, "0-5", folder)
     dense.load(
-        "0-1", whole := policy(tmp_path / "whole", dense_model(tmp_path / "made", 3)), dense.check.passed(whole)
+        "0-1", whole := policy(tmp_path / "whole", dense_model(tmp_path / "made", 3)), dense.check.verify(whole)
     )
     assert dense.asked("0-1") == 200
     assert dense.asked("0-5") == 409
@@ -104,7 +104,7 @@ def test_a_node_follows_its_trainer_by_deltas_and_serves_what_it_loaded(dense: N
         folder = folders.fetch(ref, lambda: True)
         if made:  # the file that the engine has read is another one by now
             assert completed(dense, before) == made[-1]
-        canary = dense.check.passed(folder)
+        canary = dense.check.verify(folder)
         assert canary is not None
         dense.load(ref.label, folder, canary)
         before = ref.label
@@ -152,7 +152,7 @@ def test_experts_are_reloaded_as_they_are_loaded_first(tmp_path: Path) -> None:
     node = Node(tmp_path, "float32")
     try:
         for number in (0, 1, 0):
-            node.load(f"0-{number}", folders[number], node.check.passed(folders[number]))
+            node.load(f"0-{number}", folders[number], node.check.verify(folders[number]))
             assert node.asked(f"0-{number}") == 200
         astray = policy(tmp_path / "astray", models[1], exchanged)
         assert "log-probabilities" in refused(node, "0-2", astray)

@@ -30,11 +30,11 @@ def test_a_worker_tells_which_parameters_have_had_no_weights() -> None:
     worker_class = cast("Any", Extension)
     worker_class.await_weights(worker)
     assert worker.vllm_config.load_config.load_format == "auto"
-    assert worker_class.not_loaded(worker) == sorted(["a", "b", "head"])
+    assert worker_class.missing_weights(worker) == sorted(["a", "b", "head"])
     model.load_weights(["a", "b"])
-    assert worker_class.not_loaded(worker) == ["head"]
+    assert worker_class.missing_weights(worker) == ["head"]
     model.load_weights(["head"])
-    assert worker_class.not_loaded(worker) == []
+    assert worker_class.missing_weights(worker) == []
     assert loaded == ["a", "b", "head"]
 
 
@@ -47,7 +47,7 @@ def test_an_engine_without_weights_serves_nobody_before_it_has_all_of_them(tmp_p
     try:
         assert node.asked("0-0") == node.asked("None") == node.asked("") == 409
         lacking = policy(tmp_path / "lacking", dense_model(tmp_path / "made", seed=1), without_a_layer)
-        with pytest.raises(PolicyRefused, match=r"without weights after its first policy: model\.layers\.1\."):
+        with pytest.raises(PolicyRefused, match=r"the first policy has no weights for model\.layers\.1\."):
             node.load("0-0", lacking, None)
         assert node.asked("0-0") == 409
         made = dense_model(tmp_path / "made", seed=2)

@@ -87,7 +87,7 @@ class Following:
 
         async def story() -> bool:
             ready = await self.loader.fetch([self.node.server], ref, self.holds, lambda: True)
-            canary = ready.canary if ready.folder is None else self.node.check.passed(ready.folder)
+            canary = ready.canary if ready.folder is None else self.node.check.verify(ready.folder)
             await self.loader.load(self.node.server, ready, canary)
             await self.loader.loaded(ready, [self.node.server])
             if self.loader._settling is not None:
@@ -96,9 +96,10 @@ class Following:
 
         with capture_logs() as logs:
             alone = self.node.do(story())
-        assert not [one for one in logs if one["event"] in ("engine_not_proved", "file_not_settled")], logs
+        failures = {"engine_proof_failed", "policy_file_update_failed"}
+        assert not [one for one in logs if one["event"] in failures], logs
         self.holds = ref.label
-        return alone, [one["why"] for one in logs if one["event"] == "changes_are_reloaded_whole"]
+        return alone, [one["why"] for one in logs if one["event"] == "delta_fallback_full_load"]
 
     def checksums(self, label: str, folder: Path) -> list[dict[str, str]]:
         """vLLM's, of each worker's parameters; those that were overwritten are compared with the file too."""
@@ -132,7 +133,7 @@ def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
             assert not alone
             assert completed(following.node, ref.label)
         assert len(said) == 1
-        assert said[0].startswith("vLLM's loader of this model cannot be followed: ")
+        assert said[0].startswith("cannot trace vLLM's loader of this model: ")
     finally:
         following.node.stop()
 

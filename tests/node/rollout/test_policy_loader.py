@@ -49,7 +49,7 @@ class Engine:
     async def overwrite(self, version: str, base: str, staged: Staged, _canary: Canary | None) -> None:
         self.does.append("changes")
         if base != self.policy:
-            raise ServerFailed(f"the changes are to {base}, and this holds {self.policy}")
+            raise ServerFailed(f"the delta is based on {base}, but the engine holds {self.policy}")
         if self.broken:
             raise ServerFailed("half of it is done")
         with ThreadPoolExecutor(1) as pool:
@@ -57,7 +57,7 @@ class Engine:
                 delta.apply([path], self._weights, before, pool)
         self.policy = version
 
-    async def try_changes(
+    async def try_deltas(
         self, version: str, base: str, staged: Staged, canary: Canary | None, folder: Path
     ) -> str:
         await self.overwrite(version, base, staged, canary)
@@ -334,7 +334,7 @@ def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trial
         b.member, b.why = "rollout-0-i1.1", "the loader cannot be followed"
         assert await given(node, world.steps(publisher, 5)[0], b) == ["whole"]
         assert await given(node, world.steps(publisher, 6)[0], b) == ["trial"]
-        assert (node.loader.takes_changes(cast("Server", a)), node.loader.takes_changes(cast("Server", b))) == (
+        assert (node.loader.takes_deltas(cast("Server", a)), node.loader.takes_deltas(cast("Server", b))) == (
             True,
             False,
         )

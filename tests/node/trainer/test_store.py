@@ -64,7 +64,7 @@ def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
         rig.until("waiting", lambda: waits_for_the_store(rig))
         beat, log = rig.last_beat(), rig.log().read_text()
         assert (beat.step, beat.store_slow) == (BEHIND, True)
-        assert log.count("checkpoint_put_off") == BEHIND - 2, "all but the first and the one it waits with"
+        assert log.count("checkpoint_skipped") == BEHIND - 2, "all but the first and the one it waits with"
         assert Catalog(rig.store, "test").newest().checkpoints == []
         rig.uploader.send_signal(signal.SIGCONT)
         assert rig.wait(trainer) == exit_codes.OK
@@ -117,7 +117,7 @@ def test_memory_that_ends_in_mid_save_puts_the_checkpoint_off(
         trainer = rig.start_trainer()
         rig.until("waiting", lambda: waits_for_the_store(rig))
         log = rig.log().read_text()
-        assert (log.count("spool_full"), log.count("checkpoint_put_off")) == (1, BEHIND - 2)
+        assert (log.count("spool_full"), log.count("checkpoint_skipped")) == (1, BEHIND - 2)
         rig.uploader.send_signal(signal.SIGCONT)
         assert rig.wait(trainer) == exit_codes.OK
         check_the_end(rig)
@@ -133,7 +133,7 @@ def test_without_room_for_one_checkpoint_the_run_ends_with_one_line(
     assert "Traceback" not in output
     last = output.splitlines()[-1]
     assert last.startswith(f"grpo-orch trainer: checkpoints.spool: {memory}/")
-    assert "has no room for one checkpoint; free some space, or name another folder" in last
+    assert "has no space for a checkpoint; free some space, or set `spool` to another folder" in last
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_train_from_the_start(tiny: Path, tmp_path: Path) -> None:

@@ -137,19 +137,19 @@ def test_the_files_that_engines_load_are_the_ones_that_are_compared(tmp_path: Pa
     write(tmp_path / "whole" / "model.safetensors", FULL)
     write(tmp_path / "part" / "model.safetensors", without(Q0))
     check = check_of(tmp_path)
-    assert check.passed(tmp_path / "whole") is None
+    assert check.verify(tmp_path / "whole") is None
     with pytest.raises(PolicyRefused, match="missing tensors") as caught:
-        check.passed(tmp_path / "part")
+        check.verify(tmp_path / "part")
     assert not caught.value.touched
 
 
 def test_the_head_may_be_missing_where_the_base_model_says_that_it_is_tied(tmp_path: Path) -> None:
     write(tmp_path / "base" / "model.safetensors", BASE)
     write(tmp_path / "policy" / "model.safetensors", without("lm_head.weight"))
-    assert check_of(tmp_path, tied=True).passed(tmp_path / "policy") is None
-    assert check_of(tmp_path, tied=None).passed(tmp_path / "policy") is None, "as older files leave it out"
+    assert check_of(tmp_path, tied=True).verify(tmp_path / "policy") is None
+    assert check_of(tmp_path, tied=None).verify(tmp_path / "policy") is None, "as older files leave it out"
     with pytest.raises(PolicyRefused, match="lm_head"):
-        check_of(tmp_path, tied=False).passed(tmp_path / "policy")
+        check_of(tmp_path, tied=False).verify(tmp_path / "policy")
 
 
 def test_the_canary_comes_with_the_files_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_the_canary_comes_with_the_files_and_a_damaged_one_is_refused(tmp_path: 
     write(tmp_path / "policy" / "model.safetensors", FULL)
     canary = Canary([1, 2], [None], "bfloat16", 2, ["^mtp"])
     (tmp_path / "policy" / layout.CANARY).write_bytes(to_json(canary))
-    assert check_of(tmp_path).passed(tmp_path / "policy") == canary
+    assert check_of(tmp_path).verify(tmp_path / "policy") == canary
     for damaged in (b"{}", b"\xff", b""):
         (tmp_path / "policy" / layout.CANARY).write_bytes(damaged)
         with pytest.raises(PolicyRefused, match="canary"):
-            check_of(tmp_path).passed(tmp_path / "policy")
+            check_of(tmp_path).verify(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 40, (4).to_bytes(8, "little") + b"nope"])
@@ -169,5 +169,5 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: byte
     write(tmp_path / "base" / "model.safetensors", BASE)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "model.safetensors").write_bytes(content)
-    with pytest.raises(PolicyRefused, match="not readable"):
-        check_of(tmp_path).passed(tmp_path / "policy")
+    with pytest.raises(PolicyRefused, match="unreadable"):
+        check_of(tmp_path).verify(tmp_path / "policy")

@@ -27,7 +27,7 @@ from tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from tasks.machine.node_env import NodeEnv
 from tasks.models import hub, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
-from tasks.rollout.base_here import BaseHere
+from tasks.rollout.base_here import EngineFiles
 from tasks.rollout.vllm import flags as vllm_flags
 from tasks.trainer import main
 from tasks.trainer.main import have_base_model
@@ -299,8 +299,8 @@ def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
     place = shared.place_of(GATED.model, None)
     published.put(next(one.key for one in published.entries(place) if one.size_bytes == 4096), bytes(4096))
     env = NodeEnv(published.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
-    here = BaseHere(env, run_of(tmp_path, cloud="sky"), published)
-    here._compiled._on = False  # it asks the hub for the configuration, as the next does
+    here = EngineFiles(env, run_of(tmp_path, cloud="sky"), published)
+    here._compiled._is_enabled = False  # it asks the hub for the configuration, as the next does
     monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
     spec, bare = asyncio.run(here.prepare(may_be_bare=False))
     assert (spec.trainer.model, bare, asked) == (GATED.model, False, [GATED.model])
@@ -326,21 +326,21 @@ async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_
     machine.comes_up.clear()
     machine.make(machine.publish(0), bare=bare)
     agent = machine.agent
-    plain = agent._base.spec
+    plain = agent._files.spec
     spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
-    agent._base = machine.engine._base = BaseHere(agent._env, spec, machine.store)
-    machine.engine._bare = bare
+    agent._files = machine.engine._files = EngineFiles(agent._env, spec, machine.store)
+    machine.engine._may_be_bare = bare
     machine.run()
     await machine.eventually(lambda: first.is_set() and seen())
     assert machine.boots == []
     told.set()
     await machine.eventually(lambda: machine.boots)
     assert machine.boots[0].bare is bare
-    assert (Path(agent._base.spec.trainer.model).name == FOLDER) is not bare
-    assert agent._base.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent._base.spec))
+    assert (Path(agent._files.spec.trainer.model).name == FOLDER) is not bare
+    assert agent._files.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent._files.spec))
     machine.comes_up.set()
     await machine.eventually(lambda: len(machine.boots) == 2 or not bare)  # its policy is another model's
-    assert Path(agent._base.spec.trainer.model).name == FOLDER
+    assert Path(agent._files.spec.trainer.model).name == FOLDER
 
 
 def test_a_trainer_publishes_what_it_has_not_got_from_the_store(

@@ -12,12 +12,12 @@ from checkpoint.store import layout
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from policies.model.node_contract import DEAD_MAN_ENV
-from tasks.machine.dead_man import LOOKS, UNREADABLE_S, DeadManSwitch, start
+from tasks.machine.dead_man import CHECKS, UNREADABLE_S, DeadManSwitch, start
 from tests.budget import HANG_S, until
 
 MEMBERS = layout.members((0, 1, 1))
 LIMIT_S = 1800.0
-LOOK_S = LIMIT_S / LOOKS
+LOOK_S = LIMIT_S / CHECKS
 names = itertools.count()
 
 
@@ -76,7 +76,7 @@ def test_who_is_heard_is_all_that_is_asked_for(writer: str, most: float) -> None
     watched.lasts_s(writer, most_s=3 * LOOK_S)
     watched.store.gets = watched.store.listings = 0
     assert watched.lasts_s(writer, most_s=10 * LIMIT_S) is None
-    assert watched.store.gets / (10 * LOOKS) < most
+    assert watched.store.gets / (10 * CHECKS) < most
     assert watched.store.listings == 0
 
 

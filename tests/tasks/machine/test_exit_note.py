@@ -17,7 +17,7 @@ from tasks.machine.exit_note import (
     leave_exit_code,
     take_exit_code,
     take_reason,
-    told_exit_code,
+    trainer_exit_code,
 )
 from tests.rigs.locales import ASCII_LOCALE
 
@@ -35,7 +35,7 @@ from tests.rigs.locales import ASCII_LOCALE
 def test_a_trainer_is_done_only_by_its_own_word(tmp_path: Path, ended: int, noted: int | None, told: int) -> None:
     if noted is not None:
         leave_exit_code(tmp_path, noted)
-    assert told_exit_code(tmp_path, ended) == told
+    assert trainer_exit_code(tmp_path, ended) == told
     assert take_exit_code(tmp_path) is None, "it is of this attempt alone"
 
 

@@ -21,7 +21,7 @@ from tasks.machine.leaving import Leaving
 from tasks.storing.heartbeat import Fenced, Heartbeat
 from tests.budget import HANG_S, until
 
-BEGUN = "timeline 1 has begun, and this is timeline 0"
+BEGUN = "timeline 1 has started, and this trainer is on timeline 0"
 
 
 def beat(timeline: int = 0, attempt: int = 1) -> Trainer:
@@ -120,10 +120,10 @@ def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store
     documents.ask_to_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
     heartbeat.say(step=4)
     said = until("the step", lambda: (one := documents.TRAINER.read(store)) and one.step == 4 and one)
-    assert (said.leaving, leaving.asked) == (False, False)
+    assert (said.leaving, leaving.is_stop_requested) == (False, False)
     documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
     until("that it leaves", lambda: (one := documents.TRAINER.read(store)) and one.leaving)
-    assert leaving.asked
+    assert leaving.is_stop_requested
     assert ended.empty(), "it has something to store"
     heartbeat.stop("stopped")
 

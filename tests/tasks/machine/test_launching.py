@@ -186,7 +186,7 @@ def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_dr
             spec_of("H100:8"),
             7,
             exit_codes.UNFIT_MACHINE,
-            "8 processes are to train, and this machine shows 7",
+            "training needs 8 GPUs, one per process, but this machine has 7",
         ),
         (spec_of(), 8, exit_codes.BAD_SPEC, "set trainer.accelerate.num_processes: 8, or CUDA_VISIBLE_DEVICES"),
     ],

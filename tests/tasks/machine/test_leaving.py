@@ -16,7 +16,7 @@ from policies.tick.snapshot import Trainer
 from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv
 from tasks.machine.spooling import make_spool
-from tasks.machine.trainer_machine import let_upload
+from tasks.machine.trainer_machine import await_upload
 from tests.budget import HANG_S
 
 
@@ -67,19 +67,19 @@ def world(tmp_path: Path) -> World:
 def test_an_undisturbed_trainer_stays(world: World) -> None:
     world.step(10.0)
     world.leaving.check()
-    assert (world.due(), world.leaving.told) == ((False, False), False)
+    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
 
 
 @pytest.mark.parametrize("how", ["signal", "down"])
 def test_asked_to_end_it_leaves_at_once(world: World, how: str) -> None:
     if how == "down":
-        world.leaving.ask()
+        world.leaving.request_stop()
     else:
         stop_file(world.folder, 1).touch()
-    assert (world.due(), world.leaving.told, world.leaving.asked) == ((True, True), True, True)
+    assert (world.due(), world.leaving.is_leaving, world.leaving.is_stop_requested) == ((True, True), True, True)
     with pytest.raises(LeaveNow):
         world.leaving.check()
-    assert not Leaving(world.folder, 2).told, "another attempt on the same machine was not asked"
+    assert not Leaving(world.folder, 2).is_leaving, "another attempt on the same machine was not asked"
 
 
 def test_through_a_notice_it_trains_as_long_as_a_step_and_a_checkpoint_fit(world: World) -> None:
@@ -104,7 +104,7 @@ def test_a_notice_that_is_too_short_for_a_checkpoint_is_trained_through(world: W
     for _ in range(10):
         world.step(5.0)
         assert world.due() == (False, False)
-    assert world.leaving.told, "who comes in its place waits all the same"
+    assert world.leaving.is_leaving, "who comes in its place waits all the same"
 
 
 def test_before_a_machine_is_taken_all_is_worth_storing(world: World) -> None:
@@ -112,13 +112,13 @@ def test_before_a_machine_is_taken_all_is_worth_storing(world: World) -> None:
     world.noticed("120")
     world.step(0.1)
     assert world.leaving.is_worth_storing()
-    world.leaving.ask()
+    world.leaving.request_stop()
     assert world.leaving.is_worth_storing(), "asked to stop as well"
 
 
 def test_a_notice_that_nothing_followed_is_over(world: World) -> None:
     world.noticed("0.0")
-    assert (world.due(), world.leaving.told) == ((False, False), False)
+    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_worth_storing(again_s: float, closing_s: float | None, machine_
 
 
 def test_what_would_be_done_again_is_without_generating_and_since_the_last_checkpoint(world: World) -> None:
-    world.leaving.ask()
+    world.leaving.request_stop()
     world.step(100.0)
     world.measured(1.0, 9.0)
     world.step(30.0, generating_s=24.0)
@@ -167,12 +167,12 @@ def test_what_would_be_done_again_is_without_generating_and_since_the_last_check
 
 
 def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Path) -> None:
-    let_upload(tmp_path)  # before there is a spool
+    await_upload(tmp_path)  # before there is a spool
     spool: Spool = make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "memory")), 10)
     slot = spool.claim(5)
     assert slot is not None
     spool.seal(slot, Seal("0-5", 0.0))
-    waiting = threading.Thread(target=let_upload, args=(tmp_path,))
+    waiting = threading.Thread(target=await_upload, args=(tmp_path,))
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive()
@@ -180,7 +180,7 @@ def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Pa
     waiting.join(HANG_S)
     assert not waiting.is_alive()
     spool.seal(slot, Seal("0-5", 0.0))
-    let_upload(tmp_path, timeout_s=0.3)  # an uploader that does not come is not waited for
+    await_upload(tmp_path, timeout_s=0.3)  # an uploader that does not come is not waited for
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from checkpoint.security.vouched import vouch
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tasks.machine.children import Started, record
+from tasks.machine.children import AttemptRecord, record_attempt
 from tasks.machine.exit_note import leave_reason
 from tasks.machine.node_env import read_run_here
 from tests.budget import HANG_S, until
@@ -171,7 +171,7 @@ def test_a_pods_end_is_told_to_no_process_that_has_the_number_by_now(rig: Rig, t
     rig.workdir.mkdir()
     anothers = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     rig.processes.append(anothers)
-    record(rig.workdir, Started(1, pid=anothers.pid))
+    record_attempt(rig.workdir, AttemptRecord(1, pid=anothers.pid))
     assert tell_pod(rig, tmp_path / "home").wait(HANG_S) == 0
     assert anothers.poll() is None
 

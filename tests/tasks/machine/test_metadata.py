@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tasks.machine import metadata
-from tasks.machine.metadata import Aws, Azure, Gcp, Heard, MetadataService
+from tasks.machine.metadata import Aws, Azure, Callbacks, Gcp, MetadataService
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import FakeMetadata, fake_metadata
 
@@ -27,8 +27,9 @@ class Watched:
     thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        heard = Heard(self.zones.append, self.recommendations.append, lambda why, _: self.notices.append(why))
-        args = (self.known, heard, self.stop, 0.02)
+        notices = self.notices
+        callbacks = Callbacks(self.zones.append, self.recommendations.append, lambda why, _: notices.append(why))
+        args = (self.known, callbacks, self.stop, 0.02)
         self.thread = threading.Thread(target=metadata.watch, args=args)
         self.thread.start()
 

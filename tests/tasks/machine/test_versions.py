@@ -69,7 +69,8 @@ def test_an_own_environment_may_differ_and_ours_may_not(
     if not refused:
         check_versions(("trl",))
         return
-    with pytest.raises(WrongVersions, match=r"^trl 1\.17\.0, not 1\.16\.0: not what .*`setup`, or bring an image"):
+    error = r"^trl 1\.17\.0, not 1\.16\.0: not the versions .*`setup`, or use an image"
+    with pytest.raises(WrongVersions, match=error):
         check_versions(("trl",))
 
 

@@ -88,7 +88,7 @@ def test_what_works_is_as_it_was() -> None:
     ("does", "says"),
     [
         ("reset raises", "reset raised KeyError: 'door'"),
-        ("reset hangs", "reset took too long"),
+        ("reset hangs", "reset timed out"),
     ],
 )
 def test_an_environment_that_does_not_begin_is_named_with_its_prompt(does: str, says: str) -> None:
@@ -108,7 +108,7 @@ def test_what_a_tool_raises_is_for_the_model_to_read() -> None:
 
 
 def test_a_tool_that_hangs_is_told_to_the_model_or_ends_the_run() -> None:
-    says = r"^envs.Room.step took too long, for the prompt 'Go on.'$"
+    says = r"^envs.Room.step timed out, for the prompt 'Go on.'$"
     with pytest.raises(TimeoutError, match=says):
         hanging_room("none").step(way="left")
     with pytest.raises(ToolFailed, match=says):
@@ -123,4 +123,4 @@ def test_an_environments_reward_that_is_none_follows_the_rule(does: str, says: s
         room(does).get_reward()
     with capture_logs() as logs:
         assert room(does, rule("none")).get_reward() is None
-    assert says in logs[0]["what"]
+    assert says in logs[0]["problem"]

@@ -66,7 +66,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_a_whole_adapter_passes(world: World) -> None:
-    assert world.check({"r": 2}).passed(world.publish(good())) is None  # it has no canary
+    assert world.check({"r": 2}).verify(world.publish(good())) is None  # it has no canary
 
 
 def cut(folder: Path) -> None:
@@ -83,12 +83,12 @@ def header_alone(folder: Path) -> None:
     ("damage", "why"),
     [
         (cut, "is cut off"),
-        (header_alone, "its files are not readable"),
+        (header_alone, "unreadable files"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda folder: (folder / "base.json").unlink(), "base.json is missing"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is no mapping"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "its files are not readable"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not a mapping"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "unreadable files"),
         (lambda folder: (folder / "adapter_config.json").write_text('{"r": 3}'), "another rank"),
         (lambda folder: (folder / "base.json").write_text('{"identity": "abc"}'), "for another base model, abc"),
     ],
@@ -99,32 +99,32 @@ def test_damage_is_named_and_the_engine_keeps_what_it_has(
     folder = world.publish(good())
     damage(folder)
     with pytest.raises(PolicyRefused, match=why) as caught:
-        world.check({"r": 2}).passed(folder)
+        world.check({"r": 2}).verify(folder)
     assert not caught.value.touched
 
 
 def test_a_rank_for_which_the_engine_has_no_room(world: World) -> None:
     folder = world.publish(good())
     with pytest.raises(PolicyRefused, match="the engine has room for 1"):
-        world.check({"r": 1}).passed(folder)
+        world.check({"r": 1}).verify(folder)
 
 
 def test_the_same_shape_trained_on_another_model(world: World, tmp_path: Path) -> None:
     folder = world.publish(good(), identity_of(base(tmp_path / "tuned", 1.01)))
     with pytest.raises(PolicyRefused, match="another base model"):
-        world.check({"r": 2}).passed(folder)
+        world.check({"r": 2}).verify(folder)
     (world.base / "model.safetensors").unlink()  # as where the hub has no such file: then nobody can tell
-    assert world.check({"r": 2}).passed(folder) is None
+    assert world.check({"r": 2}).verify(folder) is None
 
 
 def test_each_kind_of_node_takes_its_own_kind_of_policy(world: World) -> None:
     adapter = world.publish(good())
     for peft in (None, {"r": 2, "use_dora": True}):
         with pytest.raises(PolicyRefused, match="unmerged adapters"):
-            world.check(peft).passed(adapter)
-        assert world.check(peft).passed(world.base) is None
-    with pytest.raises(PolicyRefused, match="no adapter, which is what this run's nodes take"):
-        world.check({"r": 2}).passed(world.base)
+            world.check(peft).verify(adapter)
+        assert world.check(peft).verify(world.base) is None
+    with pytest.raises(PolicyRefused, match="not an adapter, which this run's nodes require"):
+        world.check({"r": 2}).verify(world.base)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
@@ -143,5 +143,5 @@ def test_what_is_not_a_number_is_found_in_each_type(world: World, dtype: str) ->
         write(path, {"good": (dtype, as_stored(1.0)), "x": (dtype, as_stored(number))})
         assert not_finite(path) == ["x"]
     tensors = {**good(), A: (dtype, as_stored(np.nan).repeat(2, axis=1))}
-    with pytest.raises(PolicyRefused, match="not a number"):
-        world.check({"r": 2}).passed(world.publish(tensors))
+    with pytest.raises(PolicyRefused, match="contains infinity or NaN"):
+        world.check({"r": 2}).verify(world.publish(tensors))

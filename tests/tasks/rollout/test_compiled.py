@@ -51,14 +51,14 @@ class Machines:
     def compiles(self, spec: RunSpec | None = None, secret: str = SECRET) -> None:
         """A node starts, finds nothing, compiles and stores it."""
         node, folder = self.node(spec, secret)
-        node.bring(spec or self.spec)
+        node.restore(spec or self.spec)
         assert not folder.exists()
         write(folder, KERNELS)
         node.store()
 
     def brought(self, spec: RunSpec | None = None) -> dict[str, bytes]:
         node, folder = self.node(spec)
-        node.bring(spec or self.spec)
+        node.restore(spec or self.spec)
         return read(folder)
 
     def places(self) -> list[str]:
@@ -86,12 +86,12 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
 def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
     machines.compiles()
     node, folder = machines.node()
-    spec = node.bring(machines.spec)
+    spec = node.restore(machines.spec)
     assert read(folder) == KERNELS
     assert {name: Path(spec.rollout.env[name]).relative_to(folder).name for name in FOLDERS} == FOLDERS
     node.store()  # what it was brought it does not send back
     (folder / "own").write_bytes(b"compiled since")
-    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).bring(machines.spec)
+    CompileCaches(machines.store, machines.spec, folder.parent, SECRET).restore(machines.spec)
     assert read(folder) == KERNELS | {"own": b"compiled since"}, "a restart on the machine keeps what is there"
     assert len(machines.places()) == 1
 
@@ -103,7 +103,7 @@ def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machin
         write(machines.folder / folder, {"config.json": b"{}"})
         of = replace(machines.spec.trainer, model=str(machines.folder / folder))
         node = CompileCaches(machines.store, machines.spec, machines.folder / "root", SECRET)
-        here = node.bring(replace(machines.spec, trainer=of))
+        here = node.restore(replace(machines.spec, trainer=of))
         assert Path(here.trainer.model).resolve() == machines.folder / folder
         found.append(here.trainer.model)
     assert found[0] == found[1]
@@ -112,7 +112,7 @@ def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machin
 def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machines: Machines) -> None:
     node, folder = machines.node()
     write(folder, KERNELS)
-    node.bring(machines.spec)
+    node.restore(machines.spec)
     node.store()
     assert machines.brought() == KERNELS
 
@@ -120,7 +120,7 @@ def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machi
 def test_of_two_that_compile_at_once_the_first_to_store_it_stays(machines: Machines) -> None:
     found = [machines.node() for _ in range(2)]
     for number, (node, folder) in enumerate(found):
-        node.bring(machines.spec)
+        node.restore(machines.spec)
         write(folder, {"triton/who": str(number).encode()})
     for node, _ in found:
         node.store()
@@ -129,7 +129,7 @@ def test_of_two_that_compile_at_once_the_first_to_store_it_stays(machines: Machi
 
 
 @pytest.mark.parametrize(
-    "differs", ["environment", "processor", "kind_of_accelerators", "flags", "env", "model", "adapters"]
+    "differs", ["environment", "processor", "accelerator_models", "flags", "env", "model", "adapters"]
 )
 def test_nothing_is_used_of_another_key(machines: Machines, monkeypatch: pytest.MonkeyPatch, differs: str) -> None:
     machines.compiles()
@@ -203,7 +203,7 @@ def test_what_is_too_large_locked_or_a_link_does_not_travel(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, folder = machines.node()
-    node.bring(machines.spec)
+    node.restore(machines.spec)
     write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
     (folder / "link").symlink_to("/etc/passwd")
     monkeypatch.setattr(compile_caches, "UNPACKED_BYTES_MAX", 4)
@@ -226,7 +226,7 @@ def test_a_store_that_fails_costs_a_compilation(
     with monkeypatch.context() as patch:
         patch.setattr(Store, when, away)
         node, folder = machines.node()
-        assert node.bring(machines.spec).rollout.env.keys() == FOLDERS.keys()
+        assert node.restore(machines.spec).rollout.env.keys() == FOLDERS.keys()
         write(folder, KERNELS)
         node.store()
     assert read(folder) == KERNELS
@@ -251,7 +251,7 @@ def test_where_nothing_can_be_shared_nothing_is_asked(
             (tmp_path / "1").write_bytes(b"a file")
     spec = replace(machines.spec, rollout=rollout)
     node, folder = machines.node(spec)
-    assert node.bring(spec) == spec
+    assert node.restore(spec) == spec
     if why != "no folder":
         write(folder, KERNELS)
     node.store()
@@ -262,15 +262,15 @@ def test_what_vllm_does_not_work_with_is_replaced_once_it_works(machines: Machin
     machines.compiles()
     [place] = machines.places()
     node, folder = machines.node()
-    node.bring(machines.spec)
+    node.restore(machines.spec)
     node = CompileCaches(machines.store, machines.spec, folder.parent, SECRET)  # its agent was started again
-    node.bring(machines.spec)
+    node.restore(machines.spec)
     assert read(folder) == KERNELS
-    node.doubt()
+    node.discard()
     write(folder, {"triton/k": b"its own"})
     node.store()
     assert machines.brought() == KERNELS, "it may have failed for another cause"
-    node.works()
+    node.mark_working()
     node.store()
     assert machines.places() == [place]
     assert machines.brought() == {"triton/k": b"its own"}
@@ -306,7 +306,7 @@ async def test_vllm_that_fails_with_what_was_brought_starts_without(
             raise PolicyRefused("computes something else", touched=True)
 
     if fails == "start hangs":
-        monkeypatch.setattr(base_here, "HANGS_SHARE", 1e-4)
+        monkeypatch.setattr(base_here, "RESTORED_CACHE_SHARE", 1e-4)
     write(kept, KERNELS)
     wanted, machine.on_start, machine.on_load = machine.publish(0), on_start, on_load
     machine.start(wanted)

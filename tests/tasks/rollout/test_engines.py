@@ -102,7 +102,7 @@ async def test_engine_that_never_serves_is_given_up_alone(
     monkeypatch.setattr(base_here, "limit_s", lambda *_: start_limit_s)
     machine.on_start = on_start
     machine.start(first, SHARES)
-    await machine.eventually(lambda: machine.agent._engines[1].given_up)
+    await machine.eventually(lambda: machine.agent._engines[1].is_given_up)
     await machine.holds(first)
     machine.wanted = second
     await machine.holds(second)
@@ -128,8 +128,8 @@ async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
     machine.on_look, machine.on_start = word, takes_as_long_as_60_looks
     machine.start(machine.publish(0), SHARES)
     second = machine.agent._engines[1]
-    await machine.eventually(lambda: second.given_up or len(machine.boots_of(SECOND)) > STARTS_MAX)
-    assert second.given_up is given_up
+    await machine.eventually(lambda: second.is_given_up or len(machine.boots_of(SECOND)) > STARTS_MAX)
+    assert second.is_given_up is given_up
     assert len(machine.boots_of(FIRST)) == 1
     assert sum(boot.loads > 0 for boot in machine.boots) >= 1 + STARTS_MAX
 
@@ -150,7 +150,7 @@ async def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_l
         assert error.subgroup(GaveUp) is not None
         assert all(boot.ends.is_set() for boot in machine.boots if int(boot.member[-1]) >= lame)
     else:
-        await machine.eventually(lambda: sum(one.given_up for one in machine.agent._engines) == lame)
+        await machine.eventually(lambda: sum(one.is_given_up for one in machine.agent._engines) == lame)
 
 
 @pytest.mark.parametrize("touched", [True, False])

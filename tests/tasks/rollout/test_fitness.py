@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from checkpoint.store.errors import Corrupt
 from policies.serving.fitness import TRIES, Fitness
 from policies.serving.wire import Announce
-from tasks.rollout.agent import lasting
-from tasks.rollout.policy_folders import DiskFailed, Overtaken, PolicyFolders
+from tasks.rollout.agent import lossy
+from tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.rigs.rollout_machine import Boot, Machine
 
@@ -75,7 +75,7 @@ def test_a_full_disk_is_freed_of_what_is_not_needed(disk: SmallDisk, machine: Ma
     first, second = machine.publish(0, size_bytes=3 * MIB), machine.publish(1, size_bytes=3 * MIB)
     folders = PolicyFolders(machine.store, disk.root / "policies")
     folders.fetch(first, lambda: True)
-    with pytest.raises(DiskFailed, match=r"No space left on device; \d+ MiB are free once all older"):
+    with pytest.raises(DiskFailed, match=r"No space left on device; \d+ MiB are free after deleting all older"):
         folders.fetch(second, lambda: True)
     assert not list(disk.root.rglob("*.safetensors"))
     folder = folders.fetch(second, lambda: True)
@@ -85,7 +85,7 @@ def test_a_full_disk_is_freed_of_what_is_not_needed(disk: SmallDisk, machine: Ma
 
 def test_a_download_that_nobody_wants_any_more_ends(machine: Machine, tmp_path: Path) -> None:
     wanted, pieces = machine.publish(0, files=60), iter(range(60))
-    with pytest.raises(Overtaken):
+    with pytest.raises(Superseded):
         PolicyFolders(machine.store, tmp_path / "policies").fetch(wanted, lambda: next(pieces) < 5)
     (part,) = (tmp_path / "policies").iterdir()  # for the next try; no policy
     assert part.name.startswith(".")
@@ -167,6 +167,6 @@ def test_a_log_on_a_full_disk_loses_lines_and_nothing_else() -> None:
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "full")
 
-    log = lasting(Full())
+    log = lossy(Full())
     log.write("a line\n")
     log.flush()

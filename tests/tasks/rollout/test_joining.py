@@ -44,7 +44,7 @@ def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine
     folders, seen = PolicyFolders(machine.store, tmp_path / "policies"), list[Stage | None]()
 
     def still() -> bool:
-        seen.append(folders.coming)
+        seen.append(folders.fetching)
         return True
 
     folders.fetch(wanted, still)
@@ -52,7 +52,7 @@ def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine
     assert last is not None
     assert (last.name, last.done_bytes) == (POLICY, last.total_bytes)
     assert last.total_bytes > 1000
-    assert folders.coming is None
+    assert folders.fetching is None
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_tensor_that_the_trainer_lacks_may_be_missing_only_where_the_engine_ha
     (policy / "model.safetensors").write_bytes(tensor_file([*BODY, HEAD]))
     canary = Canary([1, 2], [-1.0], "float32", 2, ["^mtp"])
     (policy / layout.CANARY).write_bytes(to_json(canary))
-    assert PolicyCheck(spec).passed(policy) == canary
+    assert PolicyCheck(spec).verify(policy) == canary
     with pytest.raises(PolicyRefused, match=r"missing tensors: mtp\.weight"):
-        PolicyCheck(spec).passed(policy, bare=True)
+        PolicyCheck(spec).verify(policy, bare=True)
 
 
 def test_a_load_format_of_run_yaml_is_kept_and_without_weights_there_is_one(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ async def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
 @pytest.mark.parametrize("model", range(4))
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 async def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
-    with pytest.raises(Unfit, match="it does not draw by seed and position"):
+    with pytest.raises(Unfit, match="this vLLM does not sample by seed and position"):
         await tried(Sampler(forgetful=True, spread=spread, model=model))
 
 

@@ -74,11 +74,11 @@ class FakeEngine:
         self.calls.append("resume")
 
     async def _collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        named = method in ("reload_all", "layers_without_place")
+        named = method in ("reload_all", "unmatched_layers")
         self.calls.append(f"{method} {args[0]}" if named else method)
         self.changed = {"reload_all": False, "apply_deltas": True}.get(method, self.changed)
         lists: list[Any] = [[], []]
-        return self.says.get(method, lists if method in ("not_loaded", "layers_without_place") else ["", ""])
+        return self.says.get(method, lists if method in ("missing_weights", "unmatched_layers") else ["", ""])
 
     async def _remove_lora(self, number: int) -> None:
         self.calls.append(f"remove {number}")
@@ -210,9 +210,9 @@ async def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_
     ("vllm", "why"),
     [
         (FakeEngine(off=1.0), "log-probabilities"),
-        (FakeEngine(status=400), "the engine does not compute the canary: 400"),
-        (FakeEngine(status=500), "the engine does not compute the canary: 500"),
-        (FakeEngine(broken=True), "the engine does not compute the canary: 500 Out of range float values"),
+        (FakeEngine(status=400), "the engine failed to compute the canary: 400"),
+        (FakeEngine(status=500), "the engine failed to compute the canary: 500"),
+        (FakeEngine(broken=True), "the engine failed to compute the canary: 500 Out of range float values"),
         (FakeEngine(context=8), "prove nothing"),
     ],
 )
@@ -229,19 +229,19 @@ async def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm
 
 
 async def test_an_engine_without_weights_is_asked_whether_it_has_them_all_until_it_has() -> None:
-    vllm = FakeEngine(says={"not_loaded": [[], ["lm_head.weight", "model.norm.weight"]]})
+    vllm = FakeEngine(says={"missing_weights": [[], ["lm_head.weight", "model.norm.weight"]]})
     vllm.go_on.set()
     door = Door(vllm)
     assert await door.is_bare("run") == 404
     assert await door.is_bare("agent") == 204
     status, said = await door.load("0-0@a")
-    assert (status, said) == (422, "without weights after its first policy: lm_head.weight and 1 more")
+    assert (status, said) == (422, "the first policy has no weights for lm_head.weight and 1 more")
     assert (await door.complete("0-0@a"))[0] == 409
     assert "compute" not in vllm.calls
     vllm.says.clear()
     assert await door.load("0-1@a") == (204, "")
     assert await door.load("0-2@a") == (204, "")
-    assert vllm.calls.count("not_loaded") == 2
+    assert vllm.calls.count("missing_weights") == 2
 
 
 async def test_a_short_context_takes_the_beginning_of_the_text() -> None:
@@ -281,21 +281,21 @@ TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_all /there", "compu
 @pytest.mark.parametrize(
     ("vllm", "why", "calls"),
     [
-        (FakeEngine(), "", [*TRIAL, "follow_loader", "differs", "compute"]),
+        (FakeEngine(), "", [*TRIAL, "follow_loader", "find_difference", "compute"]),
         (
             FakeEngine(says={"follow_loader": ["", "w goes through add"]}),
-            "vLLM's loader of this model cannot be followed: w goes through add",
+            "cannot trace vLLM's loader of this model: w goes through add",
             ["follow_loader", "reload_all /there", "compute"],
         ),
         (
             FakeEngine(off_changed=1e-6),
-            "with weights that were overwritten it does not compute what it does with reloaded ones",
+            "the engine computes different log-probabilities after a delta than after a full load",
             [*TRIAL, "compute"],
         ),
         (
-            FakeEngine(says={"differs": ["", "w"]}),
-            "after a reload w is not in the parameters as it is in the file",
-            [*TRIAL, "follow_loader", "differs", "compute"],
+            FakeEngine(says={"find_difference": ["", "w"]}),
+            "after a full load the parameters of w differ from the file",
+            [*TRIAL, "follow_loader", "find_difference", "compute"],
         ),
     ],
 )
@@ -319,7 +319,7 @@ async def test_changes_are_put_only_upon_what_they_are_to(base: str, status: int
     door = Door(vllm)
     assert await door.load("0-1@b", base="0-0@a", path="") == (
         400,
-        "the changes are to 0-0@a, and this holds None",
+        "the delta is based on 0-0@a, but the engine holds None",
     )
     assert await door.load("0-0@a", canary=None) == (204, "")
     assert (await door.load("0-1@b", base=base, path=""))[0] == status
@@ -334,7 +334,7 @@ async def test_changes_are_put_only_upon_what_they_are_to(base: str, status: int
 async def test_an_engine_that_differs_from_its_file_serves_nobody(
     version: str, differs: list[str], status: int, then: int
 ) -> None:
-    door = Door(FakeEngine(says={"differs": differs}))
+    door = Door(FakeEngine(says={"find_difference": differs}))
     assert await door.load("0-0@a", canary=None) == (204, "")
     assert (await door.prove(version))[0] == status
     assert (await door.complete("0-0@a"))[0] == then
@@ -345,19 +345,19 @@ async def test_the_adapter_before_is_out_before_the_next_is_in() -> None:
     assert await change_adapter(vllm.state, "/a") == ""
     assert await change_adapter(vllm.state, "/b") == ""
     assert vllm.calls == [
-        *("pause abort True", "load /a", "resume", "layers_without_place 1"),
-        *("pause abort True", "remove 1", "load /b", "resume", "layers_without_place 2"),
+        *("pause abort True", "load /a", "resume", "unmatched_layers 1"),
+        *("pause abort True", "remove 1", "load /b", "resume", "unmatched_layers 2"),
     ]
     assert vllm.adapters[MODEL].path == "/b"
     vllm.refuses = "LoRA rank 9 is greater than max_lora_rank 8."
-    assert await change_adapter(vllm.state, "/c") == f"vLLM does not load the adapter: {vllm.refuses}"
+    assert await change_adapter(vllm.state, "/c") == f"vLLM refused the adapter: {vllm.refuses}"
     assert vllm.adapters == {}
     assert vllm.calls[-1] == "resume"
     vllm.refuses = ""
     assert await change_adapter(vllm.state, "/d") == ""
     for _ in range(2):
         await drop_adapter(vllm.state)
-    assert (vllm.adapters, vllm.calls[-2:]) == ({}, ["layers_without_place 3", "remove 3"])
+    assert (vllm.adapters, vllm.calls[-2:]) == ({}, ["unmatched_layers 3", "remove 3"])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ async def test_the_adapter_before_is_out_before_the_next_is_in() -> None:
 async def test_an_adapter_of_which_a_part_has_no_place_is_taken_out(
     workers: list[list[str] | None], layer: str
 ) -> None:
-    vllm = FakeEngine(says={"layers_without_place": workers})
+    vllm = FakeEngine(says={"unmatched_layers": workers})
     why = await change_adapter(vllm.state, "/a")
     assert bool(why) == bool(layer)
     assert layer in why

@@ -151,7 +151,7 @@ def test_an_image_of_another_release_is_not_used(rig: MachineRig) -> None:
     lock.write_text(lock.read_text().replace("trl==", "trl==0."))
     done = rig.run("setup.sh")
     assert (done.returncode, done.stderr) == (0, "")
-    why = f"not using {rig.prepared}, which is of another release of grpo-orch; build the image anew"
+    why = f"not using {rig.prepared}, made by another release of grpo-orch; rebuild the image"
     assert done.stdout.splitlines()[0] == f"grpo-orch setup: {why}"
     env = rig.home / ".grpo-orch" / "env"
     program(env / "bin" / "python", TELLING)
@@ -179,7 +179,7 @@ def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) ->
     assert (env / "lock.txt").read_text() == (SCRIPTS / "locks" / f"{extra}.txt").read_text()
     assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
     again = rig.run("setup.sh")
-    assert "grpo-orch setup: the environment is there" in again.stdout
+    assert "grpo-orch setup: the environment is up to date" in again.stdout
     assert rig.uv_calls() == made
 
 
@@ -203,7 +203,7 @@ def test_a_set_up_that_failed_says_why_and_is_done_again(rig: MachineRig, step: 
     done = rig.run("setup.sh")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("grpo-orch setup: uv cannot ")
+    assert done.stderr.startswith("grpo-orch setup: uv failed to ")
     assert not rig.code.exists()
     rig.more.clear()
     assert rig.run("setup.sh").returncode == 0
@@ -220,7 +220,7 @@ def test_libnuma_is_installed_where_it_is_missing(rig: MachineRig) -> None:
     (rig.home / ".grpo-orch" / "env" / ".made-of").unlink()
     done = rig.run("setup.sh")
     assert done.returncode == 1
-    assert done.stderr == "grpo-orch setup: libnuma1 cannot be installed with apt-get; put it on the image\n"
+    assert done.stderr == "grpo-orch setup: apt-get failed to install libnuma1; add it to the image\n"
 
 
 def test_uv_is_installed_where_there_is_none(rig: MachineRig) -> None:
@@ -237,7 +237,7 @@ def test_uv_is_installed_where_there_is_none(rig: MachineRig) -> None:
     rig.offer("python3", "#!/bin/sh\nexit 1\n")
     failed = rig.run("setup.sh")
     assert failed.returncode == 1
-    assert "there is no uv, and pip cannot install it" in failed.stderr.splitlines()[-1]
+    assert "uv not found, and pip failed to install it" in failed.stderr.splitlines()[-1]
 
 
 def test_what_the_work_is_told(rig: MachineRig) -> None:
@@ -293,15 +293,15 @@ FAILURES = [
         {"GRPO_ORCH_WHEEL": "gone/x.whl"},
         "setup: {home}/gone/x.whl is missing; the controller ships it",
     ),
-    ("setup.sh", {"GRPO_ORCH_WHEEL": ""}, "setup: not set; a machine is set up by the controller"),
-    ("run.sh", {"GRPO_ORCH_WHEEL": ""}, "run: not set; work is started by the controller"),
-    ("run.sh", {"SKYPILOT_NODE_IPS": ""}, "run: SKYPILOT_NODE_IPS is empty: the address of this machine is not"),
+    ("setup.sh", {"GRPO_ORCH_WHEEL": ""}, "setup: not set; only the controller sets up machines"),
+    ("run.sh", {"GRPO_ORCH_WHEEL": ""}, "run: not set; only the controller starts work"),
+    ("run.sh", {"SKYPILOT_NODE_IPS": ""}, "run: SKYPILOT_NODE_IPS is empty, so this machine's address is unknown"),
     (
         "run.sh",
         {"GRPO_ORCH_WHEEL": "w/0123/x.whl"},
-        "run: this machine was set up by a grpo-orch of another version",
+        "run: this machine was set up by another version of grpo-orch",
     ),
-    ("run.sh", {"GRPO_ORCH_PREPARED": "/nowhere"}, "run: there is no environment in {home}/.grpo-orch/env"),
+    ("run.sh", {"GRPO_ORCH_PREPARED": "/nowhere"}, "run: no environment in {home}/.grpo-orch/env"),
 ]
 
 
@@ -322,4 +322,4 @@ def test_a_prepared_environment_that_is_too_old_is_said(rig: MachineRig) -> None
     program(rig.prepared / "bin" / "python", "#!/bin/sh\nexit 1\n")
     done = rig.run("setup.sh")
     assert done.returncode == 1
-    assert done.stderr == f"grpo-orch setup: {rig.prepared}/bin/python does not run as Python 3.11 or newer\n"
+    assert done.stderr == f"grpo-orch setup: {rig.prepared}/bin/python is broken or older than Python 3.11\n"

@@ -13,7 +13,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest
 from checkpoint.weights import delta, safetensors
-from tasks.rollout.policy_folders import STAGED, Overtaken, PolicyFolders
+from tasks.rollout.policy_folders import STAGED, PolicyFolders, Superseded
 from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, always, check
 
@@ -151,7 +151,7 @@ def test_a_node_that_is_to_hold_another_policy_by_now_keeps_what_it_has(world: W
     held = world.fetch(node, world.steps(publisher, 1)[0])
     middle, newest = world.steps(publisher, 2, 3)
     asked = iter([True, False])
-    with pytest.raises(Overtaken):
+    with pytest.raises(Superseded):
         node.fetch(newest, lambda: next(asked))
     assert list(world.root.glob("[!.]*")) == [held]
     world.whole_bytes()
@@ -180,6 +180,6 @@ def test_a_whole_policy_that_takes_longer_than_a_step_arrives_all_the_same(
         try:
             check(node.fetch(ref, in_time), world.made[ref.label])
             break
-        except Overtaken:
+        except Superseded:
             overtaken += 1
     assert 0 < overtaken < len(keys)

@@ -172,7 +172,7 @@ def test_what_others_take_away_is_seen_and_ends_with_a_whole_policy(world: World
 def test_a_type_that_cannot_be_stored_is_named(world: World) -> None:
     world.weights["odd"] = torch.zeros(4, dtype=torch.complex128)
     with pytest.raises(
-        UnsupportedType, match=r"^trainer.model: odd is of torch.complex128; expected one of float64"
+        UnsupportedType, match=r"^trainer.model: odd has type torch.complex128; expected one of float64"
     ):
         world.publish(world.publisher(), 0)
 

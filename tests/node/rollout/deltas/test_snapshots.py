@@ -14,7 +14,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest
 from policies.model.vocabulary import PolicyVersion
-from tasks.rollout.policy_folders import Overtaken
+from tasks.rollout.policy_folders import Superseded
 from tasks.storing import publish
 from tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
@@ -69,14 +69,14 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     gate.open.release(3)  # its own
     world.step()
     of = publisher.publish(PolicyVersion(0, 5), world.weights.items(), None)
-    snapshot = publisher._taking[0]
+    snapshot = publisher._snapshot[0]
     assert kind(world, of) == "delta+"
     for step in (6, 7, 8):
         gate.open.release(3)
         world.step()
         ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
         world.made[ref.label] = dict(world.weights)
-        publisher._removing.result()
+        publisher._removal.result()
         assert not snapshot.stored.done()
         world.fetch(world.node(), ref)
     gate.open.release(100)
@@ -86,7 +86,7 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     newest = world.steps(publisher, 9)[0]
     assert manifest.load(world.store, newest.prefix).meta[manifest.SNAPSHOT] == of.prefix
     asked = iter([True] * 14 + [False])
-    with pytest.raises(Overtaken):
+    with pytest.raises(Superseded):
         node.fetch(newest, lambda: next(asked, False))
     assert list(world.root.glob("[!.]*")) == [], "the snapshot by itself is no policy"
     assert world.whole_bytes() == 13
@@ -142,7 +142,7 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     gate.open.release(3)  # its own
     world.step()
     publisher.publish(PolicyVersion(0, 2), world.weights.items(), None)
-    snapshot = publisher._taking[0]
+    snapshot = publisher._snapshot[0]
     world.step(1.0)
     assert kind(world, world.publish(publisher, 3)) == "whole"
     gate.open.release(100)

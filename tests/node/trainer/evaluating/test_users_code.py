@@ -78,7 +78,7 @@ def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
     return SimpleNamespace(rewards={"right": right}, rows=rows, timeout_s=timeout_s), made
 
 
-@pytest.mark.parametrize(("says", "told"), [(hangs, "took too long"), (leaves, "raised SystemExit: 3")])
+@pytest.mark.parametrize(("says", "told"), [(hangs, "timed out"), (leaves, "raised SystemExit: 3")])
 def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
     of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):

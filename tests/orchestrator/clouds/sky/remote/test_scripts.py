@@ -132,14 +132,14 @@ def test_a_prepared_controller_environment_is_used(machine: ControllerRig) -> No
             (machine.folder / "bin" / there.name).symlink_to(there)
     code, out, _ = machine.set_up(GRPO_ORCH_CLOUDS="aws,kubernetes", PATH=f"{machine.folder}/bin")
     assert code == 0
-    assert out[0] == (
-        "grpo-orch setup: SkyPilot cannot use kubernetes from here without kubectl; put it on the image"
-    )
+    assert out[0] == ("grpo-orch setup: SkyPilot cannot use kubernetes without kubectl; add it to the image")
     assert out[1] == f"grpo-orch setup: using the prepared environment {machine.prepared}"
     assert machine.uv_calls() == []
 
 
-@pytest.mark.parametrize(("step", "line"), [("venv", "cannot make an environment"), ("pip", "cannot install")])
+@pytest.mark.parametrize(
+    ("step", "line"), [("venv", "failed to make an environment"), ("pip", "failed to install")]
+)
 def test_a_set_up_that_failed_says_why_and_is_done_again(machine: ControllerRig, step: str, line: str) -> None:
     code, _, err = machine.set_up(UV_FAILS=step)
     assert code == 1
@@ -154,7 +154,7 @@ def test_the_daemon_starts_from_the_shipped_wheel_in_the_shipped_folder(ready: C
     assert (code, err) == (0, [])
     assert out == [
         "grpo-orch controller: starting the daemon: up",
-        "grpo-orch controller: nothing is left to steer",
+        "grpo-orch controller: the daemon has finished",
     ]
     assert ready.noted("daemon.calls") == [f"-m orchestrator.control.daemon file://{ready.folder}/store up"]
     assert ready.noted("daemon.env") == [
@@ -197,14 +197,14 @@ def test_a_daemon_that_dies_is_started_again_until_nothing_is_left_to_steer(read
     reasons = [call.split()[-1] for call in ready.noted("daemon.calls")]
     assert reasons == ["resume", *["restart"] * 8], "a run that was told to stop would go on"
     assert ready.noted("sleeps") == ["1", "2", "4", "8", "16", "32", "60", "60"]
-    assert "grpo-orch controller: the daemon ended with exit code 137; starting it again in 1 s" in out
+    assert "grpo-orch controller: the daemon exited with code 137; restarting it in 1 s" in out
 
 
 def test_it_does_not_fight_another_controller(ready: ControllerRig) -> None:
     (ready.home / "exits").write_text(f"{exit_codes.HELD}\n")
     code, out, _ = ready.finish("controller_run.sh")
     assert code == exit_codes.HELD
-    assert out[-1] == "grpo-orch controller: another controller steers the run"
+    assert out[-1] == "grpo-orch controller: another controller is in charge of the run"
     assert len(ready.noted("daemon.calls")) == 1
 
 
@@ -214,7 +214,7 @@ def test_launching_twice_watches_over_one_daemon(ready: ControllerRig) -> None:
     try:
         with (ready.home / "hold").open("w") as hold:  # the daemon is there once it reads
             assert ready.finish("controller_run.sh") == (
-                0, ["grpo-orch controller: the daemon is watched over already"], [],
+                0, ["grpo-orch controller: already running"], [],
             )  # fmt: skip
             hold.write("\n")
         first.communicate(timeout=HANG_S)
@@ -226,8 +226,8 @@ def test_launching_twice_watches_over_one_daemon(ready: ControllerRig) -> None:
 
 MISSING = [
     ({"GRPO_ORCH_WHEEL": ""}, "not set; a controller is started by `up --remote`"),
-    ({"GRPO_ORCH_PREPARED": "/nowhere"}, "there is no environment in"),
-    ({"GRPO_ORCH_WHEEL": "w/0123/x.whl"}, "this machine was set up by a grpo-orch of another version"),
+    ({"GRPO_ORCH_PREPARED": "/nowhere"}, "no environment in"),
+    ({"GRPO_ORCH_WHEEL": "w/0123/x.whl"}, "this machine was set up by another version of grpo-orch"),
 ]
 
 
