@@ -183,7 +183,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(sizes, "ASK_S", HANG_S)  # a busy machine is no hub that says nothing
+    monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", HANG_S)  # a slow machine must not look like a hub without an answer
     yield Hub
     server.shutdown()
     server.server_close()
@@ -222,8 +222,8 @@ def test_without_a_hub_nothing_hangs(state: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_ENDPOINT", "nonsense" if state == "no URL" else f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if state == "offline" else "")
     if state == "silent":
-        monkeypatch.setattr(sizes, "ASK_S", 0.05)
-        monkeypatch.setattr(sizes, "_on_hub", lambda _: threading.Event().wait())
+        monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(sizes, "_request_size", lambda _: threading.Event().wait())
     with pytest.raises(NotKnown):
         size_of("own/model", tmp_path)
 
