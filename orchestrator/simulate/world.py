@@ -278,7 +278,7 @@ class SimulatedDaemon:
         except (_Died, Fenced):
             self.dead = True
         except StoreUnavailable:
-            self.controller.broke()
+            self.controller.interrupt()
         self.busy = False
 
     def _operation(self) -> None:

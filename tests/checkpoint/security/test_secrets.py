@@ -233,7 +233,7 @@ SECRETS = "storage: ./run\n"
         ),
         (f"secrets: {{HF_TOKEN: {HF}}}\n", "run.yaml:3: secrets: expected a list of strings, got a mapping"),
         ("secrets: [HF_TOKEN, A, HF_TOKEN]\n", "run.yaml:3: secrets[2]: HF_TOKEN is listed twice"),
-        ("secrets: [GRPO_ORCH_TOKEN]\n", "run.yaml:3: secrets[0]: GRPO_ORCH_TOKEN is set by grpo-orch itself"),
+        ("secrets: [GRPO_ORCH_TOKEN]\n", "run.yaml:3: secrets[0]: GRPO_ORCH_TOKEN is set by grpo-orch; remove it"),
         ("secrets: [OMP_NUM_THREADS]\n", "run.yaml:3: secrets[0]: OMP_NUM_THREADS is also set in rollout.env"),
         ("secrets: [a-b]\n", "run.yaml:3: secrets[0]: expected the name of an environment variable"),
         ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of strings"),

@@ -11,7 +11,10 @@ import pytest
 from tests.generators.config_world import changed, furnish
 from tests.rigs.command_line import Cli
 
-NO_KL = "no KL is logged, so divergence is detected by gradient norm, entropy and reward only; set e.g. grpo.beta: 0.02"
+NO_KL = (
+    "no KL is logged, so divergence is detected by gradient norm, entropy and reward only; "
+    "set e.g. grpo.beta: 0.02"
+)
 
 
 @pytest.fixture

@@ -84,7 +84,8 @@ def test_parameter_by_position_alone_is_refused(tmp_path: Path) -> None:
 
 def test_missing_function_is_named(tmp_path: Path) -> None:
     assert asked(tmp_path, "my.judge") == (
-        'trainer.reward_funcs[0]: my.py does not define judge; expected a function of that name; did you mean "judged"?'
+        "trainer.reward_funcs[0]: my.py does not define judge; expected a function of that name; "
+        'did you mean "judged"?'
     )
 
 

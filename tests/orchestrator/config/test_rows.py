@@ -43,7 +43,8 @@ def test_template_that_names_a_missing_column_is_refused(folder: Path) -> None:
     write_rows(folder, *[{"question": "?", "answer": 1}] * 8)
     dataset = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')
     assert problem(folder, dataset) == (
-        "trainer.dataset.prompt: uses query, but the file's columns are question, answer; expected columns of the file"
+        "trainer.dataset.prompt: uses query, but the file's columns are question, answer; "
+        "expected columns of the file"
     )
 
 
