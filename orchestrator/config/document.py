@@ -1,8 +1,8 @@
-"""A run.yaml as one document: YAML as plain data with the line of every key, laid over the file that it `extends`.
+"""Parse a run.yaml into plain data with the line of every key, and merge it over the file that it `extends`.
 
-Scalars are read by the core schema of YAML 1.2, not by PyYAML's 1.1: there `1e-6` is text, `no` is false and
-`1:30` is 90, and all three have cost people runs. The file's own spelling of each scalar is kept in `texts`.
-The result can be written as JSON and read back unchanged.
+Scalars follow the core schema of YAML 1.2. PyYAML's 1.1 reads `1e-6` as a string, `no` as false and `1:30` as 90,
+which has broken runs. `texts` keeps the original spelling of each scalar. The result survives a round trip
+through JSON unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 DEPTH_MAX = 40
 NODES_MAX = 20_000  # aliases make a small file large
 INTEGER_MAX = 2**63 - 1
-# What stands there or below may be a secret, which no message may quote.
+# Values here and below may be secrets; messages must not quote them.
 OPTIONS: KeyPath = ("storage", "options")
 NOT_QUOTED: tuple[KeyPath, ...] = (OPTIONS, ("secrets",))
 
 _TAG = "tag:yaml.org,2002:"
-# PyYAML quotes these names, and an unquoted secret that begins with *, & or ! looks like one.
-_NAMED = re.compile(r"(alias|anchor|handle) '[^']*'")
+# PyYAML quotes these names; an unquoted secret that begins with *, & or ! looks like one.
+_QUOTED_NAME = re.compile(r"(alias|anchor|handle) '[^']*'")
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -48,7 +48,7 @@ for _name, _pattern, _first in (
 class Document:
     """A parsed file. `lines` has an entry for each key and list item; the root is the empty path, on line 1.
 
-    `files` says of each key in which file it stands, where that is not the only one.
+    `files` maps each key to its file, if there are several.
     """
 
     data: Any = None
@@ -58,9 +58,9 @@ class Document:
 
 
 def parse(source: bytes, file: str) -> tuple[Document, Findings]:
-    """Read YAML; what is wrong with single keys is in the Findings.
+    """Parse YAML; problems with single keys are in the Findings.
 
-    Raises ConfigError where nothing can be read: no YAML, no UTF-8, more than one document.
+    Raises ConfigError if the whole file is unreadable: not YAML, not UTF-8, more than one document.
     """
     root = _compose(source, file)
     document = Document()
@@ -84,13 +84,13 @@ def _compose(source: bytes, file: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = _NAMED.sub(r"\1", ", ".join(part for part in (error.context, error.problem) if part))
-        raise ConfigError([Problem(file, mark.line + 1 if mark else 0, "", f"not YAML: {what}")]) from error
+        details = _QUOTED_NAME.sub(r"\1", ", ".join(part for part in (error.context, error.problem) if part))
+        raise ConfigError([Problem(file, mark.line + 1 if mark else 0, "", f"not YAML: {details}")]) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError([Problem(file, line, "", "not YAML: a control character")]) from error
+        raise ConfigError([Problem(file, line, "", "not YAML: contains a control character")]) from error
     except (ValueError, OverflowError, RecursionError) as error:
-        # PyYAML lets these through: an escape beyond Unicode, a version number of 5,000 digits, deep nesting.
+        # PyYAML does not catch these: an escape beyond Unicode, a version number of 5,000 digits, deep nesting.
         raise ConfigError([Problem(file, 0, "", f"not YAML: {error}")]) from error
 
 
@@ -123,85 +123,87 @@ class _Reader:
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         if node.tag != _TAG + "map":
-            self._findings.add(path, f"the tag {node.tag} is not read; expected a plain mapping")
-        found: dict[str, Any] = {}
+            self._findings.add(path, f"the tag {node.tag} is not supported; expected a plain mapping")
+        mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-                self._findings.add(path, "only plain keys are read, no merge (<<); write the keys out", line)
+                self._findings.add(
+                    path, "merge keys (<<) and complex keys are not supported; write out the keys", line
+                )
                 continue
             key = str(key_node.value)
             below = (*path, key)
-            if key in found:
+            if key in mapping:
                 first = self._document.lines[below]
-                self._findings.add(below, f"given twice, first on line {first}; remove one of the two", line)
+                self._findings.add(below, f"duplicate key, first set on line {first}; remove one of the two", line)
                 continue
-            if problem := _no_text(key):
-                self._findings.add(path, f"a key that is {problem}", line)
+            if problem := _text_problem(key):
+                self._findings.add(path, f"invalid key: it {problem}; remove it", line)
                 continue
             self._document.lines[below] = line
-            found[key] = self.value(value_node, below)
-        return found
+            mapping[key] = self.value(value_node, below)
+        return mapping
 
     def _sequence(self, node: yaml.SequenceNode, path: KeyPath) -> list[Any]:
         if node.tag != _TAG + "seq":
-            self._findings.add(path, f"the tag {node.tag} is not read; expected a plain list")
-        found: list[Any] = []
+            self._findings.add(path, f"the tag {node.tag} is not supported; expected a plain list")
+        items: list[Any] = []
         for index, item in enumerate(node.value):
             below = (*path, index)
             self._document.lines[below] = item.start_mark.line + 1
-            found.append(self.value(item, below))
-        return found
+            items.append(self.value(item, below))
+        return items
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         self._document.texts[path] = node.value
         try:
             return _plain(node.tag.removeprefix(_TAG), str(node.value))
         except ValueError as error:
-            secret = any(path[: len(above)] == above for above in NOT_QUOTED)
-            self._findings.add(path, "cannot be read; put it in quotes" if secret else str(error))
+            may_be_secret = any(path[: len(prefix)] == prefix for prefix in NOT_QUOTED)
+            self._findings.add(path, "cannot be parsed; put it in quotes" if may_be_secret else str(error))
             return None
 
 
 def _plain(tag: str, text: str) -> bool | int | float | str | None:
-    """The scalar's value. Raises ValueError, in words for the user."""
+    """Return the scalar's value. Raises ValueError with a message for the user."""
     match tag:
         case "null":
             return None
         case "bool":
             if text.lower() not in ("true", "false"):
-                raise ValueError(f"{_short(text)} is neither true nor false")
+                raise ValueError(f"expected true or false, got {_short(text)}")
             return text.lower() == "true"
         case "int" | "float":
             return _number(tag, text)
         case "str":
-            if problem := _no_text(text):
-                raise ValueError(problem)
+            if problem := _text_problem(text):
+                raise ValueError(f"{problem}; remove it")
             return text
-    raise ValueError(f"the tag {tag} is not read; expected a plain value")
+    raise ValueError(f"the tag {tag} is not supported; expected a plain value")
 
 
 def _number(tag: str, text: str) -> int | float:
     try:
         number = float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
-        raise ValueError(f"{_short(text)} is not a number") from None
-    # JSON has no infinity and no NaN: the run's own copy of the file would hold null in their place.
+        raise ValueError(f"expected a number, got {_short(text)}") from None
+    # JSON has no infinity or NaN: the run's copy of the file would hold null instead.
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {_short(text)}")
     if tag == "float":
         return number
     if abs(number) > INTEGER_MAX:
-        raise ValueError(f"expected a number of at most 64 bits, got {_short(text)}")
+        raise ValueError(f"expected a 64-bit integer, got {_short(text)}")
     return int(text.replace("_", ""))
 
 
-def _no_text(text: str) -> str:
-    """Why no file, program or store could be told the text; empty where all can."""
+def _text_problem(text: str) -> str:
+    """Return why files, programs and stores cannot take the text, or an empty string."""
     if "\0" in text:
-        return "not for any file or program: it holds a character NUL"
+        return "contains a NUL character"
     if any("\ud800" <= char <= "\udfff" for char in text):
-        return "not valid Unicode: half of a surrogate pair"
+        return "contains half of a surrogate pair, which is not valid Unicode"
     return ""
 
 
@@ -209,87 +211,83 @@ def _short(text: str) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# A file over the one that it extends, by JSON Merge Patch (RFC 7396): a mapping is merged key by key, null takes
-# a key away, anything else replaces the old value, lists too. The file and line of each key stay known.
+# A file is merged over the one it extends by JSON Merge Patch (RFC 7396): mappings key by key, null removes a key,
+# any other value, lists included, replaces the old one. The file and line of each key are kept.
 
 EXTENDS = "extends"
 
 
 def read_document(path: Path) -> tuple[Document, Findings, Path]:
-    """A run.yaml as one mapping, without its `extends`, and the folder that its relative paths start at.
+    """Return a run.yaml as one mapping, with `extends` resolved, and the folder for its relative paths.
 
-    That is the folder of the file at the other end, which extends none: what it names is named from there, whoever
-    extends it. Raises ConfigError.
+    That is the folder of the base file, the one without `extends`. Raises ConfigError.
     """
     return _read(path, (), Problem(str(path), 0, "", "no such file; `grpo-orch init` writes one"))
 
 
-def _read(path: Path, above: tuple[Path, ...], missing: Problem) -> tuple[Document, Findings, Path]:
-    """`above`: those that extend it; `missing`: what is wrong where there is no such file."""
+def _read(path: Path, extended_by: tuple[Path, ...], missing: Problem) -> tuple[Document, Findings, Path]:
+    """Read a file and the files it extends; `missing` is raised if it does not exist."""
     file = str(path)
-    if above and path.exists() and not (path.is_file() or path.is_dir()):
-        raise ConfigError([Problem(file, 0, "", "is no regular file; expected the run.yaml that another changes")])
+    if extended_by and path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError([Problem(file, 0, "", "not a regular file; expected the run.yaml to extend")])
     try:
         source = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError([missing]) from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        raise ConfigError([Problem(file, 0, "", f"cannot be read: {why}")]) from error
+        reason = getattr(error, "strerror", error)
+        raise ConfigError([Problem(file, 0, "", f"cannot read the file: {reason}")]) from error
     document, findings = parse(source, file)
     if not isinstance(document.data, dict):
-        what = "is empty" if document.data is None else "is not a mapping"
+        problem = "is empty" if document.data is None else "is not a mapping"
         expected = "expected name, storage, trainer, grpo; `grpo-orch init` writes a file to start from"
-        raise ConfigError([*findings.problems, Problem(file, 1, "", f"the file {what}; {expected}")])
+        raise ConfigError([*findings.problems, Problem(file, 1, "", f"the file {problem}; {expected}")])
     if EXTENDS not in document.data:
         return document, findings, path.absolute().parent
     extended = document.data.pop(EXTENDS)
     line = document.lines[(EXTENDS,)]
     if not isinstance(extended, str) or not extended or "\0" in extended:
-        raise ConfigError(
-            [Problem(file, line, EXTENDS, "expected the path of the run.yaml that this one changes")]
-        )
-    below = Path(os.path.normpath(path.parent / extended))
-    seen = (*above, path.resolve())
-    if below.resolve() in seen:
-        raise ConfigError(
-            [Problem(file, line, EXTENDS, f"{below} extends this file, or is it; remove one of them")]
-        )
-    no_file = Problem(file, line, EXTENDS, f"there is no {below}; expected a path from the folder of this file")
-    base, found, workdir = _read(below, seen, no_file)
-    merged = _laid_over(base, str(below), document, file)
-    both = Findings(file, merged.lines, merged.files, [*findings.problems, *found.problems])
-    both.refused = findings.refused | found.refused
+        raise ConfigError([Problem(file, line, EXTENDS, "expected the path of the run.yaml to extend")])
+    base_path = Path(os.path.normpath(path.parent / extended))
+    seen = (*extended_by, path.resolve())
+    if base_path.resolve() in seen:
+        message = f"circular: {base_path} is or extends this file; remove one `extends`"
+        raise ConfigError([Problem(file, line, EXTENDS, message)])
+    message = f"no such file: {base_path}; expected a path relative to the folder of this file"
+    base, base_findings, workdir = _read(base_path, seen, Problem(file, line, EXTENDS, message))
+    merged = _merge_documents(base, str(base_path), document, file)
+    both = Findings(file, merged.lines, merged.files, [*findings.problems, *base_findings.problems])
+    both.reported = findings.reported | base_findings.reported
     return merged, both, workdir
 
 
-def _laid_over(base: Document, extended: str, over: Document, file: str) -> Document:
-    files = dict.fromkeys(base.lines, extended) | base.files
+def _merge_documents(base: Document, base_file: str, patch: Document, file: str) -> Document:
+    files = dict.fromkeys(base.lines, base_file) | base.files
     merged = Document(base.data, base.lines, base.texts, files)
-    merged.data = _merged(merged, base.data, over.data, ())
-    merged.lines |= over.lines
-    merged.files |= dict.fromkeys(over.lines, file)
-    merged.texts |= over.texts
+    merged.data = _merge(merged, base.data, patch.data, ())
+    merged.lines |= patch.lines
+    merged.files |= dict.fromkeys(patch.lines, file)
+    merged.texts |= patch.texts
     return merged
 
 
-def _merged(document: Document, base: Any, over: Any, path: KeyPath) -> Any:
-    """`over` laid over `base`; of what is replaced the document forgets lines and spelling."""
-    if not isinstance(over, dict) or not isinstance(base, dict):
+def _merge(document: Document, base: Any, patch: Any, path: KeyPath) -> Any:
+    """Merge `patch` over `base`, and drop the lines and texts of replaced values from `document`."""
+    if not isinstance(patch, dict) or not isinstance(base, dict):
         _forget(document, path)
-    if not isinstance(over, dict):
-        return over
+    if not isinstance(patch, dict):
+        return patch
     result = dict(base) if isinstance(base, dict) else {}
-    for key, value in over.items():
+    for key, value in patch.items():
         if value is None:
             _forget(document, (*path, key))
             result.pop(key, None)
         else:
-            result[key] = _merged(document, result.get(key), value, (*path, key))
+            result[key] = _merge(document, result.get(key), value, (*path, key))
     return result
 
 
 def _forget(document: Document, path: KeyPath) -> None:
-    for known in (document.lines, document.texts, document.files):
-        for below in [one for one in known if one[: len(path)] == path]:
-            del known[below]
+    for entries in (document.lines, document.texts, document.files):
+        for key_path in [key_path for key_path in entries if key_path[: len(path)] == path]:
+            del entries[key_path]

@@ -1,4 +1,4 @@
-"""The run as it takes effect, the file's values or else defaults; TRL's arithmetic on it; bounds of numbers."""
+"""Effective values of a run (the file's, else defaults), TRL's batch arithmetic on them, and bounds of numbers."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from policies.model.spec import processes_in
 from policies.serving.sessions import TURNS_MAX
 
 
-class Doubtful(Exception):
+class AlreadyReported(Exception):
     """A value that a check needs was reported already."""
 
 
 class EffectiveRun:
-    """A run.yaml's values, with the defaults of TRL where it has none. Each raises Doubtful."""
+    """Values of a run.yaml, with TRL's defaults. Every accessor raises AlreadyReported."""
 
     def __init__(self, data: Mapping[str, Any], findings: Findings) -> None:
         self._data = data
         self._findings = findings
 
     def at(self, *path: str) -> Any:
-        """The value in the file, None where there is none."""
-        if self._findings.doubtful(path):
-            raise Doubtful
+        """Return the value in the file, or None."""
+        if self._findings.is_reported(path):
+            raise AlreadyReported
         value: Any = self._data
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def grpo(self, key: str) -> Any:
-        """A GRPOConfig key: the file's value or TRL's default. Ours are not in force yet."""
+        """Return a GRPOConfig key: the file's value or TRL's default, before `grpo_defaults` applies."""
         value = self.at("grpo", key)
         return grpo_table().default(key) if value is None else value
 
     @property
     def processes(self) -> int:
-        """How many processes train."""
+        """Number of training processes."""
         return processes_in(self.at("trainer", "accelerate") or {}, self.at("trainer", "resources") or {})
 
     @property
     def generation_batch(self) -> int:
-        """Completions generated at once, as `GRPOConfig.__post_init__` computes it."""
+        """Completions per generation, as `GRPOConfig.__post_init__` computes it."""
         explicit = self.grpo("generation_batch_size")
         if explicit is not None:
             return int(explicit)
@@ -60,60 +60,60 @@ class EffectiveRun:
 
     @property
     def window(self) -> int:
-        """Optimizer steps from one that begins with a generation to the next: only there a resume is exact."""
+        """Optimizer steps that share one generation. Only between two windows is a resume exact."""
         micro_batches = max(1, self.steps_per_generation * int(self.grpo("num_iterations")))
         return micro_batches // math.gcd(micro_batches, int(self.grpo("gradient_accumulation_steps")))
 
 
-# How batches, groups and saves must divide one another.
+# Divisibility of batches, groups and saves.
 
 SAVE_STEPS = 50
 
 
-def one_batch_key(run: EffectiveRun, findings: Findings) -> None:
+def check_batch_keys(run: EffectiveRun, findings: Findings) -> None:
     if run.at("grpo", "generation_batch_size") and run.at("grpo", "steps_per_generation"):
-        message = "TRL takes this or generation_batch_size, not both; remove one"
+        message = "TRL accepts this or generation_batch_size, not both; remove one"
         findings.add(("grpo", "steps_per_generation"), message)
 
 
-def batch_holds_groups(run: EffectiveRun, findings: Findings) -> None:
+def check_batch_size(run: EffectiveRun, findings: Findings) -> None:
     group = run.grpo("num_generations")
     explicit = run.at("grpo", "generation_batch_size")
-    each = run.grpo("per_device_train_batch_size") * run.processes
-    if explicit and explicit % each:
-        message = f"{explicit} is not divisible by per_device_train_batch_size x processes, {each}"
-        findings.add(("grpo", "generation_batch_size"), f"{message}; expected a multiple of {each}")
+    global_batch = run.grpo("per_device_train_batch_size") * run.processes
+    if explicit and explicit % global_batch:
+        message = f"{explicit} is not divisible by per_device_train_batch_size x processes ({global_batch})"
+        findings.add(("grpo", "generation_batch_size"), f"{message}; expected a multiple of {global_batch}")
     elif run.generation_batch % group:
-        here = next(
+        reported_key = next(
             key
             for key in ("generation_batch_size", "num_generations", "per_device_train_batch_size", "")
             if not key or run.at("grpo", key)
         )
-        sum_up = "" if explicit else f" = {each} x {run.steps_per_generation}"
+        product = "" if explicit else f" = {global_batch} x {run.steps_per_generation}"
         findings.add(
-            ("grpo", here) if here else ("grpo",),
-            f"the generation batch, {run.generation_batch}{sum_up}, is not divisible by num_generations, {group}"
+            ("grpo", reported_key) if reported_key else ("grpo",),
+            f"the generation batch ({run.generation_batch}{product}) is not divisible by num_generations ({group})"
             "; expected per_device_train_batch_size x steps_per_generation (default gradient_accumulation_steps) "
             f"to be a multiple of {group}",
         )
 
 
-def eval_batch_holds_groups(run: EffectiveRun, findings: Findings) -> None:
+def check_eval_batch_size(run: EffectiveRun, findings: Findings) -> None:
     if run.at("trainer", "eval_dataset") is None or run.at("grpo", "eval_strategy") == "no":
         return
     group = run.grpo("num_generations_eval") or run.grpo("num_generations")
     batch = run.grpo("per_device_eval_batch_size") * run.processes
     if batch % group:
         key = "per_device_eval_batch_size" if run.at("grpo", "per_device_eval_batch_size") else ""
-        named = "num_generations_eval" if run.grpo("num_generations_eval") else "num_generations"
+        group_key = "num_generations_eval" if run.grpo("num_generations_eval") else "num_generations"
         findings.add(
             ("grpo", key) if key else ("trainer", "eval_dataset"),
-            f"the evaluation batch, {batch} (grpo.per_device_eval_batch_size), is not divisible by {named}, "
-            f"{group}; expected a multiple of {group}",
+            f"the evaluation batch ({batch}, grpo.per_device_eval_batch_size x processes) is not divisible by "
+            f"{group_key} ({group}); expected a multiple of {group}",
         )
 
 
-def save_steps(run: EffectiveRun, findings: Findings) -> None:
+def check_save_steps(run: EffectiveRun, findings: Findings) -> None:
     steps = run.at("grpo", "save_steps")
     if steps is None:
         return
@@ -122,13 +122,13 @@ def save_steps(run: EffectiveRun, findings: Findings) -> None:
     elif steps % run.window:
         findings.add(
             ("grpo", "save_steps"),
-            f"{steps:g} is no multiple of {run.window}, the optimizer steps that share one generation: between "
-            f"them no checkpoint resumes exactly; expected e.g. {_next_multiple(steps, run.window)}",
+            f"{steps:g} is not a multiple of {run.window}, the optimizer steps that share one generation; "
+            f"checkpoints in between cannot resume exactly; expected e.g. {_next_multiple(steps, run.window)}",
         )
 
 
 def save_steps_of(run: EffectiveRun) -> int:
-    """The file's, or the default. Raises Doubtful."""
+    """Return grpo.save_steps or its default. Raises AlreadyReported."""
     return int(run.at("grpo", "save_steps") or _next_multiple(SAVE_STEPS, run.window))
 
 
@@ -138,8 +138,8 @@ def _next_multiple(steps: float, window: int) -> int:
 
 # Bounds of single numbers.
 
-# The least that a number may be; strictly more where the flag is set.
-_LEAST: dict[KeyPath, tuple[float, bool]] = {
+# Minimum of each number; True makes it exclusive.
+_MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "min"): (0, False),
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
@@ -192,33 +192,34 @@ _LEAST: dict[KeyPath, tuple[float, bool]] = {
     ("trainer", "agent", "tokens"): (1, False),
     ("trainer", "agent", "memory_gb"): (0, True),
 }
-# The most, both included.
-_MOST: dict[KeyPath, float] = {
+# Maximum, inclusive.
+_MAXIMUM: dict[KeyPath, float] = {
     ("metrics_port",): 65535,
     ("trainer", "agent", "turns"): TURNS_MAX,
     ("rollout", "max_staleness"): 2,
     ("rollout", "vllm", "gpu-memory-utilization"): 1,
-    ("policies", "reward_timeout_s"): 1e9,  # Python's own clocks end at nine times that
-    ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # what diverged is to take smaller steps
+    ("policies", "reward_timeout_s"): 1e9,  # Python's clocks overflow at nine times that
+    ("policies", "kl", "on_rollback", "epsilon_factor"): 1,  # a rollback may only make steps smaller
     ("policies", "kl", "on_rollback", "learning_rate_factor"): 1,
 }
 
 
 def check_bounds(run: EffectiveRun, findings: Findings) -> None:
-    """Report each number that is out of its bounds."""
-    for path, (least, strictly) in _LEAST.items():
+    """Report each number that is out of bounds."""
+    for path, (minimum, is_exclusive) in _MINIMUM.items():
         value = _value(run, path)
-        if value is not None and (value <= least if strictly else value < least):
-            findings.add(path, f"expected {'more than' if strictly else 'at least'} {least:g}, got {value:g}")
-    for path, most in _MOST.items():
+        if value is not None and (value <= minimum if is_exclusive else value < minimum):
+            bound = "more than" if is_exclusive else "at least"
+            findings.add(path, f"expected {bound} {minimum:g}, got {value:g}")
+    for path, maximum in _MAXIMUM.items():
         value = _value(run, path)
-        if value is not None and value > most:
-            findings.add(path, f"expected at most {most:g}, got {value:g}")
+        if value is not None and value > maximum:
+            findings.add(path, f"expected at most {maximum:g}, got {value:g}")
 
 
 def _value(run: EffectiveRun, path: KeyPath) -> float | None:
-    """None where the file has none, or one that was reported already."""
+    """Return the number in the file; None if it is absent or was reported already."""
     try:
         return cast("float | None", run.at(*cast("tuple[str, ...]", path)))
-    except Doubtful:
+    except AlreadyReported:
         return None

@@ -1,7 +1,7 @@
-"""`load`: a run.yaml in, a RunSpec and notices out, or every problem of the file at once.
+"""Load a run.yaml: return a RunSpec and notices, or report all problems of the file together.
 
-In order: parse, write out shorthands, check keys and types, then the rules between keys; each step skips what an
-earlier one has reported. Nothing is imported, started or written.
+Order: parse, expand shorthands, check keys and types, check rules between keys. Each step skips values that an
+earlier step reported. Nothing is imported, started or written.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from orchestrator.config.datasets import check_datasets, check_rows
 from orchestrator.config.document import Document, read_document
 from orchestrator.config.foreign_keys import (
     accelerate_table,
-    as_vllm_spells,
     check_keys,
     check_resources,
+    drop_false_switches,
     grpo_table,
     lora_table,
+    normalize_vllm_flags,
     vllm_table,
-    without_idle_switches,
 )
 from orchestrator.config.model_size import NotKnown
 from orchestrator.config.notices import find_notices
-from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, in_order
+from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, sort_problems
 from orchestrator.config.rewards import check_rewards
 from orchestrator.config.rules import (
     check_lengths,
@@ -36,16 +36,16 @@ from orchestrator.config.rules import (
     check_quantised,
     check_staleness,
     check_turns,
-    cross_check,
     grpo_defaults,
+    run_checks,
 )
-from orchestrator.config.shorthand import EXPECTED_STORE as EXPECTED
 from orchestrator.config.shorthand import (
+    EXPECTED_STORE,
     Storage,
-    write_out,
-    write_out_deadline,
-    write_out_rehearsal,
-    write_out_storage,
+    expand,
+    expand_deadline,
+    expand_rehearsal,
+    expand_storage,
 )
 from orchestrator.config.structure import check_structure
 from orchestrator.config.user_code import check_shadows
@@ -58,7 +58,7 @@ __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A valid run.yaml, and what its user should know before it is run; `notices` in the order of the lines."""
+    """A valid run.yaml and its notices, in line order."""
 
     spec: RunSpec
     notices: tuple[Problem, ...]
@@ -75,18 +75,18 @@ def load(
     Args:
         path: the file.
         gpus_here: counts this machine's GPUs for a run on the local cloud; may raise DriverFailed.
-        find_size: how large the run's model is, for the disks of its machines; these stay as they are without it.
-        now: seconds since the epoch, which a deadline must be after.
+        find_size: returns the model's size, to set the machines' disks. Without it disks are left as they are.
+        now: seconds since the epoch; a deadline must be later.
 
     Raises:
-        ConfigError: the file cannot be run; `problems` has all of it, in the order of the lines.
+        ConfigError: the file is invalid; `problems` lists all problems, in line order.
     """
     document, findings, workdir = read_document(path)
-    data = _checked(document, workdir, now(), findings)
+    data = _check(document, workdir, now(), findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
-    if "agent" in data["trainer"]:  # one session of many hangs sooner or later
+    if "agent" in data["trainer"]:  # sooner or later one of many sessions hangs
         data.setdefault("policies", {}).setdefault("on_bad_reward", "none")
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
     check_quantised(spec, findings)
@@ -98,39 +98,39 @@ def load(
     if find_size is not None:
         spec = size_disks(spec, find_size, findings)
     find_notices(spec, findings)
-    return Loaded(spec, tuple(in_order(findings.notices)))
+    return Loaded(spec, tuple(sort_problems(findings.notices)))
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Return what a run.yaml says. Raises ConfigError, as `load` does."""
+    """Return the RunSpec of a run.yaml. Raises ConfigError, as `load` does."""
     return load(path).spec
 
 
 def load_storage(path: Path) -> Storage:
-    """Return only the store that a run.yaml names, however the rest of the file is by now.
+    """Return only the store of a run.yaml; the rest of the file may be invalid.
 
     Raises:
-        ConfigError: the file cannot be read, or names no store.
+        ConfigError: the file cannot be read, or its `storage` is missing or invalid.
     """
     document, findings, workdir = read_document(path)
-    options = write_out_storage(document, workdir, findings)
+    options = expand_storage(document, workdir, findings)
     problems = [problem for problem in findings.problems if problem.key.split(".")[0] == "storage"]
     if "storage" not in document.data:
-        problems = [Problem(str(path), 1, "storage", f"names no store; {EXPECTED}")]
+        problems = [Problem(str(path), 1, "storage", f"missing; {EXPECTED_STORE}")]
     if problems:
         raise ConfigError(problems)
     return Storage(document.data["storage"], options)
 
 
-def _checked(document: Document, workdir: Path, now_s: float, findings: Findings) -> dict[str, Any]:
-    """The valid part of the document in RunSpec's shape; what is wrong is in `findings`."""
-    write_out_storage(document, workdir, findings)
-    write_out(document, workdir, findings)
-    write_out_rehearsal(document.data, _replicas_max(document.data), findings)
-    write_out_deadline(document.data, now_s, findings)
+def _check(document: Document, workdir: Path, now_s: float, findings: Findings) -> dict[str, Any]:
+    """Add problems to `findings` and return the valid part of the document in RunSpec's shape."""
+    expand_storage(document, workdir, findings)
+    expand(document, workdir, findings)
+    expand_rehearsal(document.data, _replicas_max(document.data), findings)
+    expand_deadline(document.data, now_s, findings)
     data = check_structure(RunSpec, document.data, (), findings)
-    _check_foreign(data, findings)
-    cross_check(data, findings)
+    _check_foreign_keys(data, findings)
+    run_checks(data, findings)
     check_lengths(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
@@ -139,7 +139,7 @@ def _checked(document: Document, workdir: Path, now_s: float, findings: Findings
     return data
 
 
-def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
+def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
     trainer, rollout = data.get("trainer", {}), data.get("rollout", {})
     for path, keys, table in (
         (("grpo",), data.get("grpo"), grpo_table()),
@@ -150,73 +150,78 @@ def _check_foreign(data: dict[str, Any], findings: Findings) -> None:
     for path, section in ((("trainer", "resources"), trainer), (("rollout", "resources"), rollout)):
         check_resources(section.get("resources", {}), path, findings)
     if "vllm" in rollout:
-        here: KeyPath = ("rollout", "vllm")
-        flags = as_vllm_spells(rollout["vllm"], here, findings)
-        check_keys(flags, here, vllm_table(), findings)
-        rollout["vllm"] = without_idle_switches(flags)
+        path: KeyPath = ("rollout", "vllm")
+        flags = normalize_vllm_flags(rollout["vllm"], path, findings)
+        check_keys(flags, path, vllm_table(), findings)
+        rollout["vllm"] = drop_false_switches(flags)
 
 
 def _replicas_max(data: dict[str, Any]) -> int | None:
-    """How many rollout nodes there can be; None where the file's value is not valid."""
+    """Return the maximum number of rollout nodes; None if the file's value is invalid."""
     rollout = data.get("rollout")
     replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
     if replicas is None:
         return Replicas().max
-    most = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
-    return most if isinstance(most, int) and most >= 0 else None
+    maximum = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
+    return maximum if isinstance(maximum, int) and maximum >= 0 else None
 
 
-# Disks of `cloud: sky`: as large as the model needs where none is named; notices tell of it.
+# Disks of `cloud: sky`. Without a disk_size, the run requests what its model needs, and a notice reports it.
 DEFAULT_GB = 256  # SkyPilot's (0.14.1)
-# There the disk is the pool's: on Kubernetes to ask for more than its machines have is to get none.
-OWN_DISKS = ("kubernetes", "k8s", "ssh", "slurm")
+# Here disks belong to the existing machines; on Kubernetes a request for a larger disk fails.
+FIXED_DISK_CLOUDS = ("kubernetes", "k8s", "ssh", "slurm")
 
 
 def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], findings: Findings) -> RunSpec:
-    """Return the specification with the disks that its model needs. `find_size` raises NotKnown."""
+    """Return the spec with the disks that its model needs. `find_size` raises NotKnown."""
     if spec.cloud != "sky":
         return spec
     try:
         size = find_size(spec)
     except NotKnown as error:
-        kept = f"no disk is asked for beyond {DISK_SIZE} of `resources`, or SkyPilot's {DEFAULT_GB} GB"
-        findings.notice(("trainer", "model"), f"its size is not known here ({error}), so {kept}")
+        disk = f"machines get {DISK_SIZE} of `resources`, or SkyPilot's default of {DEFAULT_GB} GB"
+        findings.notice(("trainer", "model"), f"the model's size is unknown ({error}), so {disk}")
         return spec
     trainer, rollout = spec.trainer, spec.rollout
-    resources = _sized(Role.TRAINER, trainer.resources, spec, size, findings)
+    resources = _with_disk(Role.TRAINER, trainer.resources, spec, size, findings)
     spec = replace(spec, trainer=replace(trainer, resources=resources))
     if generates_itself(spec):
         return spec
-    resources = _sized(Role.ROLLOUT, rollout.resources, spec, size, findings)
+    resources = _with_disk(Role.ROLLOUT, rollout.resources, spec, size, findings)
     return replace(spec, rollout=replace(rollout, resources=resources))
 
 
-def _sized(
+def _with_disk(
     role: Role, resources: dict[str, Any], spec: RunSpec, size: ModelSize, findings: Findings
 ) -> dict[str, Any]:
-    """The section's resources, with a disk where one is to be asked for."""
-    needed_gb, named = disk_gb(role, spec, size), _named_gb(resources)
-    smallest_gb = min(named, default=DEFAULT_GB)
+    """Return the section's resources, with a disk_size if one must be requested."""
+    needed_gb, disk_sizes_gb = disk_gb(role, spec, size), _disk_sizes_gb(resources)
+    smallest_gb = min(disk_sizes_gb, default=DEFAULT_GB)
     if smallest_gb >= needed_gb:
         return resources
-    asks = not named and not _has_its_own(resources)
-    parts = [f"{what} {bytes_ / GB:.0f}" for what, bytes_ in disk_parts(role, spec, size).items()]
-    if asks:
-        said = f"no {DISK_SIZE} is named, so {needed_gb} GB are asked for"
+    is_requested = not disk_sizes_gb and not _has_fixed_disk(resources)
+    parts = [f"{part} {size_bytes / GB:.0f}" for part, size_bytes in disk_parts(role, spec, size).items()]
+    if is_requested:
+        message = f"{DISK_SIZE} is not set, so {needed_gb} GB are requested"
+    elif disk_sizes_gb:
+        message = f"{DISK_SIZE} is {smallest_gb} GB, but about {needed_gb} GB are needed"
     else:
-        has = f"{DISK_SIZE} is {smallest_gb} GB" if named else f"no {DISK_SIZE} is asked for on such machines"
-        said = f"{has}, and about {needed_gb} GB are needed"
-    findings.notice((role.value, "resources", DISK_SIZE), f"{said}: {', '.join(parts)}")
-    return {**resources, DISK_SIZE: needed_gb} if asks else resources
+        message = f"{DISK_SIZE} cannot be requested on these machines, and about {needed_gb} GB are needed"
+    findings.notice((role.value, "resources", DISK_SIZE), f"{message}: {', '.join(parts)}")
+    return {**resources, DISK_SIZE: needed_gb} if is_requested else resources
 
 
-def _named_gb(resources: Mapping[str, Any]) -> list[int]:
-    """The sizes in it, those of alternatives included."""
-    nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
-    return [found for one in (resources, *nested) if (found := gb_of(one.get(DISK_SIZE))) is not None]
+def _entries(resources: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the resources and their alternatives."""
+    nested = [entry for key in ALTERNATIVES for entry in resources.get(key) or () if isinstance(entry, Mapping)]
+    return [resources, *nested]
 
 
-def _has_its_own(resources: Mapping[str, Any]) -> bool:
-    nested = [one for key in ALTERNATIVES for one in resources.get(key) or () if isinstance(one, Mapping)]
-    places = [str(one.get(key) or "") for one in (resources, *nested) for key in ("infra", "cloud")]
-    return any(place.lower().startswith(OWN_DISKS) for place in places)
+def _disk_sizes_gb(resources: Mapping[str, Any]) -> list[int]:
+    sizes_gb = [gb_of(entry.get(DISK_SIZE)) for entry in _entries(resources)]
+    return [size_gb for size_gb in sizes_gb if size_gb is not None]
+
+
+def _has_fixed_disk(resources: Mapping[str, Any]) -> bool:
+    clouds = [str(entry.get(key) or "") for entry in _entries(resources) for key in ("infra", "cloud")]
+    return any(cloud.lower().startswith(FIXED_DISK_CLOUDS) for cloud in clouds)

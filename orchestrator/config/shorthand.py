@@ -1,7 +1,6 @@
-"""Shorthands of run.yaml, written out to the shape of RunSpec: datasets, replicas, paths, storage, rehearsal,
-deadline.
+"""Expand the shorthands of run.yaml to RunSpec's shape: datasets, replicas, paths, storage, rehearsal, deadline.
 
-What is relative in the file is relative to the folder of the file, from wherever it is read.
+Relative paths start at the folder of the file, not at the working directory.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.document import OPTIONS, Document
 from orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
-from orchestrator.config.structure import Kind, mismatch, shown
+from orchestrator.config.structure import Kind, format_value, mismatch
 from policies.model.datasets import FILE_KINDS
 
 
 def absolute(text: str, workdir: Path) -> Path:
-    """Raises nothing: `~` alone is expanded, not the home of another user."""
+    """Return an absolute path. Expands `~` but not another user's home; never raises."""
     path = Path(text)
     if path.parts[:1] == ("~",):
         path = Path.home().joinpath(*path.parts[1:])
-    # Not `resolve`: where a link leads may change, and the user knows the path by this name.
+    # Not `resolve`: a link's target may change, and the user knows the path by this name.
     return Path(os.path.normpath(workdir / path))
 
 
-WORDS = re.compile(r"[^\s\"'`=;:|&()<>]+")  # of a shell script
+SHELL_WORDS = re.compile(r"[^\s\"'`=;:|&()<>]+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """What is known of the file while its paths are read."""
+class _Context:
+    """The file's context for its paths."""
 
     workdir: Path
     findings: Findings
@@ -42,8 +41,8 @@ class _Here:
     setup: str  # the trainer's script
 
 
-def write_out(document: Document, workdir: Path, findings: Findings) -> None:
-    """Bring the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
+def expand(document: Document, workdir: Path, findings: Findings) -> None:
+    """Expand the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
     data = document.data
     is_sky = data.get("cloud") == "sky"
     if isinstance(data.get("secrets"), str):
@@ -55,16 +54,16 @@ def write_out(document: Document, workdir: Path, findings: Findings) -> None:
     trainer = data.get("trainer")
     if isinstance(trainer, dict):
         setup = trainer.get("setup")
-        _trainer(trainer, _Here(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
+        _expand_trainer(trainer, _Context(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
     rollout = data.get("rollout")
     if isinstance(rollout, dict):
-        _rollout(rollout)
+        _expand_rollout(rollout)
     for name, section in (("trainer", trainer), ("rollout", rollout)):
         if isinstance(section, dict) and isinstance(section.get("env"), dict):
-            _env(section["env"], name, document.texts)
+            _expand_env(section["env"], name, document.texts)
 
 
-def _trainer(trainer: dict[str, Any], here: _Here) -> None:
+def _expand_trainer(trainer: dict[str, Any], context: _Context) -> None:
     for key in ("reward_funcs", "tools"):
         if isinstance(trainer.get(key), str):
             trainer[key] = [trainer[key]]
@@ -73,26 +72,26 @@ def _trainer(trainer: dict[str, Any], here: _Here) -> None:
     if isinstance(rewards := trainer.get("reward_funcs"), list):
         for index, reward in enumerate(rewards):
             if isinstance(reward, str) and "/" in reward:  # a model
-                where: KeyPath = ("trainer", "reward_funcs", index)
-                rewards[index] = _local(reward, where, (), here)
+                path: KeyPath = ("trainer", "reward_funcs", index)
+                rewards[index] = _expand_path(reward, path, (), context)
     if isinstance(trainer.get("model"), str):
-        trainer["model"] = _local(trainer["model"], ("trainer", "model"), (), here)
+        trainer["model"] = _expand_path(trainer["model"], ("trainer", "model"), (), context)
     for key in ("dataset", "eval_dataset"):
-        if isinstance(named := trainer.get(key), list):
-            for index, one in enumerate(named):
-                named[index] = _dataset(one, ("trainer", key, index), here)
-        elif named is not None:
-            trainer[key] = _dataset(named, ("trainer", key), here)
+        if isinstance(value := trainer.get(key), list):
+            for index, dataset in enumerate(value):
+                value[index] = _expand_dataset(dataset, ("trainer", key, index), context)
+        elif value is not None:
+            trainer[key] = _expand_dataset(value, ("trainer", key), context)
 
 
-def _dataset(named: Any, path: KeyPath, here: _Here) -> Any:
-    dataset = {"path": named} if isinstance(named, str) else named
+def _expand_dataset(value: Any, path: KeyPath, context: _Context) -> Any:
+    dataset = {"path": value} if isinstance(value, str) else value
     if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
-        dataset["path"] = _local(dataset["path"], (*path, "path"), tuple(FILE_KINDS), here)
+        dataset["path"] = _expand_path(dataset["path"], (*path, "path"), tuple(FILE_KINDS), context)
     return dataset
 
 
-def _rollout(rollout: dict[str, Any]) -> None:
+def _expand_rollout(rollout: dict[str, Any]) -> None:
     replicas = rollout.get("replicas")
     if isinstance(replicas, int) and not isinstance(replicas, bool):
         rollout["replicas"] = {"min": replicas, "max": replicas}
@@ -100,64 +99,66 @@ def _rollout(rollout: dict[str, Any]) -> None:
         replicas["max"] = replicas["min"]
 
 
-def _env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
-    """An environment holds texts: `OMP_NUM_THREADS: 1` means the text as it stands in the file."""
+def _expand_env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
+    """Replace numbers and booleans by their text in the file, as in `OMP_NUM_THREADS: 1`."""
     for name, value in env.items():
         if isinstance(value, bool | int | float):
             env[name] = texts[(section, "env", name)]
 
 
-def _local(text: str, path: KeyPath, files: tuple[str, ...], here: _Here) -> str:
-    """A hub name stays; a folder, or a file of one of the kinds `files`, becomes absolute. On other machines paths
-    are theirs, and stay."""
-    found, findings = absolute(text, here.workdir), here.findings
+def _expand_path(text: str, path: KeyPath, suffixes: tuple[str, ...], context: _Context) -> str:
+    """Make the path of a folder, or of a file with one of `suffixes`, absolute; keep names on the hub.
+
+    With `cloud: sky` absolute paths are paths on the machines and stay as they are.
+    """
+    local_path, findings = absolute(text, context.workdir), context.findings
     if not text:
         findings.add(path, "is empty; expected a name on the hub, or a path")
         return text
-    if here.is_sky and text.startswith(("/", "~")):
+    if context.is_sky and text.startswith(("/", "~")):
         if text.startswith("~"):
-            findings.add(path, "~ is not known on other machines; expected the whole path, or a relative one")
+            findings.add(path, "~ differs on other machines; expected an absolute or relative path")
         return text
-    if os.path.isdir(found) or (os.path.isfile(found) and found.name.endswith(files)):
-        return text if here.is_sky else str(found)
-    if os.path.isfile(found):
-        expected = f"a folder or a file that ends in {', '.join(files)}" if files else "a folder"
-        findings.add(path, f"{found} is a file; expected {expected}")
-    elif text.startswith(("/", "./", "../", "~")) or (files and text.endswith(files)):
-        if _is_made(found, here):
-            return str(found)
-        findings.add(path, f"no such file or folder: {found}; relative paths start at the folder of this file")
+    if os.path.isdir(local_path) or (os.path.isfile(local_path) and local_path.name.endswith(suffixes)):
+        return text if context.is_sky else str(local_path)
+    if os.path.isfile(local_path):
+        expected = f"a folder or a file that ends in {', '.join(suffixes)}" if suffixes else "a folder"
+        findings.add(path, f"{local_path} is a file; expected {expected}")
+    elif text.startswith(("/", "./", "../", "~")) or (suffixes and text.endswith(suffixes)):
+        if _is_made_by_setup(local_path, context):
+            return str(local_path)
+        message = f"no such file or folder: {local_path}; relative paths start at the folder of this file"
+        findings.add(path, message)
     return text
 
 
-def _is_made(found: Path, here: _Here) -> bool:
-    """Whether the trainer's `setup` may make it, on this machine: it names the path or a folder above it."""
-    words = {os.path.normpath(here.workdir / word) for word in WORDS.findall(here.setup)}
-    above = [one for one in (found, *found.parents) if here.workdir in one.parents]
-    return not here.is_sky and any(str(one) in words for one in above)
+def _is_made_by_setup(path: Path, context: _Context) -> bool:
+    """Return whether the trainer's `setup` on this machine may make the path: it mentions it or a parent."""
+    words = {os.path.normpath(context.workdir / word) for word in SHELL_WORDS.findall(context.setup)}
+    candidates = [candidate for candidate in (path, *path.parents) if context.workdir in candidate.parents]
+    return not context.is_sky and any(str(candidate) in words for candidate in candidates)
 
 
-# `storage`: where the run is kept, and what the client of that store needs to reach it. The options may hold
-# secrets. They are handed to the processes that work on the store and go nowhere else: RunSpec has the URL alone,
-# and no message quotes an option.
+# `storage`: the run's store and its client's options. Options may hold secrets: only the processes that use the
+# store get them. RunSpec has the URL only, and no message quotes an option.
 
 STORAGE_KEYS = ("url", "options")
 EXPECTED_STORE = "expected a folder or a URL, as in s3://bucket/my-run"
-PASSWORD = "a password in the URL would be stored with the run; expected it among storage.options"
+PASSWORD = "a password in the URL would be stored with the run; set it in storage.options instead"
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*$")
-_SLASH_LOST = re.compile(r"^(file|s3|gs|az):")
+_MISSING_SLASHES = re.compile(r"^(file|s3|gs|az):")
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A store as a user names it; `options` in the words of its client, None where the user names a URL alone."""
+    """A store in run.yaml. `options` are its client's; None if the user sets only a URL."""
 
     url: str
     options: dict[str, str] | None = field(default=None, repr=False)  # may hold secrets
 
 
-def write_out_storage(document: Document, workdir: Path, findings: Findings) -> dict[str, str]:
-    """Bring `storage` to the URL that RunSpec takes, in place, and return the options."""
+def expand_storage(document: Document, workdir: Path, findings: Findings) -> dict[str, str]:
+    """Replace `storage` by its URL, in place, and return the options."""
     data = document.data
     storage = data.get("storage")
     is_sky = data.get("cloud") == "sky"
@@ -178,80 +179,83 @@ def write_out_storage(document: Document, workdir: Path, findings: Findings) -> 
             findings.add(("storage", "url"), EXPECTED_STORE)
         else:
             findings.missing(("storage", "url"), f"missing; {EXPECTED_STORE}")
-        data["storage"] = ""  # stands in for the one that was reported
+        data["storage"] = ""  # the problem was reported
     return _options(storage.get("options"), document.texts, findings)
 
 
 def _options(options: Any, texts: dict[KeyPath, str], findings: Findings) -> dict[str, str]:
-    """Each option as a text. Numbers keep their spelling: an account may be called 0123."""
+    """Return each option as a string. Numbers keep their spelling: an account may be called 0123."""
     if options is None:
         return {}
     if not isinstance(options, dict):
         findings.add(OPTIONS, "expected a mapping of the store client's options, as in {region: eu-west-1}")
         return {}
-    found = {}
+    strings = {}
     for name, value in options.items():
         match value:
             case bool():
-                found[name] = "true" if value else "false"
+                strings[name] = "true" if value else "false"
             case str() | int() | float():
-                found[name] = texts[(*OPTIONS, name)]
+                strings[name] = texts[(*OPTIONS, name)]
             case _:
-                findings.add((*OPTIONS, name), "expected text, a number, true or false")
-    return found
+                findings.add((*OPTIONS, name), "expected a string, a number, true or false")
+    return strings
 
 
-def _url(url: str, here: KeyPath, workdir: Path, findings: Findings, *, is_sky: bool) -> str:
-    """`./run`, `/data/run` and `file://./run` become `file:///...`; other URLs stay as they are."""
+def _url(url: str, path: KeyPath, workdir: Path, findings: Findings, *, is_sky: bool) -> str:
+    """Turn `./run`, `/data/run` and `file://./run` into `file:///...`; keep other URLs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "file", url
     if problem := _url_problem(url, scheme, rest):
-        findings.add(here, problem)
+        findings.add(path, problem)
     elif scheme != "file":
         return url.rstrip("/")
     elif is_sky:
-        findings.add(here, "a folder is on this machine only; with cloud: sky, expected s3://, gs:// or az://")
-    elif not is_text(found := f"file://{absolute(rest, workdir)}"):
-        findings.add(here, f"{found!a} is no text in UTF-8; expected a folder whose name is")
+        message = (
+            "other machines cannot reach a folder on this one; with cloud: sky, expected s3://, gs:// or az://"
+        )
+        findings.add(path, message)
+    elif not is_text(file_url := f"file://{absolute(rest, workdir)}"):
+        findings.add(path, f"{file_url!a} is not valid UTF-8; expected a folder with a UTF-8 name")
     else:
-        return found
+        return file_url
     return url
 
 
 def _url_problem(url: str, scheme: str, rest: str) -> str:
-    """What is wrong with a store's URL by its look; whether its scheme can be opened, the store says."""
-    if "://" not in url and (found := _SLASH_LOST.match(url)):
-        return f"neither a folder nor a URL; expected {found[1]}:// and what follows"
+    """Return a syntax problem of a store's URL, or an empty string. The store checks if the scheme is known."""
+    if "://" not in url and (match := _MISSING_SLASHES.match(url)):
+        return f"neither a folder nor a URL; expected {match[1]}:// and a path"
     if url.startswith("//"):
-        return f"nothing stands before //; {EXPECTED_STORE}"
+        return f"the URL scheme before // is missing; {EXPECTED_STORE}"
     if scheme == "memory":
-        return f"memory:// ends with its process; {EXPECTED_STORE}"
+        return f"memory:// is lost when its process ends; {EXPECTED_STORE}"
     if not _SCHEME.match(scheme):
-        return f"what stands before :// is no URL scheme; {EXPECTED_STORE}"
+        return f"invalid URL scheme before ://; {EXPECTED_STORE}"
     if not rest.strip("/ "):
-        return f"names no folder or bucket; {EXPECTED_STORE}"
-    if unusual := [char for char in "?#%\\" if char in rest]:
-        return f"{unusual[0]!r} means something else in a URL; expected a path without it"
+        return f"the folder or bucket is missing; {EXPECTED_STORE}"
+    if reserved := [char for char in "?#%\\" if char in rest]:
+        return f"{reserved[0]!r} is reserved in URLs; expected a path without it"
     if scheme != "file" and has_password(url):
         return PASSWORD
     return ""
 
 
 def is_text(url: str) -> bool:
-    """Whether a store's URL can be written down: a path has stand-ins of Python's for bytes that are no text."""
+    """Return whether a store's URL is valid Unicode. In paths, Python uses surrogates for undecodable bytes."""
     return not any("\ud800" <= char <= "\udfff" for char in url)
 
 
 def has_password(url: str) -> bool:
-    """Whether a store's URL has one."""
+    """Return whether a store's URL contains a password."""
     try:
         return urlsplit(url).password is not None
-    except ValueError:  # brackets that hold no address: no password either
+    except ValueError:  # brackets without an address
         return False
 
 
-# `rehearse`: faults as a user writes them, `{at_step: 9, preempt: rollouts, notice_s: 5}`, and prices by role.
+# `rehearse`: faults in the user's form, `{at_step: 9, preempt: rollouts, notice_s: 5}`, and prices by role.
 
 REHEARSAL_KEYS = ("faults", "prices")
 TARGETS = {
@@ -259,140 +263,140 @@ TARGETS = {
     "preempt": ("rollout-N", "rollouts", "trainer-0"),
     "no_capacity": ("rollout-N", "rollouts", "trainer-0"),
 }
-# Stands in for a fault that was reported, so that the others keep their places.
-_REPORTED = {"fault": "kill", "at_step": 0}
+# Replaces a fault that was reported, so that the others keep their index.
+_PLACEHOLDER = {"fault": "kill", "at_step": 0}
 _NODE = re.compile(r"^rollout-(0|[1-9][0-9]{0,5})$")
 
 
-def write_out_rehearsal(data: dict[str, Any], replicas_max: int | None, findings: Findings) -> None:
-    """Replace `data["rehearse"]` by its long form. `replicas_max` bounds the rollout nodes that can be named."""
+def expand_rehearsal(data: dict[str, Any], replicas_max: int | None, findings: Findings) -> None:
+    """Replace `data["rehearse"]` by its long form. Targets are limited to `replicas_max` rollout nodes."""
     section = data.get("rehearse")
     if section is None:
         return
-    here: KeyPath = ("rehearse",)
+    path: KeyPath = ("rehearse",)
     if message := mismatch(section, Kind("dict")):
-        findings.add(here, message + "; its keys are " + ", ".join(REHEARSAL_KEYS))
+        findings.add(path, message + "; its keys are " + ", ".join(REHEARSAL_KEYS))
         del data["rehearse"]
         return
     if data.get("cloud", "local") != "local":
         findings.add(
-            here, "faults are rehearsed on the local cloud alone; set cloud: local or remove this section"
+            path, "faults can be rehearsed only on the local cloud; set cloud: local or remove this section"
         )
     for key in section.keys() - set(REHEARSAL_KEYS):
-        findings.add((*here, key), unknown_key(key, REHEARSAL_KEYS))
-    data["rehearse"] = _prices(section.get("prices"), findings)
-    data["rehearse"]["faults"] = _faults(section.get("faults"), replicas_max, findings)
+        findings.add((*path, key), unknown_key(key, REHEARSAL_KEYS))
+    data["rehearse"] = _expand_prices(section.get("prices"), findings)
+    data["rehearse"]["faults"] = _expand_faults(section.get("faults"), replicas_max, findings)
 
 
-def _faults(faults: Any, replicas_max: int | None, findings: Findings) -> list[dict[str, Any]]:
-    here: KeyPath = ("rehearse", "faults")
+def _expand_faults(faults: Any, replicas_max: int | None, findings: Findings) -> list[dict[str, Any]]:
+    path: KeyPath = ("rehearse", "faults")
     if message := mismatch(faults, Kind("list | None")):
-        findings.add(here, message)
+        findings.add(path, message)
         return []
-    found = []
+    expanded = []
     for index, fault in enumerate(faults or ()):
         plain = None
         if message := mismatch(fault, Kind("dict")):
-            findings.add((*here, index), f"{message}, as in {{at_step: 5, kill: rollout-0}}")
+            findings.add((*path, index), f"{message}, as in {{at_step: 5, kill: rollout-0}}")
         else:
-            plain = _fault(fault, (*here, index), replicas_max, findings)
-        found.append(plain or _REPORTED)
-    return found
+            plain = _expand_fault(fault, (*path, index), replicas_max, findings)
+        expanded.append(plain or _PLACEHOLDER)
+    return expanded
 
 
-def _fault(
+def _expand_fault(
     fault: dict[str, Any], path: KeyPath, replicas_max: int | None, findings: Findings
 ) -> dict[str, Any] | None:
     kinds = [key for key in fault if key in TARGETS]
     if len(kinds) != 1:
         unknown = [key for key in fault if key not in ("at_step", "for_s", "notice_s", *TARGETS)]
-        near = did_you_mean(unknown[0], TARGETS) if unknown else ""
-        findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault{near}")
+        suggestion = did_you_mean(unknown[0], TARGETS) if unknown else ""
+        findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault{suggestion}")
         return None
     kind = kinds[0]
-    takes = ["at_step", kind]
+    keys = ["at_step", kind]
     if kind == "preempt":
-        takes.append("notice_s")
+        keys.append("notice_s")
     if kind == "no_capacity" or fault[kind] == "daemon":
-        takes.append("for_s")
-    for key in fault.keys() - set(takes):
-        findings.add((*path, key), unknown_key(key, takes))
+        keys.append("for_s")
+    for key in fault.keys() - set(keys):
+        findings.add((*path, key), unknown_key(key, keys))
     if "at_step" not in fault:
-        findings.missing((*path, "at_step"), "missing; expected the step after which the fault is done")
+        findings.missing((*path, "at_step"), "missing; expected the step after which the fault is injected")
         return None
     if message := _target_problem(kind, fault[kind], replicas_max):
         findings.add((*path, kind), message)
         return None
     findings.rename((*path, kind), (*path, "target"))
-    times = {key: value for key, value in fault.items() if key in takes and key != kind}
+    times = {key: value for key, value in fault.items() if key in keys and key != kind}
     return {"fault": kind, "target": fault[kind], **times}
 
 
 def _target_problem(kind: str, target: Any, replicas_max: int | None) -> str:
     expected = "expected one of " + ", ".join(TARGETS[kind])
     if not isinstance(target, str):
-        return f"{expected}, got {shown(target)}"
+        return f"{expected}, got {format_value(target)}"
     node = _NODE.match(target)
     if replicas_max == 0 and (node or target == "rollouts"):
         return "there are no rollout nodes: rollout.replicas is 0"
     if node:
         if replicas_max is not None and int(node[1]) >= replicas_max:
-            return f"there is no {target}; the last is rollout-{replicas_max - 1}, by rollout.replicas.max"
+            return f"there is no {target}; the last node is rollout-{replicas_max - 1} (rollout.replicas.max)"
         return ""
     if target in TARGETS[kind] and target != "rollout-N":
         return ""
-    return f"{expected}, got {shown(target)}{did_you_mean(target, TARGETS[kind])}"
+    return f"{expected}, got {format_value(target)}{did_you_mean(target, TARGETS[kind])}"
 
 
-def _prices(prices: Any, findings: Findings) -> dict[str, Any]:
-    """`prices.trainer` becomes `trainer_prices`; what is in it is checked with the rest of the structure."""
-    here: KeyPath = ("rehearse", "prices")
+def _expand_prices(prices: Any, findings: Findings) -> dict[str, Any]:
+    """Rename `prices.trainer` to `trainer_prices`. `check_structure` checks the values."""
+    path: KeyPath = ("rehearse", "prices")
     if message := mismatch(prices, Kind("dict | None")):
-        findings.add(here, message)
+        findings.add(path, message)
         return {}
-    found = {}
+    expanded = {}
     for role, value in (prices or {}).items():
         if role not in ("trainer", "rollout"):
-            findings.add((*here, role), unknown_key(role, ("trainer", "rollout")))
+            findings.add((*path, role), unknown_key(role, ("trainer", "rollout")))
             continue
-        better = ("rehearse", f"{role}_prices")
-        findings.rename((*here, role), better)
+        new_path = ("rehearse", f"{role}_prices")
+        findings.rename((*path, role), new_path)
         for key in value if isinstance(value, dict) else ():
-            findings.rename((*here, role, key), (*better, key))
-        found[f"{role}_prices"] = value
-    return found
+            findings.rename((*path, role, key), (*new_path, key))
+        expanded[f"{role}_prices"] = value
+    return expanded
 
 
-# `policies.fleet.deadline`, in the one form that is stored, `2026-11-30T18:00:00Z`.
+# `policies.fleet.deadline`, stored in one format: `2026-11-30T18:00:00Z`.
 
 DEADLINE: KeyPath = ("policies", "fleet", "deadline")
-EXPECTED_TIME = "expected a date and a time with its zone, as in 2026-11-30T18:00+01:00"
+EXPECTED_TIME = "expected a date and time with a time zone, as in 2026-11-30T18:00+01:00"
 STORED = "%Y-%m-%dT%H:%M:%SZ"
 
 
-def write_out_deadline(data: dict[str, Any], now_s: float, findings: Findings) -> None:
-    """Replace the deadline by its stored form. Without a zone it is in UTC, as YAML has it."""
+def expand_deadline(data: dict[str, Any], now_s: float, findings: Findings) -> None:
+    """Replace the deadline by its stored form. Without a time zone it is in UTC, as in YAML."""
     policies = data.get("policies")
     fleet = policies.get("fleet") if isinstance(policies, dict) else None
-    if not isinstance(fleet, dict) or (named := fleet.get("deadline")) is None:
+    if not isinstance(fleet, dict) or (deadline := fleet.get("deadline")) is None:
         return
-    time = _time_of(named)
+    time = _parse_time(deadline)
     if time is None:
-        findings.add(DEADLINE, f"{EXPECTED_TIME}, got {shown(named)}")
+        findings.add(DEADLINE, f"{EXPECTED_TIME}, got {format_value(deadline)}")
         del fleet["deadline"]
         return
     if time.tzinfo is None:
         time = time.replace(tzinfo=UTC)
-        findings.notice(DEADLINE, "names no zone, and is read as UTC; write it as in 2026-11-30T18:00+01:00")
+        findings.notice(DEADLINE, "has no time zone and is read as UTC; write it as in 2026-11-30T18:00+01:00")
     if time.timestamp() <= now_s:
         now = datetime.fromtimestamp(now_s, UTC).strftime(STORED)
-        findings.add(DEADLINE, f"has passed: {named} is before now, {now}; expected a time to come")
+        findings.add(DEADLINE, f"{deadline} has passed (now {now}); expected a later time")
     fleet["deadline"] = time.astimezone(UTC).strftime(STORED)
 
 
-def _time_of(named: Any) -> datetime | None:
-    """The time; None where it is none, or a day alone, of which nobody knows which hour is meant."""
-    text = named.strip() if isinstance(named, str) else ""
+def _parse_time(deadline: Any) -> datetime | None:
+    """Return the time; None if it is invalid or a date without an hour."""
+    text = deadline.strip() if isinstance(deadline, str) else ""
     try:
         time = datetime.fromisoformat(text)
         time.astimezone(UTC)

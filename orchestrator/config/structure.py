@@ -1,8 +1,7 @@
-"""Keys and types: what a value may be, how a message says so, and plain data checked against
-`policies.model.spec`.
+"""Check the keys and types of plain data against `policies.model.spec`, and describe types in messages.
 
-Kinds are one small language, that of a type annotation (`int | None | list[str]`), for the fields of RunSpec
-and for the tables of other projects' keys.
+A Kind is written like a type annotation (`int | None | list[str]`). RunSpec's fields and the tables of other
+projects' keys both use it.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from orchestrator.config.problems import LISTED_MAX, Findings, KeyPath, did_you_mean, unknown_key
 
-_WORDS = {
+_TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
-    "str": "text",
+    "str": "a string",
     "list": "a list",
-    "list[str]": "a list of texts",
+    "list[str]": "a list of strings",
     "list[int]": "a list of whole numbers",
     "list[float]": "a list of numbers",
     "list[dict]": "a list of mappings",
     "dict": "a mapping",
-    "dict[str]": "a mapping of texts",
+    "dict[str]": "a mapping of strings",
     "None": "null",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """The allowed types as text, joined by ` | `; `Any` allows all. `choices` bounds what a text may be."""
+    """The allowed types, joined by ` | `; `Any` allows all. `choices` lists the allowed strings."""
 
     type: str
     choices: tuple[str, ...] = ()
 
 
 def kind_of(hint: Any) -> Kind:
-    """The Kind of a leaf field's annotation."""
+    """Return the Kind of a leaf field's annotation."""
     if get_origin(hint) in (Union, types.UnionType):
         parts = [kind_of(part) for part in get_args(hint)]
         return Kind(" | ".join(part.type for part in parts), sum((part.choices for part in parts), ()))
@@ -53,19 +52,21 @@ def kind_of(hint: Any) -> Kind:
 
 
 def mismatch(value: Any, kind: Kind) -> str:
-    """What is wrong with `value`, as `expected ..., got ...`; empty where nothing is."""
+    """Return `expected ..., got ...`, or an empty string if `value` fits."""
     allowed = kind.type.split(" | ")
     if "Any" in allowed:
         return ""
-    if not any(_fits(value, one) for one in allowed):
-        return f"expected {_spoken(allowed, kind.choices)}, got {_got(value, allowed)}{_hint(value, allowed)}"
+    if not any(_fits(value, kind_name) for kind_name in allowed):
+        expected = _describe_types(allowed, kind.choices)
+        return f"expected {expected}, got {_describe_value(value, allowed)}{_hint(value, allowed)}"
     if kind.choices and isinstance(value, str) and value not in kind.choices:
-        return f"expected {_listed(kind.choices)}, got {shown(value)}{did_you_mean(value, kind.choices)}"
+        expected = _describe_choices(kind.choices)
+        return f"expected {expected}, got {format_value(value)}{did_you_mean(value, kind.choices)}"
     return ""
 
 
-def shown(value: Any) -> str:
-    """The value as a user would write it, shortened."""
+def format_value(value: Any) -> str:
+    """Return the value as a user would write it, shortened."""
     match value:
         case None:
             return "nothing"
@@ -80,8 +81,8 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def _fits(value: Any, one: str) -> bool:
-    match one:
+def _fits(value: Any, kind_name: str) -> bool:
+    match kind_name:
         case "int":
             return isinstance(value, int) and not isinstance(value, bool)
         case "float":
@@ -98,36 +99,37 @@ def _fits(value: Any, one: str) -> bool:
             return isinstance(value, dict)
         case "dict[str]":
             return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    item_type = one.removeprefix("list[").removesuffix("]")
+    item_type = kind_name.removeprefix("list[").removesuffix("]")
     return isinstance(value, list) and all(_fits(item, item_type) for item in value)
 
 
-def _got(value: Any, allowed: Sequence[str]) -> str:
-    """The value, or the item of a list that does not belong there."""
-    items = [one.removeprefix("list[").removesuffix("]") for one in allowed if one.startswith("list[")]
-    if not isinstance(value, list) or not items:
-        return shown(value)
-    return "a list with " + next(shown(item) for item in value if not any(_fits(item, one) for one in items))
+def _describe_value(value: Any, allowed: Sequence[str]) -> str:
+    """Return the value, or the first item of a list that has the wrong type."""
+    item_types = [name.removeprefix("list[").removesuffix("]") for name in allowed if name.startswith("list[")]
+    if not isinstance(value, list) or not item_types:
+        return format_value(value)
+    wrong = next(item for item in value if not any(_fits(item, item_type) for item_type in item_types))
+    return f"a list with {format_value(wrong)}"
 
 
-def _spoken(allowed: Sequence[str], choices: tuple[str, ...]) -> str:
-    words = [_listed(choices) if one == "str" and choices else _WORDS[one] for one in allowed]
-    return " or ".join(dict.fromkeys(words))
+def _describe_types(allowed: Sequence[str], choices: tuple[str, ...]) -> str:
+    names = [_describe_choices(choices) if name == "str" and choices else _TYPE_NAMES[name] for name in allowed]
+    return " or ".join(dict.fromkeys(names))
 
 
-def _listed(choices: Sequence[str]) -> str:
+def _describe_choices(choices: Sequence[str]) -> str:
     if len(choices) > LISTED_MAX:
         return f"one of {len(choices)} names"
     return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
 
 
 def _hint(value: Any, allowed: Sequence[str]) -> str:
-    """The usual slip that makes a wrong type."""
+    """Return how to fix the usual YAML mistake behind a wrong type."""
     if isinstance(value, str):
         if "bool" in allowed and value.lower() in ("yes", "no", "on", "off", "true", "false"):
             return "; write true or false, without quotes"
         if {"int", "float"} & set(allowed) and _is_number(value):
-            return "; take the quotes away"
+            return "; remove the quotes"
     if isinstance(value, bool | int | float) and "str" in allowed:
         return "; put it in quotes"
     return ""
@@ -141,91 +143,93 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# Plain data against dataclasses: keys, types, missing keys. All of it, where a decoder would stop at the first.
+# Plain data against dataclasses. Reports every problem; a decoder would stop at the first.
 
-# Set by the loader; no key of the file.
+# Set by the loader, not by the file.
 NOT_IN_FILE = frozenset({"workdir"})
-# What may stand in place of a section; `shorthand` writes it out.
-_SHORT = {
+# Shorthands allowed instead of a section; `shorthand` expands them.
+_SHORTHANDS = {
     "replicas": "a whole number or ",
     "dataset": "a name or path or ",
     "eval_dataset": "a name or path or ",
     "agent": "an import path or ",
 }
-# Required keys, in words.
-_WANTED = {
+# Expected values of required keys.
+_EXPECTED = {
     "name": "a name for the run, in lower-case letters, digits and dashes",
-    "storage": "where the run is kept: a folder or a URL, as in s3://bucket/my-run",
-    "model": "a model's name on the hub, or a folder",
-    "run": "an agent's import path, as in my_agent.solve, or a command as a list of texts",
-    "grpo": "a mapping of GRPOConfig's keys",
+    "storage": "the run's store: a folder or a URL, as in s3://bucket/my-run",
+    "model": "a model name on the Hugging Face Hub, or a folder",
+    "run": "an agent's import path, as in my_agent.solve, or a command as a list of strings",
+    "grpo": "a mapping of GRPOConfig keys",
 }
 
 
 def check_structure(cls: type, data: dict[str, Any], path: KeyPath, findings: Findings) -> dict[str, Any]:
-    """Report what does not fit `cls`; return what does. An empty section (`policies:`) counts as left out."""
+    """Report keys and values that do not fit `cls` and return the rest. An empty section counts as omitted."""
     hints = get_type_hints(cls)
-    fields = {one.name: one for one in dataclasses.fields(cls) if one.name not in NOT_IN_FILE}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in NOT_IN_FILE}
     plain: dict[str, Any] = {}
     for key, value in data.items():
         below = (*path, key)
         if key not in fields:
             findings.add(below, unknown_key(key, fields))
-        elif value is None and not _required(fields[key]):
+        elif value is None and not _is_required(fields[key]):
             continue
-        elif section := _section(hints[key]):
-            if (found := _check_section(section, hints[key], value, below, findings)) is not None:
-                plain[key] = found
+        elif section := _section_of(hints[key]):
+            if (checked := _check_section(section, hints[key], value, below, findings)) is not None:
+                plain[key] = checked
         elif kind_of(hints[key]).type == "dict[str]" and isinstance(value, dict):
             plain[key] = value
-            _check_texts(value, below, findings)
+            _check_strings(value, below, findings)
         elif message := mismatch(value, kind_of(hints[key])):
             findings.add(below, message)
         else:
             plain[key] = value
     for name in fields:
-        if _required(fields[name]) and name not in data:
-            findings.missing((*path, name), f"missing; expected {_wanted(name, hints[name])}")
+        if _is_required(fields[name]) and name not in data:
+            findings.missing((*path, name), f"missing; expected {_expected(name, hints[name])}")
     return plain
 
 
 def _check_section(section: type, hint: Any, value: Any, path: KeyPath, findings: Findings) -> Any:
-    """What of a section fits, or of a list of them; None where it is neither."""
-    if isinstance(value, list) and _repeats(hint):
-        found = [_check_section(section, section, item, (*path, at), findings) for at, item in enumerate(value)]
-        return [one or {} for one in found]  # in its place, so that what is said later names the right one
+    """Return the valid part of a section or list of sections; None if the value is neither."""
+    if isinstance(value, list) and _is_list_of_sections(hint):
+        items = [
+            _check_section(section, section, item, (*path, index), findings) for index, item in enumerate(value)
+        ]
+        return [item or {} for item in items]  # keeps each item's index for later reports
     if isinstance(value, dict):
         return check_structure(section, value, path, findings)
-    findings.add(path, f"expected {_wanted(str(path[-1]), hint)}, got {shown(value)}")
+    findings.add(path, f"expected {_expected(str(path[-1]), hint)}, got {format_value(value)}")
     return None
 
 
-def _check_texts(value: dict[str, Any], path: KeyPath, findings: Findings) -> None:
+def _check_strings(value: dict[str, Any], path: KeyPath, findings: Findings) -> None:
     for name, item in value.items():
         if message := mismatch(item, Kind("str")):
             findings.add((*path, name), message)
 
 
-def _section(hint: Any) -> type | None:
-    """The dataclass that a field holds, once, optionally or several times."""
+def _section_of(hint: Any) -> type | None:
+    """Return the dataclass in a field's annotation: plain, optional or in a tuple."""
     if get_origin(hint) in (Union, types.UnionType, tuple):
-        return next((found for part in get_args(hint) if (found := _section(part))), None)
+        return next((section for part in get_args(hint) if (section := _section_of(part))), None)
     return hint if dataclasses.is_dataclass(hint) and isinstance(hint, type) else None
 
 
-def _repeats(hint: Any) -> bool:
-    """Whether a field may hold a list of its section."""
+def _is_list_of_sections(hint: Any) -> bool:
+    """Return whether a field may hold a list of sections."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return any(get_origin(part) is tuple for part in parts)
 
 
-def _required(one: dataclasses.Field[Any]) -> bool:
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _wanted(name: str, hint: Any) -> str:
-    section = _section(hint)
+def _expected(name: str, hint: Any) -> str:
+    section = _section_of(hint)
     if section is None:
-        return _WANTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
-    keys = ", ".join(one.name for one in dataclasses.fields(section))
-    return f"{_SHORT.get(name, '')}a mapping with the keys {keys}"
+        return _EXPECTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
+    keys = ", ".join(field.name for field in dataclasses.fields(section))
+    return f"{_SHORTHANDS.get(name, '')}a mapping with the keys {keys}"

@@ -1,7 +1,7 @@
-"""A user's functions, found without importing them: a controller has no torch, and importing runs their code.
+"""Check a user's functions without importing them: a controller has no torch, and an import runs code.
 
-A module is looked for where the trainer will import it from, the folder of run.yaml first, then where Python
-itself would look. Its source is parsed, not run.
+Modules are searched where the trainer imports from: the folder of run.yaml, then Python's own path. Their source
+is parsed, not run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from orchestrator.config.problems import Findings, did_you_mean
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-Misfit = Callable[[ast.stmt, str], str]  # what is wrong with a function of that definition and name
+Misfit = Callable[[ast.stmt, str], str]  # returns the problem with a function's definition, given its name
 
 
 def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfit) -> str:
-    """What is wrong with a function's import path; empty where nothing is.
+    """Return the problem with a function's import path, or an empty string.
 
-    A module that is not here may be installed by the trainer's `setup`: then it is let pass.
+    With `has_setup` a missing module is accepted, since the trainer's `setup` may install it.
     """
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
@@ -31,37 +31,39 @@ def function_problem(path: str, workdir: Path, *, has_setup: bool, misfit: Misfi
     return _problem(module, name, workdir, misfit, has_setup, ())
 
 
-def _problem(module: str, name: str, workdir: Path, misfit: Misfit, may_lack: bool, seen: tuple[str, ...]) -> str:
-    """The same, of a name that other modules may import; `seen` are those that led here."""
+def _problem(
+    module: str, name: str, workdir: Path, misfit: Misfit, may_be_missing: bool, seen: tuple[str, ...]
+) -> str:
+    """As `function_problem`, following imports; `seen` holds the import paths followed so far."""
     if (path := f"{module}.{name}") in seen:
-        return ""  # modules that import one another: Python knows which comes first
-    spec, known = _find(module, workdir)
+        return ""  # circular imports: the result depends on Python's import order
+    spec, parent = _find(module, workdir)
     if spec is None:
-        if may_lack and not known:
+        if may_be_missing and not parent:
             return ""
-        if known:
-            return f"no module {module}, though there is {known}; expected a file {_file_of(module)}"
+        if parent:
+            return f"{parent} has no module {module}; expected a file {_file_of(module)}"
         expected = f"expected a file {_file_of(module)}, or its package in trainer.setup"
         return f"no module {module} in {workdir} or the installed packages; {expected}"
     if spec.origin is None:
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):
-        return ""  # compiled: there is nothing to read
-    nodes, problem = _named(Path(spec.origin), name)
+        return ""  # compiled, without source
+    nodes, problem = _bindings_of(Path(spec.origin), name)
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imported = next(one.name for one in node.names if (one.asname or one.name).split(".")[0] == name)
-            # Nodes have libraries that are not here, as TRL.
+            imported = next(alias.name for alias in node.names if _bound_name(alias) == name)
+            # Nodes have libraries that are missing here, such as TRL.
             problem = _problem(node.module, imported, workdir, misfit, True, (*seen, path))
         else:
             problem = misfit(node, name)
         if not problem:
-            return ""  # which of several it is only Python can tell, as under `if` and `try`
+            return ""  # under `if` and `try`, any of several bindings may be the valid one
     return problem
 
 
 def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
-    """The module's spec, or the longest part of its name that was found."""
+    """Return the module's spec and name; or None and the longest parent package that exists."""
     search: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     parts = module.split(".")
@@ -78,62 +80,67 @@ def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
 
 
 def _installed(name: str) -> ModuleSpec | None:
-    """Ask Python's own finders, which locate a top-level module without running it."""
-    found = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in found if spec is not None), None)
+    """Search Python's finders, which locate a top-level module without running it."""
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
 
 
-def _named(source: Path, name: str) -> tuple[list[ast.stmt], str]:
-    """What binds the name in a module, or why nothing does; neither where that cannot be told."""
+def _bindings_of(source: Path, name: str) -> tuple[list[ast.stmt], str]:
+    """Return the statements that bind a name in a module, or the problem; neither if it is unknown."""
     try:
         tree = ast.parse(source.read_bytes())
-        bound = list(_names(tree.body))
+        bindings = list(_bindings(tree.body))
     except SyntaxError as error:
         return [], f"{source}:{error.lineno}: {error.msg}"
     except (RecursionError, MemoryError):
-        return [], ""  # nested deeper than can be read here
+        return [], ""  # too deeply nested to parse
     except (OSError, ValueError) as error:
-        return [], f"{source} cannot be read: {error}"
-    nodes = [node for one, node in bound if one == name]
-    if nodes or any(one in ("*", "__getattr__") for one, _ in bound) or any(map(_binds_unseen, ast.walk(tree))):
-        return nodes, ""  # where there are none it may come from elsewhere
-    functions = [one for one, node in bound if isinstance(node, FUNCTION | ast.ClassDef)]
+        return [], f"cannot read {source}: {error}"
+    nodes = [node for bound, node in bindings if bound == name]
+    is_dynamic = any(bound in ("*", "__getattr__") for bound, _ in bindings)
+    if nodes or is_dynamic or any(map(_may_bind_names, ast.walk(tree))):
+        return nodes, ""
+    functions = [bound for bound, node in bindings if isinstance(node, FUNCTION | ast.ClassDef)]
     expected = f"expected a function of that name{did_you_mean(name, functions)}"
-    return [], f"{source.name} defines no {name}; {expected}"
+    return [], f"{source.name} does not define {name}; {expected}"
 
 
-def _binds_unseen(node: ast.AST) -> bool:
-    """Whether it may bind names of the module that its source does not show."""
+def _may_bind_names(node: ast.AST) -> bool:
+    """Return whether the node may bind module-level names that parsing cannot find."""
     match node:
         case ast.Name(id="globals" | "locals" | "vars" | "exec") | ast.Attribute(attr="modules") | ast.Global():
             return True
     return False
 
 
-def _names(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Names bound at the top level of a module, those under `if`, `try`, `for`, `match` and `with` too."""
+def _bindings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield names bound at the top level of a module, including under `if`, `try`, `for`, `match` and `with`."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name, node
             case ast.Import() | ast.ImportFrom():
-                yield from (((one.asname or one.name).split(".")[0], node) for one in node.names)
+                yield from ((_bound_name(alias), node) for alias in node.names)
             case _:
                 for part in ("body", "orelse", "finalbody"):
-                    yield from _names(getattr(node, part, ()))
+                    yield from _bindings(getattr(node, part, ()))
                 for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                    yield from _names(part.body)
-                stored = (one for one in ast.walk(node) if isinstance(one, ast.Name))
-                yield from ((one.id, node) for one in stored if isinstance(one.ctx, ast.Store))
+                    yield from _bindings(part.body)
+                names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+                yield from ((name.id, node) for name in names if isinstance(name.ctx, ast.Store))
+
+
+def _bound_name(alias: ast.alias) -> str:
+    return (alias.asname or alias.name).split(".")[0]
 
 
 def _file_of(module: str) -> str:
     return module.replace(".", "/") + ".py"
 
 
-# Modules next to run.yaml that hide others: its folder comes first where a run's processes import.
+# Modules next to run.yaml that hide others: a run's processes import from its folder first.
 
-OURS = frozenset({"checkpoint", "orchestrator", "policies", "tasks"})
+OWN_PACKAGES = frozenset({"checkpoint", "orchestrator", "policies", "tasks"})
 LIBRARIES = frozenset(
     {
         *("accelerate", "aiohttp", "blake3", "datasets", "fsspec", "httpx", "huggingface_hub", "msgspec"),
@@ -141,31 +148,28 @@ LIBRARIES = frozenset(
         *("structlog", "tenacity", "tokenizers", "torch", "tqdm", "transformers", "trl", "vllm", "yaml"),
     }
 )
-HARMLESS = frozenset({"antigravity", "idlelib", "test", "this", "turtledemo"})  # of Python's, imported by nobody
+# In the standard library, but no process imports them.
+NOT_IMPORTED = frozenset({"antigravity", "idlelib", "test", "this", "turtledemo"})
 
 
 def check_shadows(workdir: Path, findings: Findings) -> None:
-    """Report all modules and packages in the folder of run.yaml that have the name of one that is needed."""
+    """Report modules in the folder of run.yaml that hide modules which the run imports."""
     try:
         modules = [
-            one for one in sorted(workdir.iterdir()) if one.suffix == ".py" or (one / "__init__.py").is_file()
+            path for path in sorted(workdir.iterdir()) if path.suffix == ".py" or (path / "__init__.py").is_file()
         ]
     except OSError:
         return
-    shadows = [(path.name, whose, path.stem) for path in modules if (whose := _whose(path.stem))]
+    shadows = [(path.name, owner, path.stem) for path in modules if (owner := _owner(path.stem))]
     if shadows:
-        named = ", ".join(f"{name} ({whose} `{stem}`)" for name, whose, stem in shadows)
-        message = f"beside this file take the place of other modules: {named}; rename {_them(len(shadows))}"
-        findings.add(("trainer",), message)
+        hidden = ", ".join(f"{name} hides {owner} `{stem}`" for name, owner, stem in shadows)
+        pronoun = "it" if len(shadows) == 1 else "them"
+        findings.add(("trainer",), f"modules in the folder of this file: {hidden}; rename {pronoun}")
 
 
-def _them(count: int) -> str:
-    return "it" if count == 1 else "them"
-
-
-def _whose(name: str) -> str:
-    if name in OURS:
-        return "grpo-orch's own"
+def _owner(name: str) -> str:
+    if name in OWN_PACKAGES:
+        return "grpo-orch's"
     if name in LIBRARIES:
         return "the library"
-    return "Python's own" if name in sys.stdlib_module_names - HARMLESS else ""
+    return "Python's" if name in sys.stdlib_module_names - NOT_IMPORTED else ""

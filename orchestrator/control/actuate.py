@@ -1,12 +1,12 @@
-"""Does what was decided, in threads; failures come back as observations.
+"""Run the decided actions in threads and return failures as observations.
 
-For each node, timeline or version one call of a kind runs at a time: a machine can be given up while it is still
-being launched.
+Per node, timeline or version, one call of each kind runs at a time; so a machine can be released while its launch
+is still running.
 
-A moment before a call the journal was seen not to have moved on; a call that cannot begin within ACT_WITHIN_S of
-that (this process was stopped, a laptop slept) is not made. What remains is a controller that is stopped inside a
-call for so long that another one takes over. Its launch makes a machine that the other one does not know and takes
-down; its termination names one machine, and no later one has that name.
+The fence checks the journal just before the calls. A call that cannot start within ACT_WITHIN_S of the check (the
+process was stopped, a laptop slept) is dropped. One case remains: a controller is stopped inside a call until
+another one takes over. Its launch then creates a machine that the new controller does not know and terminates; its
+termination names one machine, and names are never reused.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from policies.tick.snapshot import (
 
 log = structlog.get_logger()
 
-UNAVAILABLE_WAIT_S = 2.0  # before a call that the cloud did not answer is made again
+UNAVAILABLE_WAIT_S = 2.0  # before a retry when the cloud does not answer
 CLOSE_S = 5.0
-ACT_WITHIN_S = 15.0  # of the look at the journal, which itself may be answered late (a store is retried for 10 s)
+ACT_WITHIN_S = 15.0  # of the journal check, which may itself take 10 s of store retries
 
 
-class _TooLate(Exception):
-    """The journal was looked at too long ago; the next tick asks again."""
+class _Expired(Exception):
+    """The journal check is too old; the next tick requests the action again."""
 
 
 class Actuator:
@@ -53,10 +53,10 @@ class Actuator:
 
     Args:
         cloud: where the machines are.
-        store: the run's.
-        environment_of: gives a launch its environment, secrets included. Raises CloudRefused without them.
-        redact: blanks them in what is journalled.
-        clock: seconds on a clock that goes on while this process is stopped.
+        store: the run's store.
+        environment_of: returns a launch's environment, with secrets. Raises CloudRefused if a secret is missing.
+        redact: removes secrets from journalled text.
+        clock: seconds on a clock that runs on while this process is stopped.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Actuator:
         self._clock = clock
         self._running: dict[tuple[str, type[Action]], tuple[Action, Future[None]]] = {}
         self._not_before_s: dict[tuple[str, type[Action]], float] = {}
-        self._refused: dict[str, LaunchRefused] = {}  # by node, until they are told
+        self._refused: dict[str, LaunchRefused] = {}  # by node, until collected
 
     def submit(self, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
-        """Start each action unless one like it is running for its node; what is skipped is asked for again.
+        """Start each action unless one of its kind runs for its node; later ticks request skipped ones again.
 
-        `fence` is called once before any is started. Raises what it raises.
+        Calls `fence` once before any action starts; its exceptions are passed on.
         """
         due = {
             key: action
@@ -95,45 +95,48 @@ class Actuator:
             self._running[key] = (action, self._start(action, until_s))
 
     def collect(self) -> tuple[LaunchRefused, ...]:
-        """Return the launches that were refused since the last call; of a machine that is being given back, once
-        that is done, for only then it shows whether there was any. Raises what a bug in a cloud raised."""
+        """Return the launches refused since the last call. Passes on unexpected exceptions of a cloud.
+
+        The refusal of a node that is being terminated is returned after the termination, which shows whether the
+        launch left a machine.
+        """
         for key, (action, future) in list(self._running.items()):
             if not future.done():
                 continue
             del self._running[key]
-            of = key[0]
+            subject = key[0]
             try:
                 future.result()
-            except _TooLate:
-                log.warning("not_done_in_time", action=type(action).__name__, of=of)
+            except _Expired:
+                log.warning("action_expired", action=type(action).__name__, subject=subject)
             except CloudRefused as error:
-                self._refused[of] = LaunchRefused(of, error.refusal, self._redact(str(error)), error.left)
+                reason = self._redact(str(error))
+                self._refused[subject] = LaunchRefused(subject, error.refusal, reason, error.left)
             except (CloudUnavailable, StoreError) as error:
                 self._not_before_s[key] = self._clock() + UNAVAILABLE_WAIT_S
-                log.warning("not_done_yet", action=type(action).__name__, of=of, error=str(error))
+                log.warning("action_delayed", action=type(action).__name__, subject=subject, error=str(error))
             except OSError as error:
                 if isinstance(action, Launch):
-                    self._refused[of] = LaunchRefused(of, Refusal.UNKNOWN, self._redact(str(error)))
+                    self._refused[subject] = LaunchRefused(subject, Refusal.UNKNOWN, self._redact(str(error)))
                 else:
-                    log.warning("action_failed", action=type(action).__name__, of=of, error=str(error))
-        told = [node for node in self._refused if (node, Terminate) not in self._running]
-        return tuple(self._refused.pop(node) for node in told)
+                    log.warning("action_failed", action=type(action).__name__, subject=subject, error=str(error))
+        settled = [node for node in self._refused if (node, Terminate) not in self._running]
+        return tuple(self._refused.pop(node) for node in settled)
 
     def close(self) -> None:
-        """Wait a moment for what is running. What takes longer is cut off with this process, as in a crash; the
-        next controller finds what became of it."""
+        """Wait up to CLOSE_S for running actions; the next controller observes the outcome of the others."""
         wait([future for _, future in self._running.values()], CLOSE_S)
 
     def _start(self, action: Action, until_s: float) -> Future[None]:
-        """Do it, but not after `until_s`, beside the controller's loop."""
+        """Run the action in a thread, unless `until_s` has passed."""
         future: Future[None] = Future()
 
         def run() -> None:
             try:
                 if self._clock() > until_s:
-                    raise _TooLate
+                    raise _Expired
                 self._do(action)
-            except BaseException as error:  # noqa: BLE001 `collect` raises it
+            except BaseException as error:  # noqa: BLE001  # `collect` raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -142,7 +145,7 @@ class Actuator:
         return future
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:
-        """Call it in a thread of its own, which does not keep this process alive."""
+        """Call `run` in a daemon thread."""
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _do(self, action: Action) -> None:
@@ -167,7 +170,7 @@ class Actuator:
 
 
 def _subject(action: Action) -> str:
-    """What the action is done to: a node, a timeline or a version."""
+    """Return the node, timeline or version that the action changes."""
     match action:
         case WriteFork():
             return f"timeline {action.fork.timeline}"

@@ -1,8 +1,8 @@
-"""The controller: observe, decide, journal, act. Synchronous, one thread; slow calls are the actuator's.
+"""The controller: observe, decide, journal, act. Synchronous, one thread; slow calls run in the actuator.
 
-State changes only once its events are durable, and actions start only after that: a controller that dies between
-any two lines is continued by the next one from the journal and from what the cloud shows. One that was stopped
-for a while meets its successor's entry in the journal before it acts.
+State changes once its events are durable, and actions start after that: if a controller dies between any two
+lines, the next one continues from the journal and the cloud's machines. A controller that was stopped for a while
+finds its successor's entry in the journal before it acts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Decide = Callable[[RunState, Snapshot, RunSpec], Decision]  # pure
 
 
 class Controller:
-    """Steers one run by `decide`. `state` is the journal's, up to this controller's own take-over entry."""
+    """Controls one run by `decide`. `state` is the journal's, up to this controller's own take-over entry."""
 
     def __init__(
         self,
@@ -56,31 +56,31 @@ class Controller:
         self.finished = False
 
     def tick(self, now_s: float) -> Decision:
-        """Run the loop once. Raises Fenced (another controller took over) or StoreError (the store is away).
+        """Run the loop once. Raises Fenced (another controller took over) or StoreError.
 
         Args:
-            now_s: seconds since the epoch, of a clock that is never set (`run_clock`).
+            now_s: seconds since the epoch, on a clock that is never set (`run_clock`).
         """
         steady_s = self._steadiness.look(now_s)
         try:
             return self._tick(now_s, steady_s)
         except StoreError:
-            self.broke()
+            self.interrupt()
             raise
 
-    def broke(self) -> None:
-        """The store or the cloud has not answered this controller: no silence until now counts against anyone."""
-        self._steadiness.broke()
+    def interrupt(self) -> None:
+        """Record that the store or the cloud did not answer: earlier silence of nodes then proves nothing."""
+        self._steadiness.interrupt()
 
     def fence(self) -> None:
-        """See that nobody has taken over. Raises Fenced, StoreError."""
+        """Check that no other controller has taken over. Raises Fenced, StoreError."""
         self._journal.check()
 
     def _tick(self, now_s: float, steady_s: float) -> Decision:
         self._settle(now_s)
         snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
         if snapshot.machines is None:
-            self.broke()
+            self.interrupt()
         self.seen = snapshot
         decision = self._decide(self.state, snapshot, self._spec)
         if decision.events:
@@ -94,17 +94,17 @@ class Controller:
 
     def record(self, now_s: float, events: tuple[Event, ...]) -> None:
         """Journal events, then apply them."""
-        self._take_effect(self._journal.append(now_s, events))
+        self._apply(self._journal.append(now_s, events))
 
     def _settle(self, now_s: float) -> None:
-        """What was decided when the store went away may be journalled or not: see which before looking again."""
+        """Find out whether the last append succeeded, if the store failed during it, and apply its events."""
         entry = self._journal.settle(now_s)
         if entry is not None:
-            self._take_effect(entry)
+            self._apply(entry)
 
-    def _take_effect(self, entry: Record) -> None:
+    def _apply(self, entry: Record) -> None:
         self.state = advance(self.state, [entry])
-        for event in entry.decoded():  # after the state: the store may go away here, too
+        for event in entry.decoded():  # after the state: these calls may raise StoreError
             match event:
                 case CommandTaken():
                     documents.command(event.command_id).drop(self._store)

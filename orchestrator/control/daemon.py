@@ -1,9 +1,9 @@
-"""The daemon: one process that steers one run, `python -m orchestrator.control.daemon STORE-URL REASON [EPOCH
-[PAGE-FD]]`, the last a socket for the run page.
+"""The daemon: a process that controls one run.
 
-It takes the run over, where EPOCH is given only if that is the newest still and nobody steers; ticks until nothing
-is left to steer; and may die at any point: training goes on without it, and the next one continues from the
-journal. SIGTERM ends it and leaves every machine as it is.
+`python -m orchestrator.control.daemon STORE-URL REASON [EPOCH [PAGE-FD]]`; PAGE-FD is a listening socket for the
+run page. The daemon takes over the run (with EPOCH only if that is still the newest and no other daemon lives) and
+ticks until the run has ended. It may die at any point: training continues without it, and the next daemon
+continues from the journal. SIGTERM stops the daemon and leaves all machines as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from policies.tick.snapshot import Decision, Launch
 
 log = structlog.get_logger()
 
-STORE_RETRY_S = 10.0  # within one tick; a store that is away for longer is met again at the next
+STORE_RETRY_S = 10.0  # within one tick; the next tick retries after a longer outage
 TROUBLE_WAIT_S = 5.0
 CLEAN_UP_S = 300.0  # AWS takes minutes to shut a large machine down
 
@@ -60,7 +60,7 @@ def main() -> int:
     log_as_json()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever watches
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops only the command that watches
     try:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(home.known_run(store)[0]))
@@ -73,15 +73,15 @@ def main() -> int:
         log.error("run_not_vouched", error=str(error))
         return exit_codes.BAD_SPEC
     except StoreError as error:
-        log.error("store", error=str(error))
+        log.error("store_failed", error=str(error))
         return exit_codes.FAILED
     except HomeUnusable as error:
-        log.error("home", error=str(error))
+        log.error("home_unusable", error=str(error))
         return exit_codes.FAILED
 
 
 def log_as_json() -> None:
-    """From now on what is logged is a line of JSON, with the traceback of what was caught."""
+    """Log lines of JSON, with tracebacks."""
     structlog.configure(
         processors=[
             *structlog.get_config()["processors"][:-2],
@@ -99,9 +99,9 @@ def steer(
     after_epoch: int | None = None,
     page_fd: int | None = None,
 ) -> int:
-    """Take the run over and steer it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError.
+    """Take over the run and control it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError.
 
-    With `after_epoch` only where nobody has taken it over since: whoever has is told to have it.
+    With `after_epoch`, raises Fenced if another daemon has taken over since that epoch.
     """
     record, run_json = home.known_run(store)
     host, pid = socket.gethostname(), os.getpid()
@@ -155,16 +155,16 @@ def steer(
 
 
 def _refuse_held(store: Store) -> None:
-    """Raise Fenced where another has come to steer while this process started."""
+    """Raise Fenced if another daemon took over while this process started."""
     lease = documents.LEASE.read(store, Unreadable())
     if lease is not None and is_alive(lease, time.time()):
-        raise Fenced(f"{lease.writer} steers, of epoch {lease.epoch}")
+        raise Fenced(f"{lease.writer} controls the run (epoch {lease.epoch})")
 
 
 def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> dict[str, str]:
-    """What the work of a node is told, secrets included. Raises CloudRefused where one is missing here."""
-    if wrong := missing(spec, os.environ):
-        raise CloudRefused(Refusal.CREDENTIALS, f"{wrong}; export it and `grpo-orch resume {quote(store_url)}`")
+    """Return a node's environment, with secrets. Raises CloudRefused if a secret is missing here."""
+    if problem := missing(spec, os.environ):
+        raise CloudRefused(Refusal.CREDENTIALS, f"{problem}; export it and `grpo-orch resume {quote(store_url)}`")
     environment = {
         **handed_on(secrets_for(spec, role_of(launch.slot), os.environ)),
         RUN_ENV: store_url,
@@ -174,18 +174,18 @@ def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> d
         TOKEN_ENV: token,
         DEAD_MAN_ENV: f"{60 * spec.policies.fleet.dead_man_min:g}",
     }
-    options = os.environ.get(OPTIONS_ENV)  # machines elsewhere inherit nothing
+    options = os.environ.get(OPTIONS_ENV)  # remote machines do not inherit it
     return environment if options is None else {**environment, OPTIONS_ENV: options}
 
 
 def _redactor(record: RunRecord) -> Redactor:
-    """Blanks what the run's machines are given as secrets."""
+    """Return a redactor of all secrets that the run's machines receive."""
     return Redactor([run_token(record.run_id), *all_secrets(record.spec, os.environ).values()])
 
 
 def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Event, ...]:
-    """What taking over changes by itself: the run begins, or one that had ended goes on."""
-    if not controller.state.name:  # nobody has come so far, though a daemon may have taken the run and died
+    """Return the events of the take-over: the run begins, or an ended run resumes."""
+    if not controller.state.name:  # no daemon has recorded RunCreated, though one may have taken over and died
         return (RunCreated(record.spec.name, record.run_id),)
     ended = controller.state.phase in (RunPhase.STOPPED, RunPhase.STOPPING, RunPhase.FAILED)
     ended |= controller.state.phase is RunPhase.PAUSED and controller.state.money.is_reached
@@ -193,8 +193,7 @@ def _opening(controller: Controller, record: RunRecord, reason: str) -> tuple[Ev
 
 
 def renew(store: Store, controller: Controller, epoch: int, now_s: float) -> None:
-    """Say that this controller lives, unless another has taken over. `now_s` is RunClock's. Raises Fenced,
-    StoreError."""
+    """Renew the lease, unless another controller took over. `now_s` is RunClock's. Raises Fenced, StoreError."""
     controller.fence()
     documents.LEASE.write(store, own_lease(epoch, time.time(), now_s))
 
@@ -221,8 +220,8 @@ def _loop(
         except Fenced:
             raise
         except StoreError as error:
-            controller.broke()
-            log.warning("store_away", error=str(error))
+            controller.interrupt()
+            log.warning("store_unavailable", error=str(error))
         except Exception:  # the daemon's loop: a bug in one tick must not end it
             log.exception("tick_failed")
         stop.wait(wait_s)
@@ -231,7 +230,7 @@ def _loop(
 def _clean_up(
     store: Store, cloud: Cloud, controller: Controller, clock: RunClock, epoch: int, stop: threading.Event
 ) -> None:
-    """Have the cloud let go of what the machines shared, which may take it a while. Raises Fenced, StoreError."""
+    """Delete what the machines shared in the cloud, for up to CLEAN_UP_S. Raises Fenced, StoreError."""
     deadline_s = time.monotonic() + CLEAN_UP_S
     while not stop.is_set() and time.monotonic() < deadline_s:
         renew(store, controller, epoch, clock.now_s())
@@ -239,21 +238,21 @@ def _clean_up(
             cloud.clean_up()
             return
         except CloudUnavailable as error:
-            log.warning("not_cleaned_up", error=str(error))
+            log.warning("clean_up_failed", error=str(error))
         stop.wait(TROUBLE_WAIT_S)
 
 
 def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | None:
-    """Have another process serve the run page on a socket that listens already, and close the socket here.
+    """Start a process that serves the run page on a listening socket, and close the socket here.
 
-    That process reads from a pipe that this one holds, so that it ends with the daemon, however that ends. Its
+    The process reads from a pipe that the daemon holds, so it exits when the daemon does, even after SIGKILL. Its
     errors are in the daemon's log; the daemon does not depend on it.
     """
     argv = [sys.executable, "-m", "orchestrator.web.server", store_url, str(listening_fd)]
     try:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listening_fd,))
     except OSError as error:
-        log.warning("page_not_started", error=str(error))
+        log.warning("page_failed", error=str(error))
         return None
     finally:
         os.close(listening_fd)

@@ -1,4 +1,4 @@
-"""Starts the daemon, and the rehearsal beside it, in process sessions of their own."""
+"""Start the daemon and the rehearsal, each in its own process session."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from orchestrator.control.lease import is_held
 from orchestrator.home import known_run, run_dir
 from policies.model import exit_codes
 
-START_TIMEOUT_S = 300.0  # it loads in a second or two: minutes on busy cores; one that fails ends by itself
-TAKEN_S = 30.0  # until another that was quicker says so
+START_TIMEOUT_S = 300.0  # usually a second or two; minutes on busy cores
+OTHER_LEASE_TIMEOUT_S = 30.0  # for the lease of a daemon that started first
 POLL_S = 0.05
-# Completions, dataset rows and file names are in no locale's alphabet: printing one must not raise in any process.
-PRINTS_ANY_TEXT = {"PYTHONIOENCODING": "utf-8:backslashreplace"}
+# Completions, dataset rows and file names hold any character; printing them must not raise, whatever the locale.
+PRINT_ANY_TEXT = {"PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 class DaemonFailed(Exception):
-    """The daemon did not come up; the message says why and where its log is."""
+    """The daemon did not start; the message has the reason and the path of its log."""
 
 
 class TakenByAnother(DaemonFailed):
-    """Another daemon took the run at the same moment, and steers it."""
+    """Another daemon took over the run at the same moment and controls it."""
 
 
 def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
     """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched.
 
-    `page` is a socket that listens: the daemon has the run page served there. Where somebody steers, or another
-    daemon is quicker, TakenByAnother comes once that one holds the lease: of all that are started at once, the
-    first takes the epoch that each of them was started for.
+    `page` is a listening socket for the run page. If another daemon controls the run or takes it over first, raise
+    TakenByAnother once that daemon holds the lease: of several daemons started for the same epoch, the first wins.
     """
-    known_run(store)  # or the daemon would refuse it, and nobody reads its log
-    epoch = journal.recover(store).state.epoch  # before the lease: whoever takes the run after this is seen
+    known_run(store)  # the daemon would also refuse an unknown run, but only in its log
+    epoch = journal.recover(store).state.epoch  # before the lease, so that a later take-over is detected
     if is_held(lambda: documents.LEASE.read(store, Unreadable())):
         raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
@@ -55,25 +54,26 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
             return process.pid
         if process.poll() is not None:
             if process.returncode == exit_codes.OK:
-                return process.pid  # nothing was left to steer
+                return process.pid  # the run had already ended
             if process.returncode == exit_codes.HELD:
-                raise _taken(store, time.monotonic() + TAKEN_S)
-            last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
-            raise DaemonFailed(f"the daemon ended with exit code {process.returncode}: {last}; its log is {log}")
+                raise _taken(store, time.monotonic() + OTHER_LEASE_TIMEOUT_S)
+            last_line = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
+            message = f"the daemon ended with exit code {process.returncode}: {last_line}"
+            raise DaemonFailed(f"{message}; its log is {log}")
         time.sleep(POLL_S)
-    raise DaemonFailed(f"the daemon did not take the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
+    raise DaemonFailed(f"the daemon did not take over the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
 
 
 def _taken(store: Store, until_s: float) -> TakenByAnother:
-    """Wait for the lease of the daemon that was quicker: until then nothing says that somebody steers."""
+    """Wait for the other daemon's lease, then return the error."""
     while time.monotonic() < until_s and not is_held(lambda: documents.LEASE.read(store, Unreadable())):
         time.sleep(POLL_S)
-    told = f"another daemon took {store.url} at the same moment"
-    return TakenByAnother(f"{told}; watch it with `grpo-orch status -w {store.quoted}`")
+    message = f"another daemon took over {store.url} at the same moment"
+    return TakenByAnother(f"{message}; watch it with `grpo-orch status -w {store.quoted}`")
 
 
 def start_rehearsal(store: Store, record: RunRecord) -> None:
-    """Start the rehearsal's process if the run has faults to rehearse; a second one ends at once."""
+    """Start the rehearsal process if the run has faults to rehearse; a second process exits immediately."""
     if record.spec.rehearse is not None and record.spec.rehearse.faults:
         _spawn(["-m", "orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log")
 
@@ -91,5 +91,5 @@ def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subproce
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=fds,
-            env={**os.environ, **PRINTS_ANY_TEXT},
+            env={**os.environ, **PRINT_ANY_TEXT},
         )

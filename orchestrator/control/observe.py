@@ -1,4 +1,4 @@
-"""One look at the world: cloud, gateway, trainer, commands. A party that does not answer is None, never empty."""
+"""Observe the cloud, the gateway, the trainer and commands. A source that does not answer is None, never empty."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-FRESH_S = 3 * STATUS_S  # what is older than this says nothing about now
-# A store takes as much for a listing as for a dozen reads, so that nothing is listed with each look.
-GATEWAYS_EVERY_S = 5.0  # while one is heard: another may have come beside it
-GATEWAYS_APART_S = 1.0  # while none is
+FRESH_S = 3 * STATUS_S  # an older status says nothing about the present
+# A listing costs as much as a dozen reads, so listings are less frequent than ticks.
+GATEWAYS_EVERY_S = 5.0  # while a gateway is alive; another may have started
+GATEWAYS_MISSING_EVERY_S = 1.0  # without a live gateway
 COMMANDS_EVERY_S = 3.0
-STAYS_EVERY_S = 60.0  # of the controller's machine, which is there before its daemon and goes after it
+RENTALS_EVERY_S = 60.0  # of the controller's machine, which outlives its daemon
 
 
 class GatewayWatch:
-    """What the gateway last wrote of itself, as long as that is fresh.
+    """Returns the gateway's last status while it is fresh.
 
-    The gateway writes on a machine with another clock, so that the time of its writing would prove nothing. What
-    was not there at one look and is there at the next was written in between: it is not older than the first look.
+    The gateway's clock differs from this machine's, so the time in a status proves nothing. But a status that is
+    new since the previous look was written after that look.
 
     Args:
         store: the run's store.
-        believe_first: take what the first look finds for fresh, though nothing shows when it was written.
+        believe_first: treat the first status as fresh, though its age is unknown.
         clock: seconds on a clock of this machine that never goes back.
-        unreadable: takes note of what is damaged, which counts as not there.
+        unreadable: records damaged objects, which count as missing.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class GatewayWatch:
         self._status: GatewayStatus | None = None
         self._looked_at_s = clock() if believe_first else -math.inf
         self._written_after_s = -math.inf
-        self._by: Precedence | None = None  # whose gateway it is
+        self._precedence: Precedence | None = None  # of the gateway's trainer
         self._listed_at_s = -math.inf
-        self._only_until_s = self._looked_at_s  # until then there was no other
-        self._heard_from_s: float | None = None  # the first look of an unbroken row that found it fresh
-        self._heard_at_s = -math.inf  # the newest look that did
+        self._only_until_s = self._looked_at_s  # the last listing without another gateway
+        self._fresh_since_s: float | None = None  # the first of an unbroken sequence of fresh looks
+        self._fresh_at_s = -math.inf  # the last fresh look
 
     @property
     def heard_s(self) -> float:
-        """Seconds for which it has been heard without a break, until now; 0: the last look did not hear it."""
-        return 0.0 if self._heard_from_s is None else self._clock() - self._heard_from_s
+        """Seconds for which every look was fresh; 0 if the last one was not."""
+        return 0.0 if self._fresh_since_s is None else self._clock() - self._fresh_since_s
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last look that heard it; infinite: none has."""
-        return self._clock() - self._heard_at_s
+        """Seconds since the last fresh look; infinite if there was none."""
+        return self._clock() - self._fresh_at_s
 
     def look(self) -> GatewayStatus | None:
         """Return the newest status of the run's gateway, or None when it may be older than FRESH_S.
@@ -106,82 +106,85 @@ class GatewayWatch:
         """
         status = self._look()
         if status is None:
-            self._heard_from_s = None
+            self._fresh_since_s = None
             return None
-        self._heard_at_s = self._clock()
-        if self._heard_from_s is None:
-            self._heard_from_s = self._heard_at_s
+        self._fresh_at_s = self._clock()
+        if self._fresh_since_s is None:
+            self._fresh_since_s = self._fresh_at_s
         return status
 
     def _look(self) -> GatewayStatus | None:
         now_s = self._clock()
-        by = self._newest(now_s)
-        if by is None:
+        precedence = self._newest(now_s)
+        if precedence is None:
             self._looked_at_s = now_s
             return None
-        address = documents.gateway(by).read(self._store, self._unreadable)
-        found = documents.members(by).read(self._store, self._unreadable)
-        # Of the process before, on the same machine: the one that listens now has not written yet.
-        if address is None or (found is not None and found.boot_id != address.boot_id):
-            found = None
-        if found is not None and self._is_news(found):
-            self._status, self._written_after_s = found, self._looked_at_s
+        address = documents.gateway(precedence).read(self._store, self._unreadable)
+        status = documents.members(precedence).read(self._store, self._unreadable)
+        # A status of the previous process on the same machine: the current one has not written yet.
+        if address is None or (status is not None and status.boot_id != address.boot_id):
+            status = None
+        if status is not None and self._is_new(status):
+            self._status, self._written_after_s = status, self._looked_at_s
         self._looked_at_s = now_s
         if self._status is None or address is None or self._status.boot_id != address.boot_id:
             return None
         return self._status if self._clock() - self._written_after_s < FRESH_S else None
 
     def _newest(self, now_s: float) -> Precedence | None:
-        """Whose gateway is the run's, as listed lately. One that is replaced is believed for so much longer, as a
-        dead one is; what is new of the next one was written since it was not listed."""
-        heard = self._by is not None and self._heard_from_s is not None
-        if now_s - self._listed_at_s >= (GATEWAYS_EVERY_S if heard else GATEWAYS_APART_S):
-            by = documents.newest_gateway(self._store)
-            if by != self._by:  # kept, for the read that follows may fail
-                self._looked_at_s = min(self._looked_at_s, self._only_until_s)
-            self._by, self._listed_at_s, self._only_until_s = by, now_s, now_s
-        return self._by
+        """Return the precedence of the run's gateway from the last listing, refreshed now and then.
 
-    def _is_news(self, found: GatewayStatus) -> bool:
+        A replaced gateway is used until the next listing, like a dead one. The first status of a new gateway was
+        written after the last listing without it.
+        """
+        is_alive = self._precedence is not None and self._fresh_since_s is not None
+        if now_s - self._listed_at_s >= (GATEWAYS_EVERY_S if is_alive else GATEWAYS_MISSING_EVERY_S):
+            precedence = documents.newest_gateway(self._store)
+            if precedence != self._precedence:  # stored now, as the next read may fail
+                self._looked_at_s = min(self._looked_at_s, self._only_until_s)
+            self._precedence, self._listed_at_s, self._only_until_s = precedence, now_s, now_s
+        return self._precedence
+
+    def _is_new(self, status: GatewayStatus) -> bool:
         known = self._status
-        return known is None or found.boot_id != known.boot_id or found.seq > known.seq
+        return known is None or status.boot_id != known.boot_id or status.seq > known.seq
 
 
 class TrainerWatch:
-    """The trainer's heartbeat, dated by this machine's clock: its own may differ by more than a beat's life.
+    """Reads the trainer's heartbeat and dates it by this machine's clock; the trainer's may be far off.
 
-    The first one found counts as new: a trainer that is dead is noticed so much later by a new controller.
+    The first heartbeat counts as new, so a new controller detects a dead trainer later.
 
     Attributes:
-        moved_at_s: when what it fetches or stores last got on.
-        stepped_at_s: when the step that it is at was first seen.
+        moved_at_s: when its downloads or uploads last made progress.
+        stepped_at_s: when its current step was first seen.
     """
 
     def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
         self._store = store
         self._unreadable = unreadable or Unreadable()
-        self._said: Trainer | None = None
+        self._heartbeat: Trainer | None = None
         self._seen_at_s = 0.0
-        self._mark: Stage | None = None  # at which it had got on then
+        self._last_stage: Stage | None = None  # when it last made progress
         self.moved_at_s = self.stepped_at_s = -math.inf
 
     def look(self, now_s: float) -> Trainer | None:
-        """Return the newest beat with the time at which it was first seen. Raises StoreError."""
-        beat = documents.TRAINER.read(self._store, self._unreadable)
-        if beat is not None and (self._said is None or beat.step != self._said.step):
+        """Return the newest heartbeat with the time at which it was first seen. Raises StoreError."""
+        heartbeat = documents.TRAINER.read(self._store, self._unreadable)
+        if heartbeat is not None and (self._heartbeat is None or heartbeat.step != self._heartbeat.step):
             self.stepped_at_s = now_s
-        if beat != self._said:
-            self._said, self._seen_at_s = beat, now_s
-        stage = None if beat is None else beat.stage
-        if stage is not None and (self._mark is None or gets_on(self._mark, stage)):
+        if heartbeat != self._heartbeat:
+            self._heartbeat, self._seen_at_s = heartbeat, now_s
+        stage = None if heartbeat is None else heartbeat.stage
+        if stage is not None and (self._last_stage is None or gets_on(self._last_stage, stage)):
             self.moved_at_s = now_s
         if stage is None or self.moved_at_s == now_s:
-            self._mark = stage
-        return None if beat is None else replace(beat, beat_at_s=self._seen_at_s)
+            self._last_stage = stage
+        return None if heartbeat is None else replace(heartbeat, beat_at_s=self._seen_at_s)
 
 
 class CommandWatch:
-    """What users have asked for, listed now and then."""
+    """Lists users' commands every COMMANDS_EVERY_S."""
 
     def __init__(self, store: Store, clock: Callable[[], float], unreadable: Unreadable) -> None:
         self._store, self._clock, self._unreadable = store, clock, unreadable
@@ -189,44 +192,44 @@ class CommandWatch:
         self._listed_at_s = -math.inf
 
     def look(self, state: RunState) -> tuple[Command, ...]:
-        """Return those that are not taken yet. Raises StoreError."""
+        """Return the commands that are not taken yet. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
-            left_out = set(state.set_aside)
-            self._found = documents.read_commands(self._store, self._unreadable, left_out)
+            skipped = set(state.set_aside)
+            self._found = documents.read_commands(self._store, self._unreadable, skipped)
             self._listed_at_s = now_s
-        return tuple(one for one in self._found if one.command_id not in state.commands_taken)
+        return tuple(command for command in self._found if command.command_id not in state.commands_taken)
 
 
 class ControllerCosts:
-    """What the machine of a `--remote` daemon costs, read now and then."""
+    """Reads the cost of a `--remote` daemon's machine every RENTALS_EVERY_S."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._machine: ControllerMachine | None = None
-        self._before: tuple[ControllerRental, ...] = ()
+        self._past_rentals: tuple[ControllerRental, ...] = ()
         self._read_at_s = -math.inf
 
     def look(self) -> tuple[float, float]:
-        """Return what it and those before it have cost, USD, and what it costs an hour. Raises StoreError."""
+        """Return the USD spent on this and earlier machines, and the current USD per hour. Raises StoreError."""
         now_s = self._clock()
-        if now_s - self._read_at_s >= STAYS_EVERY_S:
+        if now_s - self._read_at_s >= RENTALS_EVERY_S:
             self._machine = documents.CONTROLLER.read(self._store)
-            self._before = () if self._machine else documents.controller_stays(self._store, 0.0)
+            self._past_rentals = () if self._machine else documents.controller_stays(self._store, 0.0)
             self._read_at_s = now_s
-        stays = self._before if self._machine is None else self._machine.stays(time.time())
-        return sum(one.usd for one in stays), 0.0 if self._machine is None else self._machine.usd_per_h
+        rentals = self._past_rentals if self._machine is None else self._machine.stays(time.time())
+        return sum(rental.usd for rental in rentals), 0.0 if self._machine is None else self._machine.usd_per_h
 
 
 class Observer:
-    """Looks. Remembers of earlier looks only what shows whether gateway and trainer are alive, and the metrics.
+    """Returns snapshots. Keeps only metrics, and what shows whether the gateway and the trainer are alive.
 
     Args:
         store: the run's store.
         cloud: where the machines are.
-        spec: the run's.
-        clock: as GatewayWatch's.
-        prices: asks the cloud what machines may cost.
+        spec: the run's spec.
+        clock: as for GatewayWatch.
+        prices: creates the Prices of a cloud.
     """
 
     def __init__(
@@ -247,31 +250,34 @@ class Observer:
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self._metrics = MetricsWatch(store, spec.policies.kl, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
-        self._spec, self._budgeted = spec, spec.budget != Budget()
+        self._spec, self._has_budget = spec, spec.budget != Budget()
         self._prices = prices(cloud)
-        self._pooled = spec.cloud == "sky"
+        self._has_pools = spec.cloud == "sky"
 
     def look(
         self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float = math.inf
     ) -> Snapshot:
-        """Return what is there now. Raises StoreError when the store cannot be read.
+        """Return a snapshot. Raises StoreError when the store cannot be read.
 
-        What is read only now and then depends on what the run is at: `state`. `steady_s`: for how long the
-        controller has looked without a break, which ends here if the cloud does not answer.
+        Args:
+            now_s: seconds since the epoch.
+            refused: launches refused since the last snapshot.
+            state: decides which optional sources are read.
+            steady_s: for how long the controller has observed without a gap; 0 if the cloud does not answer.
         """
         status = self._gateway.look()
         machines = self._machines()
         trainer = self._trainer.look(now_s)
         commands = self._commands.look(state)
-        target_wanted = _wants_a_target(state, machines, commands)
-        watched = self._watching(trainer, partial(self._metrics.look, trainer, state.forks))
-        budgeted = self._budgeted or state.money.cap_usd is not None  # which a user may set later
-        priced = budgeted or may_fall_back(self._spec)
+        needs_target = _needs_target(state, machines, commands)
+        watched = self._watch(trainer, partial(self._metrics.look, trainer, state.forks))
+        has_budget = self._has_budget or state.money.cap_usd is not None  # a user may set one later
+        needs_prices = has_budget or may_fall_back(self._spec)
         return Snapshot(
             now_s=now_s,
             machines=machines,
-            members=None if status is None else {one.node: one for one in status.members},
-            coming={} if status is None else {one.node: one for one in status.coming},
+            members=None if status is None else {member.node: member for member in status.members},
+            coming={} if status is None else {joining.node: joining for joining in status.coming},
             gateway=Gateway(
                 None if status is None else status.boot_id,
                 0.0 if status is None else status.up_s,
@@ -284,49 +290,49 @@ class Observer:
             refused=refused,
             commands=commands,
             watched=watched,
-            prices=self._prices.look() if priced else None,
-            pools=self._prices.pools() if self._pooled else (),
+            prices=self._prices.look() if needs_prices else None,
+            pools=self._prices.pools() if self._has_pools else (),
             prices_trouble=self._prices.trouble(),
-            controller=ControllerCost(*self._controller.look()) if budgeted else ControllerCost(),
+            controller=ControllerCost(*self._controller.look()) if has_budget else ControllerCost(),
             measured=Measured(
-                self._watching(trainer, self._metrics.step_shape), self._watching(trainer, self._metrics.own_step)
+                self._watch(trainer, self._metrics.step_shape), self._watch(trainer, self._metrics.own_step)
             ),
-            store=self._stored(state, target_wanted=target_wanted),
+            store=self._stored(state, needs_target=needs_target),
             steady_s=0.0 if machines is None else steady_s,
         )
 
-    def _stored(self, state: RunState, *, target_wanted: bool) -> Stored:
-        catalog, damaged = self._checkpoints() if target_wanted else (None, "")
+    def _stored(self, state: RunState, *, needs_target: bool) -> Stored:
+        catalog, damaged = self._checkpoints() if needs_target else (None, "")
         return Stored(
-            checkpoints=None if catalog is None else tuple(one.at for one in catalog.checkpoints),
+            checkpoints=None if catalog is None else tuple(checkpoint.at for checkpoint in catalog.checkpoints),
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,
-            timeline=documents.newest_timeline(self._store) if state.rollback is not None or target_wanted else 0,
+            timeline=documents.newest_timeline(self._store) if state.rollback is not None or needs_target else 0,
             exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )
 
-    def _watching(self, trainer: Trainer | None, look: Callable[[], T]) -> T | None:
-        """Return what `look` makes of the metrics. An error in watching them must not end what is watched."""
+    def _watch(self, trainer: Trainer | None, look: Callable[[], T]) -> T | None:
+        """Return the result of `look`, or None if it fails: an error in watching metrics must not stop the run."""
         try:
             return look()
         except StoreError:
             raise
         except Exception as error:
-            log.exception("watch_failed", what="metrics")
+            log.exception("watch_failed", check="metrics")
             self._unreadable.note_failure("metrics", 0 if trainer is None else trainer.step, error)
             return None
 
     def newest_row(self) -> Row | None:
-        """The newest logged step that was looked at."""
+        """Return the newest logged step that was read."""
         return self._metrics.newest_row()
 
     def newest_timing(self) -> StepTiming | None:
-        """The timing of the newest logged step that has one."""
+        """Return the timing of the newest logged step that has one."""
         return self._metrics.newest_timing()
 
     def _checkpoints(self) -> tuple[Revision | None, str]:
-        """What is listed, or why that cannot be read: then there is no going back, but a run can be stopped."""
+        """Return the catalog, or why it is damaged: then no rollback is possible, but the run can be stopped."""
         try:
             return self._catalog.newest(), ""
         except Corrupt as error:
@@ -343,7 +349,8 @@ class Observer:
             return None
 
 
-def _wants_a_target(state: RunState, machines: Mapping[str, Machine] | None, commands: Sequence[Command]) -> bool:
-    """Whether a rollback may be decided now, so that the checkpoints must be known."""
-    out_of_memory = any(one.exit_code == exit_codes.OUT_OF_MEMORY for one in (machines or {}).values())
-    return state.diverged is not None or out_of_memory or any(one.kind == "rollback" for one in commands)
+def _needs_target(state: RunState, machines: Mapping[str, Machine] | None, commands: Sequence[Command]) -> bool:
+    """Return whether a rollback may be decided now, which needs the list of checkpoints."""
+    is_out_of_memory = any(machine.exit_code == exit_codes.OUT_OF_MEMORY for machine in (machines or {}).values())
+    has_command = any(command.kind == "rollback" for command in commands)
+    return state.diverged is not None or is_out_of_memory or has_command

@@ -1,4 +1,4 @@
-"""Keeps the fleet's plan in the store, where `grpo-orch explain` reads it."""
+"""Write the fleet's plan to the store, for `grpo-orch explain`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from policies.model.spec import RunSpec
 from policies.model.state import RunState
 from policies.tick.snapshot import Snapshot
 
-EVERY_S = 30.0  # at most that often, and only where something but the time has changed
+EVERY_S = 30.0  # minimum interval between writes; unchanged plans are not written
 
 
 class PlanWriter:
-    """Writes the plan of a tick. No error: without it a run loses nothing."""
+    """Writes the plan of a tick. Ignores store errors: a run does not need it."""
 
     def __init__(self, store: Store, spec: RunSpec) -> None:
         self._store, self._spec = store, spec
         self._written: Explanation | None = None
-        self._looked_at_s = -math.inf
+        self._explained_at_s = -math.inf
 
     def ticked(self, state: RunState, snapshot: Snapshot) -> None:
-        before = self._written
-        if snapshot.now_s - self._looked_at_s < EVERY_S:
+        previous = self._written
+        if snapshot.now_s - self._explained_at_s < EVERY_S:
             return
-        found = explain(state, snapshot, self._spec)
-        self._looked_at_s = snapshot.now_s
-        if before is None or replace(found, at_s=before.at_s) != before:
-            with contextlib.suppress(StoreError):  # it is written half a minute later
-                documents.PLAN.write(self._store, found)
-                self._written = found
+        plan = explain(state, snapshot, self._spec)
+        self._explained_at_s = snapshot.now_s
+        if previous is None or replace(plan, at_s=previous.at_s) != previous:
+            with contextlib.suppress(StoreError):  # retried after EVERY_S
+                documents.PLAN.write(self._store, plan)
+                self._written = plan

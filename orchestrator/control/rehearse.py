@@ -1,7 +1,7 @@
-"""The rehearsal: does to real processes the faults that run.yaml schedules.
+"""The rehearsal: injects the faults that run.yaml schedules into real processes.
 
-`python -m orchestrator.control.rehearse STORE-URL`, a process of its own, since the daemon is among its
-victims. Each fault is done once; what was done is in the store.
+`python -m orchestrator.control.rehearse STORE-URL` is a separate process, since it also kills the daemon. Each
+fault is injected once and recorded in the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from policies.model.vocabulary import MachineState, slot_and_incarnation
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 0.1  # a store has no events to wait for
+POLL_S = 0.1
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 class Rehearser:
-    """Waits for each fault's step, then does it."""
+    """Waits for each fault's step, then injects it."""
 
     def __init__(self, store: Store, record: RunRecord) -> None:
         self._store = store
@@ -58,40 +58,43 @@ class Rehearser:
         self._cloud: LocalCloud = open_local(record)
 
     def run(self) -> None:
-        """Do every fault that is still to be done, in the order of their steps; end with the run."""
+        """Inject every remaining fault, in the order of their steps; return when the run ends."""
         done = {fault.number for fault in read_faults(self._store)}
         rehearse = self._record.spec.rehearse
-        faults = sorted(enumerate(rehearse.faults if rehearse else (), start=1), key=lambda one: one[1].at_step)
+        numbered = enumerate(rehearse.faults if rehearse else (), start=1)
+        faults = sorted(numbered, key=lambda numbered_fault: numbered_fault[1].at_step)
         for number, fault in faults:
             if number in done:
                 continue
             if not self._wait_for(fault.at_step):
                 return
             now_s = time.time()
-            detail = self._do(fault)
-            log.info("rehearsed", fault=fault.fault, target=fault.target, at_step=fault.at_step, detail=detail)
+            detail = self._inject(fault)
+            log.info(
+                "fault_injected", fault=fault.fault, target=fault.target, at_step=fault.at_step, detail=detail
+            )
             entry = RehearsedFault(number, fault.fault, fault.target, fault.at_step, now_s, detail)
             write_fault(self._store, entry)
 
     def _wait_for(self, step: int) -> bool:
-        """Wait until the trainer is at `step`. Returns False when the run ends before."""
-        looks = 0
+        """Wait until the trainer is at `step`. Returns False if the run ends first."""
+        polls = 0
         while True:
-            looks += 1
+            polls += 1
             try:
-                beat = documents.TRAINER.read(self._store, Unreadable())
-                if beat is not None and beat.step >= step and beat.activity != "starting":
-                    return beat.activity != "done"
-                if looks % 50 == 0 and self._ended():
+                heartbeat = documents.TRAINER.read(self._store, Unreadable())
+                if heartbeat is not None and heartbeat.step >= step and heartbeat.activity != "starting":
+                    return heartbeat.activity != "done"
+                if polls % 50 == 0 and self._has_ended():
                     return False
             except StoreUnavailable as error:
-                log.warning("store_away", error=str(error))
-            time.sleep(LOOK_EVERY_S)
+                log.warning("store_unavailable", error=str(error))
+            time.sleep(POLL_S)
 
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         return recover(self._store).state.phase in TERMINAL_RUN
 
-    def _do(self, fault: Rehearsed) -> str:
+    def _inject(self, fault: Rehearsed) -> str:
         match fault.fault, fault.target:
             case "no_capacity", target:
                 slots = self._slots(target)
@@ -104,21 +107,21 @@ class Rehearser:
             case "kill", "trainer":
                 return self._kill_process(node_contract.TRAINER)
             case _, target:
-                return self._take(self._machines(target), fault.notice_s)
+                return self._preempt(self._machines(target), fault.notice_s)
 
-    def _take(self, nodes: list[str], notice_s: float) -> str:
+    def _preempt(self, nodes: list[str], notice_s: float) -> str:
         if notice_s > 0:
             for node in nodes:
                 self._cloud.notify(node)
             time.sleep(notice_s)
         for node in nodes:
             self._cloud.preempt(node, "preempted" if notice_s > 0 else "preempted without notice")
-        return f"took {', '.join(nodes) or 'nothing'}"
+        return f"preempted {', '.join(nodes) or 'no machine'}"
 
     def _kill_daemon(self, for_s: float) -> str:
         lease = documents.LEASE.read(self._store, Unreadable())
         if lease is None or not is_alive(lease, time.time()):
-            return "no daemon was there"
+            return "no daemon was running"
         os.kill(lease.pid, signal.SIGKILL)
         time.sleep(for_s)
         subprocess.run([sys.executable, "-m", "orchestrator", "resume", self._store.url, "-d"], check=False)
@@ -128,10 +131,10 @@ class Rehearser:
         killed = []
         for folder in (self._machine_folder(node) for node in self._machines("trainer-0")):
             for pid in marked_processes(folder):
-                if module in _command(pid):
+                if module in _command_line(pid):
                     os.kill(pid, signal.SIGKILL)
                     killed.append(str(pid))
-        return f"killed pid {', '.join(killed) or 'none'}"
+        return f"killed pid {', '.join(killed)}" if killed else "no process to kill"
 
     def _machines(self, target: str) -> list[str]:
         slots = self._slots(target)
@@ -147,7 +150,7 @@ class Rehearser:
         return run_dir(self._record.run_id) / "machines" / node
 
 
-def _command(pid: int) -> list[str]:
+def _command_line(pid: int) -> list[str]:
     try:
         return list(psutil.Process(pid).cmdline())
     except psutil.Error:

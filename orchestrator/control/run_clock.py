@@ -1,7 +1,8 @@
-"""Time as a controller may use it: on a clock that is never set, and over looks that followed on one another.
+"""Clocks for a controller: a wall clock that never jumps, and the time observed without a gap.
 
-Journal entries carry wall-clock times, for people and because they outlive the process that wrote them. But a wall
-clock is stepped, and two hosts' differ; so one process reads it once, at its start, and counts on from there.
+Journal entries carry wall-clock times, for people and because they outlive the process that wrote them. But wall
+clocks are stepped and differ between hosts, so a process reads its wall clock once, at its start, and counts on
+from there.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 
-# Two looks so far apart say nothing of what lay between: this process was stopped, or waited for its store.
+# After a longer gap between ticks, this process was stopped or waited for its store; the gap proves nothing.
 GAP_S = 30.0
 _CLOCK = time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC
 
 
 def awake_or_asleep_s() -> float:
-    """Seconds on a clock that never goes back, and goes on while a laptop sleeps."""
+    """Return seconds on a clock that never goes back and runs on while a laptop sleeps."""
     return time.clock_gettime(_CLOCK)
 
 
 class RunClock:
-    """Seconds since the epoch as of this process's start, however the machine's own clock is set later."""
+    """Seconds since the epoch, unaffected by changes of the machine's clock after this process's start."""
 
     def __init__(
         self, wall: Callable[[], float] = time.time, clock: Callable[[], float] = awake_or_asleep_s
@@ -30,24 +31,24 @@ class RunClock:
         self._ahead_s = wall() - clock()
 
     def now_s(self) -> float:
-        """Return the present time in seconds since the epoch; it never goes back and never jumps."""
+        """Return the current time in seconds since the epoch; it never goes back and never jumps."""
         return self._ahead_s + self._clock()
 
 
 class Steadiness:
-    """For how long this process has looked at everything, and written, without a break. Times are RunClock's."""
+    """Measures for how long this process has observed and written without a gap. Times are RunClock's."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._looked_at_s = 0.0
 
     def look(self, now_s: float) -> float:
-        """A look begins. Returns the seconds since the first of the unbroken row of looks that it belongs to."""
+        """Record a tick. Returns the seconds since the first tick of the unbroken sequence."""
         if self._since_s is None or now_s - self._looked_at_s > GAP_S:
             self._since_s = now_s
         self._looked_at_s = now_s
         return now_s - self._since_s
 
-    def broke(self) -> None:
-        """A read or a write has failed: the row begins anew with the next look."""
+    def interrupt(self) -> None:
+        """Record a failed read or write: the next tick starts a new sequence."""
         self._since_s = None

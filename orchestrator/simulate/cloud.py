@@ -1,6 +1,4 @@
-"""The simulated cloud: its machines, what it takes back, what it has charged; how long things take, what they
-cost.
-"""
+"""The simulated cloud: machines, preemptions, prices, costs, and the durations of every operation."""
 
 from __future__ import annotations
 
@@ -29,19 +27,19 @@ from policies.model.vocabulary import (
 )
 from policies.tick.snapshot import Machine
 
-EPOCH_S = 1.7e9  # of the simulated clocks' zero
+EPOCH_S = 1.7e9  # seconds since the epoch at simulated time 0
 
 
 @dataclass(frozen=True, slots=True)
 class Physics:
-    """A step takes `fixed_s + generation_node_s / n` seconds on n nodes.
+    """Durations. A step takes `fixed_s + generation_node_s / n` seconds on n nodes.
 
-    A machine is there `launch_s` after it was asked for, and set up `setup_s` later; a rollout node then takes the
-    weights, the first of a fleet in `first_weights_s` from the store, others in `weights_s` from it. Each of these
-    times differs from machine to machine by up to `spread`, a share of it.
+    A machine is up `launch_s` after its request and set up `setup_s` later. A rollout node then loads the weights:
+    the first of a fleet from the store in `first_weights_s`, others from that node in `weights_s`. Each time
+    varies between machines by up to the share `spread`.
 
-    A trainer that generates by itself takes `own_slower` times as long for it as one node: on as many GPUs, by
-    transformers' `generate` and not by vLLM.
+    A trainer that generates itself takes `own_slower` times as long as one node: it uses as many GPUs, but
+    transformers' `generate` instead of vLLM.
     """
 
     fixed_s: float = 60.0
@@ -52,13 +50,13 @@ class Physics:
     weights_s: float = 30.0
     spread: float = 0.3
     own_slower: float = 10.0
-    take_back_s: float = 120.0  # from a cloud's notice to the end
-    noticed: float = 0.7  # the share of machines that are taken with a notice
+    take_back_s: float = 120.0  # from preemption notice to preemption
+    noticed: float = 0.7  # share of preemptions with a notice
     save_steps: int = 5
-    behind_steps: int = 100  # so far ahead of the store a trainer may go
+    behind_steps: int = 100  # steps that a trainer may be ahead of the store
 
     def step_s(self, nodes: float) -> float:
-        """Seconds of a step on so many nodes, a slower one counting for less."""
+        """Return the seconds of a step on `nodes` nodes; a slower node counts as a fraction."""
         return self.fixed_s + self.generation_node_s / nodes
 
     def about(self, usual_s: float, random: Random) -> float:
@@ -67,14 +65,14 @@ class Physics:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """USD an hour of one machine. The defaults: an H200 on demand, and half of a pair of H200 on spot."""
+    """USD per hour of one machine. Defaults: an on-demand H200, and half of a spot pair of H200."""
 
     trainer_usd_per_h: float = 3.96
     node_usd_per_h: float = 3.96
     spot_usd_per_h: float = 1.19
 
 
-# A step a second or so, and machines that come within minutes: for stories in which faults are what takes time.
+# Steps of seconds, machines within minutes: for scenarios whose duration is mostly faults.
 BRISK = Physics(
     fixed_s=3.0,
     generation_node_s=4.0,
@@ -86,19 +84,19 @@ BRISK = Physics(
 )
 
 
-# One machine as it is; its cloud shows a `Machine` of it.
+# The state of a machine; its cloud reports it as a `Machine`.
 
 
 @dataclass
 class Box:
-    """A machine, and the work on it."""
+    """A machine and its work."""
 
     node: str
     store: SimulatedStore
     market: Market
-    zone: str  # empty where nobody asks: of machines on demand
+    zone: str  # empty for on-demand machines outside pools
     up_at_s: float
-    works_in_s: float  # from then on, or from the start of a later attempt
+    works_in_s: float  # after up_at_s, or after the start of a later attempt
     attempt: int
     timeline: int
     works_at_s: float
@@ -107,21 +105,21 @@ class Box:
     speed: float = 1.0
     never_works: bool = False
     exit_code: int | None = None
-    reported_code: int | None = None  # what it got through to the store
+    reported_code: int | None = None  # the exit code written to the store
     gone: bool = False
     notice: bool = False
-    taken_at_s: float | None = None  # when the cloud takes it
+    taken_at_s: float | None = None  # time of its preemption
     rebalance_recommended: bool = False
-    step: float = -1.0  # -1: it has not begun
-    writes: int = 0  # of its gateway's
-    listens_as: str = ""  # the gateway's boot that has told the store where it listens
+    step: float = -1.0  # -1 before the start
+    writes: int = 0  # by its gateway
+    listens_as: str = ""  # boot ID of the gateway whose address is in the store
     cut_off_s: float = 0.0
-    sealed: PolicyVersion | None = None  # its newest checkpoint, which may still wait in its spool
+    sealed: PolicyVersion | None = None  # newest checkpoint, perhaps still in the spool
     spool: list[PolicyVersion] = field(default_factory=list)
-    generated_s: float = 0.0  # in the present step
+    generated_s: float = 0.0  # in the current step
     generated_node_s: float = 0.0
-    own_s: float = 0.0  # of these seconds, those in which its trainer generated itself
-    alone_s: float = 0.0  # for which it has had no rollout node
+    own_s: float = 0.0  # part of generated_s in which the trainer generated itself
+    alone_s: float = 0.0  # seconds without rollout nodes
     generates_itself: bool = False
 
     def __post_init__(self) -> None:
@@ -138,30 +136,30 @@ class Box:
         return self.store.trouble is not Trouble.NONE
 
     @property
-    def holds(self) -> bool:
-        """Whether it counts among the machines that its zone may give."""
+    def uses_capacity(self) -> bool:
+        """Whether it counts against the capacity of its zone."""
         return not self.gone and not (self.notice and self.taken_at_s is not None)
 
     def is_up(self, time_s: float) -> bool:
         return not self.gone and time_s >= self.up_at_s
 
-    def at_work(self, time_s: float) -> bool:
+    def is_working(self, time_s: float) -> bool:
         alive = not self.gone and self.exit_code is None and not self.never_works
         return alive and time_s >= self.works_at_s
 
     def begin(self, attempt: int, timeline: int, time_s: float) -> None:
-        """Begin an attempt of its work, once the machine is there."""
+        """Start an attempt, once the machine is up."""
         self.attempt, self.timeline = attempt, timeline
         self.exit_code, self.reported_code, self.step = None, None, -1.0
         self.works_at_s = max(time_s, self.up_at_s) + self.works_in_s
 
     def lose(self) -> None:
-        """The cloud takes it, and what lies on it."""
+        """Lose the machine and its disk."""
         self.gone = True
         self.spool.clear()
 
-    def shown(self, time_s: float, usd_per_h: float, on_demand_usd_per_h: float) -> Machine:
-        """What its cloud says of it."""
+    def as_machine(self, time_s: float, usd_per_h: float, on_demand_usd_per_h: float) -> Machine:
+        """Return the machine as its cloud reports it."""
         if time_s < self.up_at_s and not self.gone:
             return Machine(self.node, MachineState.STARTING, attempt=0)
         return Machine(
@@ -182,17 +180,17 @@ class Box:
 
 # The cloud.
 
-ASKED_EVERY_S = 3600.0  # as `orchestrator.control.prices`: what pools are said to cost is that old
-REFUSED_S = 20.0  # that a refusal takes, where the cloud goes from zone to zone by itself
+PRICES_EVERY_S = 3600.0  # as in `orchestrator.control.prices`: the age of pool prices
+REFUSED_S = 20.0  # per refusal, when the cloud tries one zone after the other
 
 
 class SimulatedCloud:
-    """The machines of one run. What goes wrong with it is set from outside.
+    """The machines of one run. Faults are injected by setting attributes.
 
     Args:
-        weather: of the spot market, from time 0 on.
-        objects: of the store that its machines reach.
-        random: the world's.
+        weather: the market trace, from time 0 on.
+        objects: the store that its machines use.
+        random: the simulation's.
     """
 
     def __init__(
@@ -200,28 +198,28 @@ class SimulatedCloud:
     ) -> None:
         self.weather, self.physics, self.prices = weather, physics, prices
         self.boxes: dict[str, Box] = {}
-        self._held = Counter[str]()  # machines by their zone's key, without those that have a notice of their end
+        self._held = Counter[str]()  # machines that use capacity, by zone key
         self._zones = {zone.key: zone for zone in weather}
         self.bought: list[str] = []
         self.spent_usd = 0.0
         self.disk_usd_per_h: dict[Role, float] = {}  # on top of each machine's price
         self.refusing = False
         self.refusing_spot = False
-        self.refusing_rollouts = False  # on either market
+        self.refusing_rollouts = False  # on both markets
         self.away = False
-        self.answers_lost = False  # launches are done, and nobody hears of it
-        self.stale: dict[str, Machine] = {}  # what every listing shows, however old,
-        self.stale_until_s = 0.0  # until then
-        self.never_work = False  # rollout machines that are launched now
-        self.takes_early = False  # spot machines for rollouts that are launched now, before they work
-        self.slow_by_s = 0.0  # of launches
+        self.answers_lost = False  # launches succeed, but their answers are lost
+        self.stale: dict[str, Machine] = {}  # returned by listings until stale_until_s
+        self.stale_until_s = 0.0
+        self.never_work = False  # new rollout machines never work
+        self.takes_early = False  # new spot rollout machines are preempted before they work
+        self.slow_by_s = 0.0  # added to launches
         self.closed_zones: set[str] = set()
         self.time_s = 0.0
         self.on_loss: Callable[[Box], None] = lambda _: None
         self._objects, self._random = objects, random
 
     def pass_time(self, time_s: float) -> None:
-        """Charge what is there up to `time_s`, and take back what the weather does not leave."""
+        """Charge machines up to `time_s`, and preempt those beyond the zones' capacity."""
         hours = (time_s - self.time_s) / 3600
         self.spent_usd += hours * sum(self.charged_usd_per_h(box) for box in self.boxes.values() if not box.gone)
         self.time_s = time_s
@@ -240,7 +238,7 @@ class SimulatedCloud:
         return self.prices.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h(role)
 
     def charged_usd_per_h(self, box: Box) -> float:
-        """With its disk."""
+        """Return the price of the machine and its disk."""
         return self.usd_per_h(box) + self.disk_usd_per_h.get(box.role, 0.0)
 
     def on_demand_usd_per_h(self, role: Role) -> float:
@@ -248,7 +246,7 @@ class SimulatedCloud:
 
     @property
     def most_usd_per_h(self) -> dict[str, float]:
-        """By `kind_of`, what a machine of each kind may cost."""
+        """Highest price of a machine of each kind, by `kind_of`."""
         spot = DEAREST * self.prices.spot_usd_per_h
         return {
             kind_of(role, market): spot if market is Market.SPOT else self.on_demand_usd_per_h(role)
@@ -257,17 +255,17 @@ class SimulatedCloud:
         }
 
     def pools(self) -> tuple[PoolOffer, ...]:
-        """Where machines may be bought, at the prices of the last full hour; none in weather without regions."""
-        asked_at_s = self.time_s // ASKED_EVERY_S * ASKED_EVERY_S
+        """Return pools with the prices of the last full hour; none for a trace without regions."""
+        priced_at_s = self.time_s // PRICES_EVERY_S * PRICES_EVERY_S
         return tuple(
-            PoolOffer(role, zone.pool, self._list_usd_per_h(role, zone.market) * zone.price_at(asked_at_s))
+            PoolOffer(role, zone.pool, self._list_usd_per_h(role, zone.market) * zone.price_at(priced_at_s))
             for role in Role
             for zone in self.weather
             if zone.pool is not None
         )
 
     def machines(self) -> dict[str, Machine]:
-        """What a listing shows. Raises CloudUnavailable."""
+        """Return a listing. Raises CloudUnavailable."""
         if self.away:
             raise CloudUnavailable("try again")
         return dict(self.stale) if self.is_stale else self.truth()
@@ -278,7 +276,7 @@ class SimulatedCloud:
 
     def truth(self) -> dict[str, Machine]:
         return {
-            node: box.shown(self.time_s, self.usd_per_h(box), self.on_demand_usd_per_h(box.role))
+            node: box.as_machine(self.time_s, self.usd_per_h(box), self.on_demand_usd_per_h(box.role))
             for node, box in self.boxes.items()
         }
 
@@ -293,24 +291,26 @@ class SimulatedCloud:
             raise CloudUnavailable("the answer is lost")
 
     def is_without_spot(self, time_s: float) -> bool:
-        """Whether the weather has no spot machine then, whoever holds it; a zone that is lost has none."""
-        zones = [one for one in self.weather if one.market is Market.SPOT and one.name not in self.closed_zones]
+        """Return whether the trace has no spot machine then, held or free; lost zones have none."""
+        zones = [
+            zone for zone in self.weather if zone.market is Market.SPOT and zone.name not in self.closed_zones
+        ]
         return not any(zone.count_at(time_s) for zone in zones)
 
     def lose(self, box: Box) -> None:
-        """The cloud takes a machine, and what lies on it."""
+        """Lose a machine and its disk."""
         self._release(box)
         box.lose()
         self.on_loss(box)
 
     def warn(self, box: Box, taken_at_s: float | None) -> None:
-        """The cloud says that it will take a machine back; with None it does not do so."""
+        """Send a preemption notice; with None the machine is not preempted."""
         if taken_at_s is not None:
             self._release(box)
         box.notice, box.taken_at_s = True, taken_at_s
 
     def terminate(self, node: str) -> Box | None:
-        """Its user gives a machine back. None: there is none."""
+        """Terminate and return a machine; None if there is none."""
         box = self.boxes.pop(node, None)
         if box is not None:
             self._release(box)
@@ -325,17 +325,16 @@ class SimulatedCloud:
         return [box for box in self.boxes.values() if box.role is role]
 
     def _buy(self, order: Order, timeline: int) -> None:
-        dry = self.refusing_rollouts and order.role is Role.ROLLOUT
-        if self.refusing or dry or (self.refusing_spot and order.market is Market.SPOT):
-            raise CloudRefused(Refusal.NO_CAPACITY, "nothing to be had")
+        refuses_role = self.refusing_rollouts and order.role is Role.ROLLOUT
+        if self.refusing or refuses_role or (self.refusing_spot and order.market is Market.SPOT):
+            raise CloudRefused(Refusal.NO_CAPACITY, "no capacity")
         zone, late_s = self._zone_for(order)
         draw = self._random
         up_at_s = self.time_s + self.physics.about(self.physics.launch_s, draw) + self.slow_by_s + late_s
         works_in_s = self.physics.about(self.physics.setup_s, draw)
         if order.role is Role.ROLLOUT:
-            boxes = self.boxes.values()
-            first = not any(one.role is Role.ROLLOUT and one.at_work(self.time_s) for one in boxes)
-            weights_s = self.physics.first_weights_s if first else self.physics.weights_s
+            is_first = not any(box.is_working(self.time_s) for box in self.of(Role.ROLLOUT))
+            weights_s = self.physics.first_weights_s if is_first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)
         box = Box(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
@@ -350,7 +349,7 @@ class SimulatedCloud:
             self._take_early(box)
 
     def _take_early(self, box: Box) -> None:
-        """The cloud will take a new machine before it works, with a notice from its first moment on or without."""
+        """Schedule a preemption before the machine works, with an immediate notice or without."""
         taken_at_s = self._random.uniform(box.up_at_s, box.works_at_s)
         if self._random.random() < self.physics.noticed:
             self.warn(box, taken_at_s)
@@ -358,8 +357,10 @@ class SimulatedCloud:
             box.taken_at_s = taken_at_s
 
     def _zone_for(self, order: Order) -> tuple[Zone | None, float]:
-        """The zone of a new machine, and what refusals on the way to it took; None: nobody asks, as of machines on
-        demand where there are no pools. Raises CloudRefused."""
+        """Return the zone of a new machine and the seconds lost to refusals. Raises CloudRefused.
+
+        The zone is None for on-demand machines outside pools.
+        """
         zones = [zone for zone in self.weather if zone.market is order.market]
         if order.pool is not None:
             zones = [zone for zone in zones if zone.pool == order.pool]
@@ -368,49 +369,53 @@ class SimulatedCloud:
         elif order.market is Market.ON_DEMAND:
             return None, 0.0
         refusals: list[Refusal] = []
-        for zone in sorted(zones, key=lambda zone: (zone.price_at(self.time_s), -self._room(zone), zone.name)):
+        for zone in sorted(
+            zones, key=lambda zone: (zone.price_at(self.time_s), -self._free_count(zone), zone.name)
+        ):
             if (refusal := self._refusal(zone)) is None:
                 return zone, REFUSED_S * len(refusals)
             refusals.append(refusal)
-        quota = bool(refusals) and all(one is Refusal.QUOTA for one in refusals)
-        raise CloudRefused(Refusal.QUOTA if quota else Refusal.NO_CAPACITY, f"no {order.market} machine")
+        is_quota = bool(refusals) and all(refusal is Refusal.QUOTA for refusal in refusals)
+        raise CloudRefused(Refusal.QUOTA if is_quota else Refusal.NO_CAPACITY, f"no {order.market} machine")
 
     def _in_one_region(self, zones: list[Zone]) -> list[Zone]:
-        """Those of the region in which the run is."""
-        here = {box.pool.region for box in self.boxes.values() if box.pool is not None and not box.gone}
-        return [zone for zone in zones if zone.region in here] if here else zones
+        """Return the zones of the run's region; all zones if it has no machine."""
+        regions = {box.pool.region for box in self.boxes.values() if box.pool is not None and not box.gone}
+        return [zone for zone in zones if zone.region in regions] if regions else zones
 
     def _refusal(self, zone: Zone) -> Refusal | None:
-        """Why the zone gives no machine now; None: it does."""
+        """Return why the zone refuses a machine now, or None."""
         if zone.quota is not None:
-            of = (zone.region, zone.machine, zone.market)
-            alike = [one.key for one in self.weather if (one.region, one.machine, one.market) == of]
-            if sum(self._held[key] for key in alike) >= zone.quota:
+            quota_key = (zone.region, zone.machine, zone.market)
+            keys = [
+                other.key for other in self.weather if (other.region, other.machine, other.market) == quota_key
+            ]
+            if sum(self._held[key] for key in keys) >= zone.quota:
                 return Refusal.QUOTA
-        refuses = self._room(zone) <= 0 or (zone.refuses and self._random.random() < zone.refuses)
+        refuses = self._free_count(zone) <= 0 or (zone.refuses and self._random.random() < zone.refuses)
         return Refusal.NO_CAPACITY if refuses else None
 
-    def _room(self, zone: Zone) -> int:
-        left = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
-        return left - self._held[zone.key]
+    def _free_count(self, zone: Zone) -> int:
+        count = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
+        return count - self._held[zone.key]
 
     def _release(self, box: Box) -> None:
-        """It counts no more among the machines of its zone."""
-        if box.holds:
+        """Free the machine's capacity in its zone."""
+        if box.uses_capacity:
             self._held[box.key] -= 1
 
     def _take_back(self, zone: Zone, hours: float) -> None:
-        excess = max(0, -self._room(zone))
+        excess = max(0, -self._free_count(zone))
         if not self._held[zone.key] or not (excess or zone.losses_an_hour):
             return
-        held = [box for box in self.boxes.values() if box.key == zone.key and box.holds]
+        held = [box for box in self.boxes.values() if box.key == zone.key and box.uses_capacity]
         taken = self._random.sample(held, min(len(held), excess))
         lost = zone.losses_an_hour * hours
         taken += [box for box in held if lost and self._random.random() < lost and box not in taken]
         for box in taken:
-            self._take(box)
+            self._preempt(box)
 
-    def _take(self, box: Box) -> None:
+    def _preempt(self, box: Box) -> None:
         if self._random.random() < self.physics.noticed:
             self.warn(box, self.time_s + self.physics.take_back_s)
         else:

@@ -1,4 +1,4 @@
-"""A run's store in memory, as each party reaches it: without trouble, without writes, or not at all."""
+"""A run's store in memory. Each party may reach it, reach it read-only, or not at all."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from checkpoint.store.run_store import Entry, Store
 
 
 class Trouble(Enum):
-    """What a store does."""
+    """State of a store or of one connection to it."""
 
-    NONE = "it answers"
-    NO_WRITES = "it takes no writes: a full disk, a quota, 503 for PUT"
-    AWAY = "it answers nothing"
+    NONE = "available"
+    NO_WRITES = "writes fail: a full disk, a quota, 503 for PUT"
+    AWAY = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An object, and when the store says that it was written."""
+    """An object and its modification time by the store's clock."""
 
     data: bytes
     modified_at: datetime
 
 
 class Objects:
-    """The objects, and the trouble that all parties have. Some writes that failed were done, or are late.
+    """The objects, and trouble that affects all parties. Some failed writes succeed anyway, at once or later.
 
     Args:
-        random: draws which of them.
-        clock: seconds since the epoch, as the store's own clock tells them; it dates in whole ones.
+        random: selects these writes.
+        clock: the store's clock, seconds since the epoch; objects are dated in whole seconds.
     """
 
     def __init__(self, random: Random, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.random = random
         self.clock = clock
-        self.folders: dict[str, dict[str, Kept]] = {}  # by the first part of their names: listings are many
+        self.folders: dict[str, dict[str, Kept]] = {}  # by the first part of the key, for fast listings
         self.trouble = Trouble.NONE
         self.late: list[Callable[[], object]] = []
 
@@ -49,11 +49,11 @@ class Objects:
         return self.folders.setdefault(key.partition("/")[0], {})
 
     def write(self, key: str, data: bytes) -> None:
-        """Write it, dated by the store's clock."""
+        """Write an object, dated by the store's clock."""
         self.folder(key)[key] = Kept(data, datetime.fromtimestamp(math.floor(self.clock()), UTC))
 
     def create(self, key: str, data: bytes) -> None:
-        """Write it now, unless there is one."""
+        """Write an object unless it exists."""
         if key not in self.folder(key):
             self.write(key, data)
 
@@ -95,9 +95,9 @@ class SimulatedStore(Store):
             self._write(key)
         except StoreUnavailable:
             match self._objects.random.randrange(8):
-                case 0:  # done, and nobody hears of it
+                case 0:  # written, but the answer is lost
                     self._objects.create(key, kept)
-                case 1:  # on its way for as long as the trouble lasts
+                case 1:  # written when the trouble ends
                     self._objects.late.append(lambda: self._objects.create(key, kept))
             raise
         if key in self._objects.folder(key):

@@ -1,7 +1,6 @@
-"""A story: faults of every party, drawn from a seed; then all but one of them end, and the run must converge.
+"""Scenarios: random faults of every party from a seed; then all but one fault end, and the run must converge.
 
-Each fault strikes, and some have an end: a fault returns how it is undone, or None where there is nothing to
-undo.
+A fault is a function that injects it and returns how to undo it, or None.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from policies.model.spec import Budget, RunSpec, generates_itself
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 
 HOUR_S = 3600.0
-STALE_S = 180.0  # as late as clouds' listings are at worst
-OPERATIONS = 16  # on the store and the cloud, that a tick has at most
+STALE_S = 180.0  # maximum delay of clouds' listings
+OPERATIONS = 16  # maximum operations on the store and the cloud per tick
 
 Undo = Callable[[], None]
 Fault = Callable[[World, Random], Undo | None]
@@ -35,17 +34,17 @@ def store_away(world: World, random: Random) -> Undo:
 
 def cut_off(world: World, random: Random) -> Undo | None:
     stores = [box.store for box in world.cloud.boxes.values()]
-    stores += [one.store for one in world.daemons if not one.dead]
+    stores += [daemon.store for daemon in world.daemons if not daemon.dead]
     if not stores:
         return None
     store = random.choice(stores)
     store.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
-    world.note("one party is cut off from the store")
+    world.note("a machine or daemon is cut off from the store")
 
-    def back() -> None:
+    def undo() -> None:
         store.trouble = Trouble.NONE
 
-    return back
+    return undo
 
 
 def clocks_set(world: World, random: Random) -> None:
@@ -56,7 +55,7 @@ def clocks_set(world: World, random: Random) -> None:
 
 
 def suspended(world: World, random: Random) -> None:
-    for daemon in [one for one in world.daemons if not one.dead]:
+    for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
         daemon.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
         if random.random() < 0.5:
             daemon.stops_at_action = True
@@ -67,19 +66,19 @@ def suspended(world: World, random: Random) -> None:
 
 
 def daemon_dies(world: World, random: Random) -> None:
-    """In its next tick, after any line of it."""
+    """Kill the daemon at a random operation of its next tick."""
     world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
-    for daemon in [one for one in world.daemons if not one.dead]:
+    for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
         daemon.die_in = random.randrange(OPERATIONS)
 
 
 def second_daemon(world: World, random: Random) -> None:  # noqa: ARG001  # a fault's signature
-    world.note("somebody resumes a run that has a daemon")
+    world.note("a second daemon resumes the run")
     world.resume()
 
 
 def machine_lost(world: World, random: Random) -> None:
-    if box := _any(world, random):
+    if box := _random_box(world, random):
         world.cloud.lose(box)
         world.note(f"{box.node} is lost")
 
@@ -88,44 +87,45 @@ def zone_lost(world: World, random: Random) -> Undo:
     zone = random.choice(world.cloud.weather).name
     world.cloud.lose_zone(zone)
     world.cloud.closed_zones.add(zone)
-    world.note(f"{zone} is lost, and everything in it")
+    world.note(f"{zone} and all its machines are lost")
     return lambda: world.cloud.closed_zones.discard(zone)
 
 
 def notice(world: World, random: Random) -> None:
-    if box := _any(world, random):
-        stays = random.random() < 0.5
-        world.cloud.warn(box, None if stays else world.time_s + world.cloud.physics.take_back_s)
-        world.note(f"{box.node} has a notice{', and stays' if stays else ''}")
+    if box := _random_box(world, random):
+        is_false_alarm = random.random() < 0.5
+        world.cloud.warn(box, None if is_false_alarm else world.time_s + world.cloud.physics.take_back_s)
+        world.note(f"{box.node} gets a{' false' if is_false_alarm else ''} preemption notice")
 
 
 def rebalance(world: World, random: Random) -> None:
-    """A rebalance recommendation, perhaps with a notice at the same moment."""
-    if not (box := _any(world, random)):
+    """Send a rebalance recommendation, perhaps with a preemption notice."""
+    if not (box := _random_box(world, random)):
         return
     box.rebalance_recommended = True
-    noticed = random.random() < 0.5
-    if noticed:
+    has_notice = random.random() < 0.5
+    if has_notice:
         world.cloud.warn(box, world.time_s + world.cloud.physics.take_back_s)
-    world.note(f"{box.node} has a rebalance recommendation{' and a notice' if noticed else ''}")
+    notice_text = " and a preemption notice" if has_notice else ""
+    world.note(f"{box.node} gets a rebalance recommendation{notice_text}")
 
 
 def work_ends(world: World, random: Random) -> None:
-    box = _any(world, random)
-    if box is not None and box.at_work(world.time_s):
+    box = _random_box(world, random)
+    if box is not None and box.is_working(world.time_s):
         box.exit_code = 1
-        world.note(f"{box.node}: its work ends")
+        world.note(f"the process on {box.node} exits with code 1")
 
 
 def diverges(world: World, random: Random) -> None:
-    """The newest timeline will, soon."""
+    """Let the newest timeline diverge soon."""
     trainers = [box for box in world.cloud.of(Role.TRAINER) if box.step > 0]
     if trainers and world.spec.policies.kl.action != "alert":
         at = max(trainers, key=lambda box: box.precedence)
         trip = int(at.step) + random.randint(1, 60)
         onset = max(1, trip - random.randrange(40))
         world.work.trips = {**world.work.trips, at.timeline: (trip, onset)}
-        world.note(f"timeline {at.timeline} diverges from step {onset}, and trips at {trip}")
+        world.note(f"timeline {at.timeline} diverges from step {onset} and trips at step {trip}")
 
 
 def no_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
@@ -134,10 +134,10 @@ def no_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a faul
     if trainers := world.cloud.of(Role.TRAINER):
         world.cloud.lose(trainers[-1])
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.refusing = False
 
-    return back
+    return undo
 
 
 def no_spot(world: World, random: Random) -> Undo:
@@ -145,44 +145,44 @@ def no_spot(world: World, random: Random) -> Undo:
     world.note("no spot capacity")
     machine_lost(world, random)
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.refusing_spot = False
 
-    return back
+    return undo
 
 
-def drought(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+def no_rollout_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.refusing_rollouts = True
     for box in world.cloud.of(Role.ROLLOUT):
         if not box.gone:
             world.cloud.lose(box)
-    world.note("no rollout machine on any market")
+    world.note("no rollout capacity on any market")
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.refusing_rollouts = False
 
-    return back
+    return undo
 
 
 def cloud_away(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.away = True
     world.note("the cloud does not answer")
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.away = False
 
-    return back
+    return undo
 
 
 def answers_lost(world: World, random: Random) -> Undo:
     world.cloud.answers_lost = True
-    world.note("launches are done, and nobody hears of it")
+    world.note("launches succeed, but their answers are lost")
     machine_lost(world, random)
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.answers_lost = False
 
-    return back
+    return undo
 
 
 def stale_listing(world: World, random: Random) -> None:
@@ -194,24 +194,24 @@ def stale_listing(world: World, random: Random) -> None:
 
 def never_work(world: World, random: Random) -> Undo:
     world.cloud.never_work = True
-    world.note("rollout machines come, and never work")
+    world.note("new rollout machines never work")
     machine_lost(world, random)
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.never_work = False
 
-    return back
+    return undo
 
 
 def taken_early(world: World, random: Random) -> Undo:
     world.cloud.takes_early = True
-    world.note("spot machines for rollouts come, and are taken before they work")
+    world.note("new spot rollout machines are preempted before they work")
     machine_lost(world, random)
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.takes_early = False
 
-    return back
+    return undo
 
 
 def slow_launches(world: World, random: Random) -> Undo:
@@ -219,15 +219,15 @@ def slow_launches(world: World, random: Random) -> Undo:
     world.note("launches take longer than the deadline")
     machine_lost(world, random)
 
-    def back() -> None:
+    def undo() -> None:
         world.cloud.slow_by_s = 0.0
 
-    return back
+    return undo
 
 
-def _any(world: World, random: Random) -> Box | None:
-    there = [box for box in world.cloud.boxes.values() if not box.gone]
-    return random.choice(there) if there else None
+def _random_box(world: World, random: Random) -> Box | None:
+    boxes = [box for box in world.cloud.boxes.values() if not box.gone]
+    return random.choice(boxes) if boxes else None
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -249,7 +249,7 @@ FAULTS: tuple[Fault, ...] = (
     diverges,
     no_capacity,
     no_spot,
-    drought,
+    no_rollout_capacity,
     cloud_away,
     answers_lost,
     stale_listing,
@@ -258,28 +258,27 @@ FAULTS: tuple[Fault, ...] = (
     slow_launches,
     rebalance,
 )
-# What may stay for good: the run ends all the same where the first do, and where the others do is left waiting,
-# for a stated reason and with a try now and then.
-BEARABLE: tuple[Fault, ...] = (zone_lost, clocks_set, second_daemon)
+# Faults that may last forever. With a tolerable one the run still ends; with a starving one it waits, states the
+# reason and retries now and then.
+TOLERABLE: tuple[Fault, ...] = (zone_lost, clocks_set, second_daemon)
 STARVING: tuple[Fault, ...] = (no_spot, never_work, taken_early)
 
 
-# Stories.
+# Scenarios.
 
 FAULTS_MAX = 8
 OUTAGES_S = (10.0, 121.0, 1800.0)
 QUIET_S = (0.0, 30.0, 120.0, 400.0)  # between two faults
-PEACE_S = 8 * 3600.0  # the longest wait between two tries of what never worked is half of it
-DRY_LOOK_S = 60.0
-STARVES_S = 2 * 3600.0
-# What may be bought in a story, by the places in the fleet: a fault costs each of them a machine or two, and what
-# never works is tried ever more rarely.
-BOUGHT_FIRST, BOUGHT_A_PLACE = 15, 6
+RECOVERY_S = 8 * 3600.0  # twice the longest back-off
+SPOT_SAMPLE_S = 60.0
+STARVATION_S = 2 * 3600.0
+# Limit on bought machines: a fault costs each node a machine or two, and failing launches back off.
+BOUGHT_BASE, BOUGHT_PER_NODE = 15, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How a story went."""
+    """The outcome of a scenario."""
 
     seed: int
     phase: RunPhase
@@ -291,18 +290,20 @@ class Told:
 
 
 def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Prices | None = None) -> Told:
-    """Live through the story of a seed. Raises Broken, which names the seed, where a promise is broken."""
-    spec = _enduring(_budgeted(seed, spec, prices or Prices()))
-    world = World(seed, spec, weather=weather or _enough(spec), physics=BRISK, prices=prices)
+    """Run the scenario of a seed. Raises Broken, which names the seed, if an invariant is violated."""
+    spec = _without_restart_limit(_with_budget(seed, spec, prices or Prices()))
+    world = World(seed, spec, weather=weather or _two_zones(spec), physics=BRISK, prices=prices)
     random = world.random
-    _trouble(world, random)
+    _inject_faults(world, random)
     if not world.is_over and not world.stopping:
-        _stays(world, random)
-    if not _starves(world):
-        world.run_to_end(PEACE_S)
-    most = BOUGHT_FIRST + BOUGHT_A_PLACE * (1 + spec.rollout.replicas.max)
-    if weather is None:  # in bad weather machines come and go
-        world.safety.check(len(world.cloud.bought) <= most, f"bought {world.cloud.bought}")
+        _inject_lasting_fault(world, random)
+    if not _check_starvation(world):
+        world.run_to_end(RECOVERY_S)
+    limit = BOUGHT_BASE + BOUGHT_PER_NODE * (1 + spec.rollout.replicas.max)
+    if weather is None:  # other traces preempt any number of machines
+        world.safety.check(
+            len(world.cloud.bought) <= limit, f"too many machines were bought: {world.cloud.bought}"
+        )
     assert world.newest is not None
     state = world.newest.controller.state
     hours = (world.time_s - 1000.0) / 3600
@@ -311,21 +312,21 @@ def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Pr
     )
 
 
-def _enduring(spec: RunSpec) -> RunSpec:
-    """The run, without a limit on the trainer's ends: here they are the story's doing."""
+def _without_restart_limit(spec: RunSpec) -> RunSpec:
+    """Remove the limit on trainer restarts: here faults cause them."""
     return replace(spec, policies=replace(spec.policies, trainer_restarts=10**6))
 
 
-def _budgeted(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
-    """The run, in every fourth story with a budget that it reaches soon, or after a fault or two."""
+def _with_budget(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
+    """In every fourth scenario, set a budget that the run reaches soon, or after a fault or two."""
     if spec.budget != Budget() or seed % 4:
         return spec
     hour_usd = prices.trainer_usd_per_h + spec.rollout.replicas.max * prices.spot_usd_per_h
     return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.6, 1.2)))
 
 
-def _trouble(world: World, random: Random) -> None:
-    ends: list[tuple[float, Undo]] = []
+def _inject_faults(world: World, random: Random) -> None:
+    undos: list[tuple[float, Undo]] = []
     for _ in range(FAULTS_MAX):
         world.run_for(random.choice(QUIET_S))
         if world.is_over:
@@ -333,75 +334,77 @@ def _trouble(world: World, random: Random) -> None:
         fault = random.choice(FAULTS)
         undo = fault(world, random)
         if undo is not None:
-            ends.append((world.time_s + random.choice(OUTAGES_S), undo))
-        for at_s, end in list(ends):
+            undos.append((world.time_s + random.choice(OUTAGES_S), undo))
+        for at_s, undo in list(undos):
             if at_s <= world.time_s or random.random() < 0.5:
                 world.run_for(max(DT_S, at_s - world.time_s))
-                end()
-                ends.remove((at_s, end))
-    for _, end in ends:
-        end()
+                undo()
+                undos.remove((at_s, undo))
+    for _, undo in undos:
+        undo()
 
 
-def _stays(world: World, random: Random) -> None:
-    """One thing that never ends; or a user who wants the run to."""
+def _inject_lasting_fault(world: World, random: Random) -> None:
+    """Perhaps inject a fault that never ends, or stop the run."""
     match random.randrange(6):
         case 0:
-            random.choice(BEARABLE)(world, random)
+            random.choice(TOLERABLE)(world, random)
         case 1:
-            world.note("and for good:")
+            world.note("permanently:")
             random.choice(STARVING)(world, random)
             for box in world.cloud.of(Role.ROLLOUT):
                 if box.market is Market.SPOT and not box.gone:
                     world.cloud.lose(box)
         case 2:
-            world.note("asked to stop")
+            world.note("a user stops the run")
             world.ask_to_stop()
         case _:
             pass
 
 
-def _starves(world: World) -> bool:
-    """Where no rollout node will ever work again the run cannot end: it must wait, say why, and buy next to
-    nothing."""
+def _check_starvation(world: World) -> bool:
+    """If no rollout node can ever work again, check that the run waits, states why and buys little.
+
+    Returns False if the run can end.
+    """
     cloud = world.cloud
-    lacks_spot = _needs_spot(world.spec) and (cloud.refusing_spot or cloud.takes_early or _is_dry(world))
-    starving = cloud.never_work or lacks_spot
-    if not starving or world.is_over or generates_itself(world.spec):
+    lacks_spot = _needs_spot(world.spec) and (cloud.refusing_spot or cloud.takes_early or _has_no_spot(world))
+    is_starving = cloud.never_work or lacks_spot
+    if not is_starving or world.is_over or generates_itself(world.spec):
         return False
     world.rest()
-    world.run_for(STARVES_S)
+    world.run_for(STARVATION_S)
     newest = world.newest
     assert newest is not None
     state, safety = newest.controller.state, world.safety
     if newest.controller.finished or state.phase not in LIVE_RUN:
         return False
     working = [node.id for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
-    told = [name for name, kind in state.kinds.items() if kind.stopped]
-    safety.check(bool(working or told), "no rollout node comes, and no reason is stated")
+    reasons = [name for name, kind in state.kinds.items() if kind.stopped]
+    safety.check(bool(working or reasons), "no rollout node works, and no reason is stated")
     before = len(world.cloud.bought)
-    world.run_for(STARVES_S)
-    tried = [node for node in world.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
-    most = 4 if may_fall_back(world.spec) else 2  # two on each market: the wait has doubled to an hour by now
-    safety.check(len(tried) <= most, "what never works is bought again and again")
-    trainers = len(world.cloud.bought) - before - len(tried)
-    safety.check(trainers <= most, "what cannot work is bought with it")  # a parked run's, one with each try
+    world.run_for(STARVATION_S)
+    nodes = [node for node in world.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
+    limit = 4 if may_fall_back(world.spec) else 2  # two on each market: the back-off has reached an hour
+    safety.check(len(nodes) <= limit, "rollout machines that never work are bought too often")
+    trainers = len(world.cloud.bought) - before - len(nodes)
+    safety.check(trainers <= limit, "too many trainers are bought")  # a parked run buys one with each attempt
     return True
 
 
 def _needs_spot(spec: RunSpec) -> bool:
-    """Whether the run cannot end without spot machines: else some on demand stand in, if there is money."""
+    """Return whether the run needs spot machines to end: without on-demand fallback, or with a budget."""
     if market_of(Role.TRAINER, spec) is Market.SPOT or spec.budget != Budget():
         return True
     return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec)
 
 
-def _is_dry(world: World) -> bool:
-    """Whether the weather has no spot machine for long."""
-    looks = range(int(world.time_s), int(world.time_s + PEACE_S), int(DRY_LOOK_S))
-    return all(world.cloud.is_without_spot(at_s) for at_s in looks)
+def _has_no_spot(world: World) -> bool:
+    """Return whether the trace has no spot machine for the next RECOVERY_S."""
+    times_s = range(int(world.time_s), int(world.time_s + RECOVERY_S), int(SPOT_SAMPLE_S))
+    return all(world.cloud.is_without_spot(time_s) for time_s in times_s)
 
 
-def _enough(spec: RunSpec) -> Weather:
-    """Two zones with room for everybody."""
+def _two_zones(spec: RunSpec) -> Weather:
+    """Return two zones, each with enough machines for all nodes."""
     return tuple(Zone(name, 300.0, (spec.rollout.replicas.max,)) for name in ZONES[:2])

@@ -1,9 +1,9 @@
-"""What works on the simulated machines: trainers with their uploaders, and the gateways beside them.
+"""Simulated trainers with their uploaders and gateways.
 
-A stand-in: no token is made and no tensor stored. It keeps the promises of the real ones towards the store, which
-are tested where those are: a trainer begins at the newest checkpoint of its line, stops when it meets a newer
-trainer or timeline, and counts as done only what is stored; the uploader lists a checkpoint in the catalog and
-applies the production's retention.
+They generate no tokens and store no tensors, but use the store as the real ones do (tested there). A trainer
+starts at the newest checkpoint of its timeline's ancestry, stops when it finds a newer trainer or timeline, and is
+done only when its last checkpoint is stored. The uploader adds checkpoints to the catalog and applies production's
+retention.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from policies.tick.snapshot import OWN_GENERATION, Trainer
 
 TOKENS_A_STEP = 1e6
 
-Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its guard trips, and the onset
+Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its detector trips, and the onset
 
 
 class Work:
-    """All work of a run.
+    """The work on all machines of a run.
 
     Args:
-        cloud: its machines.
-        spec: the run's.
-        max_steps: at which it is done.
-        trips: where its timelines diverge.
-        check: called with what must hold, and what is wrong otherwise.
-        logs: trainers write the rows by which steps are measured.
+        cloud: the run's machines.
+        spec: the run's spec.
+        max_steps: the last step.
+        trips: where the run's timelines diverge.
+        check: called with an invariant, and the error message if it is false.
+        logs: write the metrics from which steps are measured.
     """
 
     def __init__(
@@ -58,28 +58,28 @@ class Work:
         self._cloud, self._spec, self._check = cloud, spec, check
         self.max_steps, self.trips, self._logs = max_steps, trips, logs
         self.listed: tuple[PolicyVersion, ...] = ()  # in the catalog
-        self.ever: set[PolicyVersion] = set()  # that was
-        self.kept: dict[int, int] = {}  # by timeline: the newest step that no machine's loss has taken back
-        self.stepped: list[str] = []  # trainers that have made a step with the store in reach, in this moment
-        self.made_steps = 0.0  # by all, also those that were made again
+        self.ever_listed: set[PolicyVersion] = set()
+        self.safe_steps: dict[int, int] = {}  # by timeline: the newest step that a restart must not lose
+        self.stepped: list[str] = []  # trainers that made a step in this interval while connected to the store
+        self.made_steps = 0.0  # by all trainers, including repeated steps
         cloud.on_loss = self.forget
 
     @property
     def stored_step(self) -> int:
-        """The newest step of the newest timeline's that is stored."""
+        """Newest stored step of the newest timeline."""
         return max((at.step for at in self.listed if at.timeline == self.listed[-1].timeline), default=0)
 
     def pass_time(self, dt_s: float) -> None:
         self.stepped.clear()
         for box in list(self._cloud.boxes.values()):
-            found_again = box.cut_off_s > 0 and not box.is_cut_off
+            is_reconnected = box.cut_off_s > 0 and not box.is_cut_off
             box.cut_off_s = box.cut_off_s + dt_s if box.is_cut_off else 0.0
-            if found_again:
-                continue  # its gateway may write before its trainer and its uploader try again
+            if is_reconnected:
+                continue  # the gateway may write before the trainer and the uploader retry
             with contextlib.suppress(StoreUnavailable):
                 if not box.gone:
                     self._upload(box)
-                if box.role is Role.TRAINER and box.at_work(self._cloud.time_s):
+                if box.role is Role.TRAINER and box.is_working(self._cloud.time_s):
                     self._train(box, dt_s)
             if box.exit_code is not None and box.store.writes:
                 box.reported_code = box.exit_code
@@ -87,77 +87,85 @@ class Work:
         self._gateways()
 
     def forget(self, box: Box) -> None:
-        """A machine is lost, with what it had not stored."""
+        """Record the loss of a machine and its unstored checkpoints."""
         if box.role is Role.TRAINER:
-            self.kept[box.timeline] = max(
+            self.safe_steps[box.timeline] = max(
                 (at.step for at in self.listed if at.timeline == box.timeline), default=0
             )
 
     def _upload(self, box: Box) -> None:
-        """The uploader, which outlives the trainer."""
+        """Run the uploader, which outlives the trainer."""
         while box.spool and box.store.writes:
-            known = documents.read_forks(box.store)
-            wanted = partial(self._listed, new=box.spool[0], known=known)
-            self.listed = tuple(one.at for one in box.catalog.change(self._cloud.time_s, wanted).checkpoints)
-            self.ever.add(box.spool.pop(0))
+            forks = documents.read_forks(box.store)
+            add = partial(self._add_checkpoint, new=box.spool[0], forks=forks)
+            revision = box.catalog.change(self._cloud.time_s, add)
+            self.listed = tuple(checkpoint.at for checkpoint in revision.checkpoints)
+            self.ever_listed.add(box.spool.pop(0))
 
-    def _listed(self, present: Revision, *, new: PolicyVersion, known: Sequence[Fork]) -> Revision:
-        """The catalog with another checkpoint, and without what retention lets go."""
-        ones = {one.at: one for one in present.checkpoints}
-        ones[new] = Checkpoint(str(new), f"checkpoints/{new}", "", self._cloud.time_s, 1)
-        stays = stored(list(ones), new, self._verdict(new), known, self._spec.checkpoints)
-        return replace(present, checkpoints=[ones[at] for at in stays])
+    def _add_checkpoint(self, revision: Revision, *, new: PolicyVersion, forks: Sequence[Fork]) -> Revision:
+        """Return the catalog with another checkpoint, after retention."""
+        checkpoints = {checkpoint.at: checkpoint for checkpoint in revision.checkpoints}
+        checkpoints[new] = Checkpoint(str(new), f"checkpoints/{new}", "", self._cloud.time_s, 1)
+        retained = stored(list(checkpoints), new, self._verdict(new), forks, self._spec.checkpoints)
+        return replace(revision, checkpoints=[checkpoints[at] for at in retained])
 
     def _train(self, box: Box, dt_s: float) -> None:
-        beat = None
         with contextlib.suppress(StoreUnavailable):
-            beat = documents.TRAINER.read(box.store)
+            heartbeat = documents.TRAINER.read(box.store)
             newest = documents.newest_timeline(box.store)
-            if newest > box.timeline or (beat is not None and beat.precedence > box.precedence):
+            if newest > box.timeline or (heartbeat is not None and heartbeat.precedence > box.precedence):
                 box.exit_code = exit_codes.FENCED
                 return
         if box.step < 0 and not self._begin(box):
             return
-        leaving = self._leaves(box)
+        is_leaving = self._is_leaving(box)
         trip, _ = self.trips.get(box.timeline, (self.max_steps + 1, 0))
         box.generates_itself = False
-        works = leaving or box.step >= trip or self._step(box, dt_s)
+        makes_progress = is_leaving or box.step >= trip or self._step(box, dt_s)
         step = int(box.step)
-        self._seal(box, step, whole=leaving or step >= self.max_steps, tripped=step >= trip)
-        activity = "done" if step >= self.max_steps and not box.spool else "training" if works else "waiting"
-        activity = OWN_GENERATION if works and activity == "training" and box.generates_itself else activity
-        activity = "diverged" if step >= trip and not box.spool else activity
-        self._write_heartbeat(box, activity, leaving=leaving)
+        self._seal(box, step, is_final=is_leaving or step >= self.max_steps, is_tripped=step >= trip)
+        activity = "training" if makes_progress else "waiting"
+        if makes_progress and box.generates_itself:
+            activity = OWN_GENERATION
+        if step >= self.max_steps and not box.spool:
+            activity = "done"
+        if step >= trip and not box.spool:
+            activity = "diverged"
+        self._write_heartbeat(box, activity, is_leaving=is_leaving)
         if activity == "diverged":
             box.exit_code = exit_codes.DIVERGED
         elif activity == "done":
             box.exit_code = exit_codes.OK
-        elif leaving and not box.spool:
+        elif is_leaving and not box.spool:
             box.exit_code = exit_codes.STOPPED
 
     def _begin(self, box: Box) -> bool:
-        """Take up the newest checkpoint of its line; whether it could."""
+        """Start at the newest checkpoint of its timeline's ancestry. Returns whether it could."""
         if not box.store.writes or box.spool:
-            return False  # its first beat has to be written, and what was sealed here to be stored
-        known = documents.read_forks(box.store)
-        there = [one.at for one in box.catalog.newest().checkpoints]
-        found = choose_start(there, known, box.timeline, None)
-        begins = found.step if found is not None else 0
-        others = [one for one in self._cloud.of(Role.TRAINER) if one is not box and not one.gone]
-        if any(one.notice or one.spool for one in others):
-            self.kept[box.timeline] = begins  # the one before it may have sealed another at this moment
-        least = self.kept.get(box.timeline, 0)
-        self._check(begins >= least, f"steps are lost on timeline {box.timeline}: {least} -> {begins}")
-        box.step = float(begins)
+            return False  # it must first write a heartbeat and store the checkpoints in its spool
+        forks = documents.read_forks(box.store)
+        checkpoints = [checkpoint.at for checkpoint in box.catalog.newest().checkpoints]
+        start = choose_start(checkpoints, forks, box.timeline, None)
+        start_step = start.step if start is not None else 0
+        others = [other for other in self._cloud.of(Role.TRAINER) if other is not box and not other.gone]
+        if any(other.notice or other.spool for other in others):
+            # The previous trainer may have sealed another checkpoint just now.
+            self.safe_steps[box.timeline] = start_step
+        safe_step = self.safe_steps.get(box.timeline, 0)
+        message = f"timeline {box.timeline} restarts at step {start_step}, but step {safe_step} was safe"
+        self._check(start_step >= safe_step, message)
+        box.step = float(start_step)
         return True
 
     def _step(self, box: Box, dt_s: float) -> bool:
-        """Make a part of a step; whether it could, for which it needs a rollout node, or to have been without one
-        for so long that it generates by itself."""
+        """Make a part of a step. Returns whether it could.
+
+        It needs rollout nodes, or has been without them for so long that it generates itself.
+        """
         physics = self._cloud.physics
-        working = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(self._cloud.time_s)]
+        working = [node for node in self._cloud.of(Role.ROLLOUT) if node.is_working(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)
-        speed = nodes if generates_itself(self._spec) else sum(one.speed for one in working)
+        speed = nodes if generates_itself(self._spec) else sum(node.speed for node in working)
         box.alone_s = 0.0 if nodes else box.alone_s + dt_s
         after_s = self._spec.rollout.own_generation_after_s
         if nodes == 0 and after_s is not None and box.alone_s >= after_s:
@@ -166,10 +174,10 @@ class Work:
             return speed > 0
         before = box.step
         box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(speed))
-        generating = physics.generation_node_s / speed / physics.step_s(speed)  # a share of the time
-        box.generated_s += dt_s * generating
-        box.generated_node_s += dt_s * generating * nodes
-        box.own_s += dt_s * generating * box.generates_itself
+        generating_share = physics.generation_node_s / speed / physics.step_s(speed)
+        box.generated_s += dt_s * generating_share
+        box.generated_node_s += dt_s * generating_share * nodes
+        box.own_s += dt_s * generating_share * box.generates_itself
         self.made_steps += box.step - before
         if self._logs and int(box.step) > int(before):
             self._log(box)
@@ -178,7 +186,7 @@ class Work:
         return True
 
     def _log(self, box: Box) -> None:
-        """The row of the step that has ended."""
+        """Log the metrics of the finished step."""
         values = {
             metrics.GENERATE_S: box.generated_s,
             metrics.GENERATE_NODE_S: box.generated_node_s,
@@ -190,17 +198,17 @@ class Work:
         at_s = EPOCH_S + self._cloud.time_s
         box.log.append(metrics.Row(box.timeline, int(box.step), at_s, box.attempt, values))
 
-    def _seal(self, box: Box, step: int, *, whole: bool, tripped: bool) -> None:
-        """Save, at each `save_steps`; at the end what there is. Nothing from a trip on."""
-        saved = step if whole else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
+    def _seal(self, box: Box, step: int, *, is_final: bool, is_tripped: bool) -> None:
+        """Save a checkpoint every `save_steps` and at the end, but none after a trip."""
+        saved = step if is_final else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
         newest = box.sealed.step if box.sealed is not None and box.sealed.timeline == box.timeline else 0
-        if tripped or saved <= max(newest, 0) or PolicyVersion(box.timeline, saved) in self.listed:
+        if is_tripped or saved <= max(newest, 0) or PolicyVersion(box.timeline, saved) in self.listed:
             return
         box.sealed = PolicyVersion(box.timeline, saved)
         box.spool.append(box.sealed)
-        self.kept[box.timeline] = max(self.kept.get(box.timeline, 0), saved)
+        self.safe_steps[box.timeline] = max(self.safe_steps.get(box.timeline, 0), saved)
 
-    def _leaves(self, box: Box) -> bool:
+    def _is_leaving(self, box: Box) -> bool:
         if box.notice and box.role is Role.TRAINER:
             return True
         try:
@@ -208,13 +216,13 @@ class Work:
         except StoreUnavailable:
             return False
 
-    def _write_heartbeat(self, box: Box, activity: str, *, leaving: bool) -> None:
-        at = EPOCH_S + self._cloud.time_s
-        beat = Trainer(box.node, box.attempt, box.timeline, int(box.step), self.max_steps, activity, at)
+    def _write_heartbeat(self, box: Box, activity: str, *, is_leaving: bool) -> None:
+        at_s = EPOCH_S + self._cloud.time_s
+        heartbeat = Trainer(box.node, box.attempt, box.timeline, int(box.step), self.max_steps, activity, at_s)
         verdict = self._verdict(PolicyVersion(box.timeline, int(box.step)))
         stored_step = self.stored_step or None
-        beat = replace(beat, verdict=verdict, leaving=leaving, stored_step=stored_step)
-        documents.TRAINER.write(box.store, beat)
+        heartbeat = replace(heartbeat, verdict=verdict, leaving=is_leaving, stored_step=stored_step)
+        documents.TRAINER.write(box.store, heartbeat)
 
     def _verdict(self, at: PolicyVersion) -> Verdict:
         trip, onset = self.trips.get(at.timeline, (self.max_steps + 1, self.max_steps + 1))
@@ -225,13 +233,15 @@ class Work:
         return Verdict(Health.TRIPPED, at.step, onset, trip, ("KL 9",))
 
     def _gateways(self) -> None:
-        """One beside each trainer, from when its machine is up."""
+        """Run a gateway on each trainer's machine that is up."""
         now_s = self._cloud.time_s
-        serving = [one for one in self._cloud.of(Role.ROLLOUT) if one.at_work(now_s)]
-        for box in [one for one in self._cloud.of(Role.TRAINER) if one.is_up(now_s) and one.exit_code is None]:
+        serving = [node for node in self._cloud.of(Role.ROLLOUT) if node.is_working(now_s)]
+        for box in self._cloud.of(Role.TRAINER):
+            if not box.is_up(now_s) or box.exit_code is not None:
+                continue
             boot_id, policy = f"{box.node}.{box.attempt}", f"{box.timeline}-{max(0, int(box.step))}"
             members = [
-                MemberStatus(one.node, "b", "10.0.0.2:1", policy, True, one.notice, 4, 0.1) for one in serving
+                MemberStatus(node.node, "b", "10.0.0.2:1", policy, True, node.notice, 4, 0.1) for node in serving
             ]
             box.writes += 1
             up_s = now_s - max(box.up_at_s, box.works_at_s - box.works_in_s)
@@ -245,7 +255,7 @@ class Work:
                 documents.members(box.precedence).write(box.store, status)
 
 
-# The simulated world's run store: what it keeps of the checkpoints that its trainer saves.
+# Retention in the simulated store.
 
 
 def stored(
@@ -256,8 +266,16 @@ def stored(
     spec: CheckpointsSpec,
     logging_steps: int = 1,
 ) -> list[PolicyVersion]:
-    """Return what is listed once `new` is, and retention was applied as the uploader does: with what the trainer's
-    guard said when it sealed `new`, and the forks that are in the store after its listing."""
+    """Return the checkpoints that are listed after adding `new` and applying retention, as the uploader does.
+
+    Args:
+        listed: the checkpoints before.
+        new: the checkpoint to add.
+        verdict: of the trainer's detector when it sealed `new`.
+        forks: in the store after `new` was listed.
+        spec: the run's `checkpoints`.
+        logging_steps: steps between two rows of metrics.
+    """
     held = sorted({*listed, new})
     rules = RetentionRules(
         spec.keep_last,
@@ -265,5 +283,5 @@ def stored(
         keep_before(new.step, verdict, logging_steps),
         keep_since(new.step, logging_steps),
     )
-    gone = versions_to_retire([StoredCheckpoint(one) for one in held], forks, rules)
-    return [one for one in held if one not in gone]
+    retired = versions_to_retire([StoredCheckpoint(version) for version in held], forks, rules)
+    return [version for version in held if version not in retired]

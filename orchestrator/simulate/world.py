@@ -1,8 +1,7 @@
-"""A whole run under its production controllers, on machines, a cloud and a store that exist only as numbers.
+"""Simulate a run under the production controller, with simulated machines, cloud and store.
 
-Each party has a clock of its own and its own way to the store; machines are slow to come, or come and never
-work. Everything follows from the seed: two worlds of one seed live through the same. The promises come first,
-then the daemon, then the world.
+Each party has its own clock and its own connection to the store. A simulation is deterministic: the same seed
+gives the same events. This module has the invariants, the daemon and the world, in this order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 from random import Random
-from typing import TYPE_CHECKING
 
 from checkpoint import journal
 from checkpoint.journal import Fenced, Journal
@@ -46,62 +44,58 @@ from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Role, RunPhase
 from policies.tick.snapshot import Machine
 
-if TYPE_CHECKING:
-    pass
+# Invariants, checked at each launch and termination, and after each time step.
 
-
-# The promises, checked at each launch, each termination and after each moment.
-
-UNKNOWN_S = 600.0  # a machine may be on no controller's books for so long, while one looks
+UNKNOWN_S = 600.0  # longest time for which a machine may be unknown to an observing controller
 
 
 class Broken(AssertionError):
-    """A promise was broken; the message names the seed, the moment, and what happened before."""
+    """An invariant was violated; the message has the seed, the time and the events before."""
 
 
 class Safety:
-    """Raises Broken at the first promise that is broken, and from then on at every look."""
+    """Raises Broken at the first violated invariant, and at every later check."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._allowed_usd = 0.0  # what may be spent because no controller could end it in time
+        self._allowed_usd = 0.0  # limit raised while no controller could act
         self._unknown_s: dict[str, float] = {}
-        self._begun = 0  # rollbacks that were looked at
-        self._told: set[str] = set()
+        self._checked_rollbacks = 0
+        self._noted: set[str] = set()
         self.broken = ""
 
     def check(self, holds: bool, otherwise: str) -> None:
-        """Fail unless it `holds`, now and from then on: the actuator keeps its first failure to itself."""
+        """Raise Broken with `otherwise` unless it `holds`. Later checks raise it again, as threads may drop it."""
         if not holds and not self.broken:
-            lately = "\n".join(self._world.log[-40:])
-            self.broken = f"seed {self._world.seed}, at {self._world.time_s:.0f} s: {otherwise}\n{lately}"
+            recent = "\n".join(self._world.log[-40:])
+            self.broken = f"seed {self._world.seed}, at {self._world.time_s:.0f} s: {otherwise}\n{recent}"
         if self.broken:
             raise Broken(self.broken)
 
     def check_moment(self, dt_s: float) -> None:
-        """Check what holds at any time."""
+        """Check the invariants of every time step."""
         self.check(True, "")
-        self._check_money()
+        self._check_budget()
         newest = self._world.newest
         if newest is None:
             return
         state = newest.controller.state
         self._check_known(newest, state, dt_s)
         if newest.controller.finished:
-            left = [box.node for box in self._world.cloud.boxes.values() if not box.gone]
-            self.check(not left, f"the run is over, and machines are left: {left}")
-        for begun in state.rollbacks[self._begun :]:
-            self._check_target(state, begun.fork.start_at)
-        self._begun = max(self._begun, len(state.rollbacks))
+            remaining = [box.node for box in self._world.cloud.boxes.values() if not box.gone]
+            self.check(not remaining, f"the run has ended, but machines remain: {remaining}")
+        for rollback in state.rollbacks[self._checked_rollbacks :]:
+            self._check_target(state, rollback.fork.start_at)
+        self._checked_rollbacks = max(self._checked_rollbacks, len(state.rollbacks))
 
     def check_pause(self, state: RunState) -> None:
-        """A run pauses for want of a checkpoint only where there never was one."""
-        for_money = state.reason.startswith("the budget")
-        if state.diverged is not None and not for_money and self._world.spec.policies.kl.action == "rollback":
+        """Check that a diverged run pauses only if no checkpoint was ever suitable for a rollback."""
+        is_for_budget = state.reason.startswith("the budget")
+        if state.diverged is not None and not is_for_budget and self._world.spec.policies.kl.action == "rollback":
             before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
-            ever = sorted(self._world.work.ever)
-            ideal = choose_start(ever, state.forks, state.timeline, before_step)
-            self.check(ideal is None, f"the run pauses for want of a checkpoint, and there was {ideal}")
+            checkpoints = sorted(self._world.work.ever_listed)
+            best = choose_start(checkpoints, state.forks, state.timeline, before_step)
+            self.check(best is None, f"the run pauses without a rollback target, but {best} was suitable")
 
     def check_launch(self, daemon: SimulatedDaemon, order: Order) -> None:
         self._check_may_act(daemon, f"launch {order.node}.{order.attempt}")
@@ -109,12 +103,12 @@ class Safety:
             return
         run = daemon.controller.state
         entries = reversed(self._world.objects.folder("journal").values())
-        intended = any(f'"{order.node}"'.encode() in entry.data for entry in entries)
-        self.check(intended, f"{order.node} is bought without an entry in the journal")
+        is_journalled = any(f'"{order.node}"'.encode() in entry.data for entry in entries)
+        self.check(is_journalled, f"{order.node} is bought without a journal entry")
         self.check(run.phase not in TERMINAL_RUN, f"{order.node} is bought for a run that is {run.phase}")
 
     def check_termination(self, daemon: SimulatedDaemon, node: str) -> None:
-        """One that works may go only with the run, after its notice, or where others are enough."""
+        """A working machine may be terminated only with its run, after a notice, or if others suffice."""
         self._check_may_act(daemon, f"terminate {node}")
         world, run = self._world, daemon.controller.state
         box = world.cloud.boxes.get(node)
@@ -122,84 +116,89 @@ class Safety:
             return
         if run.phase is RunPhase.STOPPING:
             return
-        lost = [at for at in box.spool if at not in world.work.listed]
-        self.check(not lost, f"{node} goes with checkpoints that are not stored: {lost}")
-        if not box.at_work(world.time_s):
+        unstored = [at for at in box.spool if at not in world.work.listed]
+        self.check(not unstored, f"{node} is terminated with unstored checkpoints: {unstored}")
+        if not box.is_working(world.time_s):
             return
         if box.role is Role.TRAINER:
-            self.check(self._excused(box), f"a healthy trainer is given up: {node}")
+            self.check(self._may_lose_trainer(box), f"a healthy trainer is terminated: {node}")
             return
-        trainers = [one for one in world.cloud.of(Role.TRAINER) if one.is_up(world.time_s)]
+        trainers = [trainer for trainer in world.cloud.of(Role.TRAINER) if trainer.is_up(world.time_s)]
         if world.cloud.is_stale:
-            return  # the trainer's machine may not be listed yet, and what waits for it goes after five minutes
-        others = [one for one in world.cloud.of(Role.ROLLOUT) if one is not box and one.at_work(world.time_s)]
-        enough = len(others) >= world.spec.rollout.replicas.min
-        known = node in run.nodes  # else it is nobody's, and goes
-        self.check(not trainers or enough or not known, f"a serving node is given up: {node}")
+            return  # the trainer may not be listed yet, and nodes without a trainer are released after 5 minutes
+        others = [
+            other for other in world.cloud.of(Role.ROLLOUT) if other is not box and other.is_working(world.time_s)
+        ]
+        others_suffice = len(others) >= world.spec.rollout.replicas.min
+        is_known = node in run.nodes  # unknown machines are terminated
+        self.check(not trainers or others_suffice or not is_known, f"a serving node is terminated: {node}")
 
-    def _check_may_act(self, daemon: SimulatedDaemon, what: str) -> None:
-        told = f"{daemon.name}: {what}"
-        if told not in self._told:
-            self._told.add(told)
-            self._world.note(told)
-        epoch, since_s = self._world.took_over[-1]
+    def _check_may_act(self, daemon: SimulatedDaemon, action: str) -> None:
+        note = f"{daemon.name}: {action}"
+        if note not in self._noted:
+            self._noted.add(note)
+            self._world.note(note)
+        epoch, since_s = self._world.take_overs[-1]
         late_s = self._world.time_s - since_s if daemon.journal.epoch != epoch else 0.0
-        self.check(late_s <= ACT_WITHIN_S, f"{daemon.name} acts {late_s:.0f} s after it was replaced: {what}")
+        self.check(late_s <= ACT_WITHIN_S, f"{daemon.name} acts {late_s:.0f} s after it was replaced: {action}")
 
-    def _excused(self, box: Box) -> bool:
+    def _may_lose_trainer(self, box: Box) -> bool:
         world = self._world
         trainers = world.cloud.of(Role.TRAINER)
-        newer = any(one.precedence > box.precedence and one.at_work(world.time_s) for one in trainers)
-        began_late = box.cut_off_s + box.works_in_s > world.spec.policies.boot_timeout_s
-        return newer or (box.step < 0 and began_late) or box.cut_off_s > MACHINE_LOST_S
+        is_replaced = any(
+            trainer.precedence > box.precedence and trainer.is_working(world.time_s) for trainer in trainers
+        )
+        started_late = box.cut_off_s + box.works_in_s > world.spec.policies.boot_timeout_s
+        return is_replaced or (box.step < 0 and started_late) or box.cut_off_s > MACHINE_LOST_S
 
-    def _check_money(self) -> None:
-        """The cap holds while a controller can see and act. Where none could, what was spent by then may be passed
-        by what it takes to stop, and by no more."""
+    def _check_budget(self) -> None:
+        """Check the cap while a controller can observe and act.
+
+        While none can, the limit rises to the USD spent by then plus the cost of stopping.
+        """
         world, spent = self._world, self._world.cloud.spent_usd
         if (cap := world.spec.budget.usd) is None:
             return
-        if world.in_trouble or not any(one.steers for one in world.daemons):
+        if world.is_impaired or not any(daemon.is_active for daemon in world.daemons):
             rates = [
                 (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
                 for box in world.cloud.boxes.values()
             ]
             self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
             return
-        most = max(cap, self._allowed_usd)
-        self.check(spent <= most, f"{spent:.2f} USD are spent, and {most:.2f} may be; the budget is {cap:.2f}")
+        limit = max(cap, self._allowed_usd)
+        self.check(spent <= limit, f"{spent:.2f} USD are spent, above {limit:.2f}; the budget is {cap:.2f}")
 
     def _check_known(self, daemon: SimulatedDaemon, state: RunState, dt_s: float) -> None:
-        """No machine is on no books for long while its controller looks."""
-        looks = daemon.steers and not self._world.in_trouble
+        """Check that an observing controller learns of every machine within UNKNOWN_S."""
+        is_observing = daemon.is_active and not self._world.is_impaired
         for node in [node for node in self._unknown_s if node not in self._world.cloud.boxes]:
             del self._unknown_s[node]
         for node, box in self._world.cloud.boxes.items():
-            unknown = node not in state.nodes and not box.gone
-            self._unknown_s[node] = self._unknown_s.get(node, 0.0) + dt_s * looks if unknown else 0.0
-            self.check(self._unknown_s[node] <= UNKNOWN_S, f"{node} runs, and nobody knows it")
+            is_unknown = node not in state.nodes and not box.gone
+            self._unknown_s[node] = self._unknown_s.get(node, 0.0) + dt_s * is_observing if is_unknown else 0.0
+            self.check(self._unknown_s[node] <= UNKNOWN_S, f"{node} runs without being known to a controller")
 
     def _check_target(self, state: RunState, start: PolicyVersion | None) -> None:
-        """A rollback goes at most twice as far back as to the best checkpoint that ever was."""
-        ever, trip = self._world.work.ever, state.diverged
+        """Check that a rollback goes at most twice as far back as to the best checkpoint ever stored."""
+        checkpoints, trip = self._world.work.ever_listed, state.diverged
         if trip is None:
             return
         before_step = target_before_step(trip.onset_step, state.rollbacks[:-1])
-        ideal = choose_start(sorted(ever), state.forks, state.timeline, before_step)
-        self.check(
-            start is None or start.step < before_step, f"back to {start}, which is not before {before_step}"
-        )
-        if start is None or ideal is None:
-            self.check(ideal is None, f"back to the start, though there was {ideal}")
+        best = choose_start(sorted(checkpoints), state.forks, state.timeline, before_step)
+        is_early_enough = start is None or start.step < before_step
+        self.check(is_early_enough, f"rollback to {start}, which is not before step {before_step}")
+        if start is None or best is None:
+            self.check(best is None, f"rollback to the start, although {best} was suitable")
             return
-        furthest = max(trip.step, *(at.step for at in ever))
-        back, best = furthest - start.step, furthest - ideal.step
-        self.check(back <= 2 * best, f"back to {start}, {back} steps; {ideal} would have been {best}")
+        furthest = max(trip.step, *(at.step for at in checkpoints))
+        lost, lost_with_best = furthest - start.step, furthest - best.step
+        message = f"rollback to {start} loses {lost} steps; {best} would have lost {lost_with_best}"
+        self.check(lost <= 2 * lost_with_best, message)
 
 
-# The production controller in the simulated world: its tick, journal, observer and actuator, on numbers alone. A
-# daemon can be stopped, or die, between any two operations on the store and before each action, and so after any
-# line of its tick that anybody could notice.
+# The production controller in the simulation: its tick, journal, observer and actuator. A daemon can be stopped or
+# killed between any two operations on the store and before each action, so at every observable point of a tick.
 
 
 class _Died(BaseException):
@@ -207,11 +206,11 @@ class _Died(BaseException):
 
 
 class QueuedActuator(Actuator):
-    """The production actuator. Each of its threads is as fast as the rest of the tick, or begins after it."""
+    """The production actuator. Each of its threads finishes within the tick, or starts after it."""
 
     def __init__(self, world: World, daemon: SimulatedDaemon) -> None:
         super().__init__(
-            _Reached(world, daemon),  # type: ignore[arg-type]  # what it calls of a cloud
+            _ControllerCloud(world, daemon),  # type: ignore[arg-type]  # the methods that it calls
             daemon.store,
             lambda launch: {TIMELINE_ENV: str(launch.timeline)},
             clock=lambda: world.time_s,
@@ -227,9 +226,9 @@ class QueuedActuator(Actuator):
 
 
 class SimulatedDaemon:
-    """One daemon, on a host whose clock is `ahead_s` of the true time, as `orchestrator.control.daemon` loops.
+    """A daemon as in `orchestrator.control.daemon`, on a host whose clock is `ahead_s` ahead of the true time.
 
-    Raises StoreUnavailable where it cannot take the run, Fenced where another does at the same moment.
+    Raises StoreUnavailable if it cannot take over the run, Fenced if another daemon does at the same moment.
     """
 
     def __init__(self, world: World, name: str, ahead_s: float) -> None:
@@ -237,22 +236,22 @@ class SimulatedDaemon:
         self.store = SimulatedStore(world.objects)
         self.clock = RunClock(lambda: EPOCH_S + world.time_s + self.ahead_s, lambda: world.time_s)
         self.stop_in: int | None = None  # operations until this process is stopped
-        self.stops_at_action = False  # between its look at the journal and its next action
+        self.stops_at_action = False  # stop it between the journal check and the next action
         self.stop_for_s = 0.0
         self.die_in: int | None = None  # operations until it is killed
         self.busy = self.dead = False
         self.journal = Journal(self.store, f"{name}/1")
         state = self.journal.take_over(self.clock.now_s(), name, 1, "resume")
         self.store.before = self._operation
-        world.took_over.append((self.journal.epoch, world.time_s))
+        world.take_overs.append((self.journal.epoch, world.time_s))
         self.actuator = QueuedActuator(world, self)
-        cloud = _Reached(world, self)
+        cloud = _ControllerCloud(world, self)
         observer = Observer(
             self.store,
-            cloud,  # type: ignore[arg-type]  # what it calls of a cloud
-            replace(world.spec, cloud="sky"),  # the pools of this world are there on any cloud
+            cloud,  # type: ignore[arg-type]  # the methods that it calls
+            replace(world.spec, cloud="sky"),  # so that it reads pools
             clock=lambda: world.time_s,
-            prices=lambda asked: _KnownPrices(asked, world.cloud),
+            prices=lambda cloud: _InstantPrices(cloud, world.cloud),
         )
         self.controller = Controller(
             self.store, world.spec, self.journal, state, observer, self.actuator, world.decide
@@ -261,7 +260,7 @@ class SimulatedDaemon:
             self.controller.record(self.clock.now_s(), (RunCreated("sim", "sim-0"),))
 
     @property
-    def steers(self) -> bool:
+    def is_active(self) -> bool:
         return not self.busy and not self.dead and not self.controller.finished
 
     def loop_once(self) -> None:
@@ -278,7 +277,7 @@ class SimulatedDaemon:
         except (_Died, Fenced):
             self.dead = True
         except StoreUnavailable:
-            self.controller.broke()
+            self.controller.interrupt()
         self.busy = False
 
     def _operation(self) -> None:
@@ -295,13 +294,13 @@ class SimulatedDaemon:
                 self.busy = busy
 
 
-class _KnownPrices(pricing.Prices):
-    """Prices that nobody waits for."""
+class _InstantPrices(pricing.Prices):
+    """Prices without a request and its delay."""
 
-    def __init__(self, asked: Cloud, cloud: SimulatedCloud) -> None:
-        super().__init__(asked)
-        self._known = cloud.most_usd_per_h
-        self._simulated = cloud
+    def __init__(self, cloud: Cloud, simulated: SimulatedCloud) -> None:
+        super().__init__(cloud)
+        self._known = simulated.most_usd_per_h
+        self._simulated = simulated
 
     def look(self) -> Mapping[str, float]:
         assert self._known is not None
@@ -311,8 +310,8 @@ class _KnownPrices(pricing.Prices):
         return self._simulated.pools()
 
 
-class _Reached:
-    """The cloud, as one controller calls it."""
+class _ControllerCloud:
+    """The cloud as called by one controller; checks invariants before launches and terminations."""
 
     def __init__(self, world: World, daemon: SimulatedDaemon) -> None:
         self._world, self._daemon = world, daemon
@@ -337,27 +336,26 @@ class _Reached:
 
 DT_S = 5.0
 STEADY = (DT_S,)
-# For days in which little happens: two looks in half a minute, so near to each other that the second finds fresh
-# what the gateway wrote in between.
+# For quiet days: two ticks in half a minute, close enough that the second finds a fresh gateway status.
 COARSE = (4.0, 25.0)
-STORE_SKEW_S = 10 * 86400.0  # its clock may be so far off; no story sets it
-RESUME_S = 60.0  # until somebody elsewhere resumes a run that has no daemon
+STORE_SKEW_S = 10 * 86400.0  # maximum error of the store's clock
+RESUME_S = 60.0  # until another daemon resumes a run without one
 
 
 class World:
-    """`time_s` is the true time. Raises Broken when somebody does what nobody may.
+    """A simulated run. `time_s` is the true time. Raises Broken if an invariant is violated.
 
     Args:
-        seed: of everything that is drawn.
-        spec: the run's.
-        weather: of the spot market; None: enough for everybody.
-        physics: how long things take.
-        prices: what they cost.
-        max_steps: at which the run is done.
-        trips: where its timelines diverge.
-        decide: what its controllers decide with.
-        rhythm: seconds from one moment to the next, over and over.
-        logs: its trainers write the rows by which steps are measured.
+        seed: of all random numbers.
+        spec: the run's spec.
+        weather: the market trace; None: every request is granted.
+        physics: durations.
+        prices: prices of machines.
+        max_steps: the last step.
+        trips: where the run's timelines diverge.
+        decide: the controllers' decision function.
+        rhythm: lengths of the time steps in seconds, repeated.
+        logs: trainers write the metrics from which steps are measured.
     """
 
     def __init__(
@@ -386,12 +384,12 @@ class World:
         self.safety = Safety(self)
         self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check, logs=logs)
         self.daemons: list[SimulatedDaemon] = []
-        self.took_over: list[tuple[int, float]] = []
+        self.take_overs: list[tuple[int, float]] = []  # epoch and time
         self.log: list[str] = []
-        self.skew_s = 0.0  # of the hosts on which the run will be resumed
-        self.stopping = False  # somebody has asked for it
+        self.skew_s = 0.0  # clock error of the hosts of new daemons
+        self.stopping = False  # a user has requested it
         self._rhythm = cycle(rhythm)
-        self._nobody_since_s = self.time_s
+        self._inactive_since_s = self.time_s
         self.run_for(DT_S + RESUME_S)
 
     def run_for(self, for_s: float) -> None:
@@ -402,32 +400,34 @@ class World:
             self.time_s += dt_s
             self.cloud.pass_time(self.time_s)
             self.work.pass_time(dt_s)
-            for daemon in [one for one in self.daemons if one.steers]:
+            for daemon in [daemon for daemon in self.daemons if daemon.is_active]:
                 daemon.loop_once()
-                self._nobody_since_s = self.time_s
-            if self.time_s - self._nobody_since_s >= RESUME_S and not self.is_over:
+                self._inactive_since_s = self.time_s
+            if self.time_s - self._inactive_since_s >= RESUME_S and not self.is_over:
                 self.resume()
             self.safety.check_moment(dt_s)
 
     def resume(self) -> None:
-        """Somebody takes the run over, whether it has a daemon or not."""
-        self._nobody_since_s = self.time_s
+        """Start another daemon, whether the run has one or not."""
+        self._inactive_since_s = self.time_s
         with contextlib.suppress(StoreUnavailable, Fenced):
             self.daemons.append(SimulatedDaemon(self, f"host{len(self.daemons)}", self.skew_s))
 
     def rest(self) -> None:
-        """From now on little happens, and moments lie further apart."""
+        """Use longer time steps from now on, for a quiet phase."""
         self._rhythm = cycle(COARSE)
 
     def ask_to_stop(self) -> None:
-        """A user's `grpo-orch down`."""
+        """Send `grpo-orch down`."""
         with contextlib.suppress(StoreUnavailable):
             documents.send_command(SimulatedStore(self.objects), DOWN, EPOCH_S + self.time_s)
             self.stopping = self.newest is None or self.newest.controller.state.phase not in TERMINAL_RUN
 
     def run_to_end(self, limit_s: float) -> None:
-        """Let the run end undisturbed. Fails when it does not, or a machine is left. Time in which the weather has
-        no spot machine does not count."""
+        """Run to the end without faults; check that the run ends within `limit_s` and leaves no machine.
+
+        Time without spot machines in the trace does not count.
+        """
         self.rest()
         end_s = self.time_s + limit_s
         while self.time_s < end_s and not self.is_over:
@@ -438,21 +438,21 @@ class World:
         assert newest is not None
         state = newest.controller.state
         ends: tuple[RunPhase, ...] = (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
-        if state.money.is_reached:  # whether or not it was asked to stop after that
+        if state.money.is_reached:  # even if a user stopped it afterwards
             ends = (RunPhase.PAUSED,) if self.spec.budget.at == "pause" else (RunPhase.STOPPED,)
         elif self.stopping:
             ends = (RunPhase.STOPPED,)
-        check(state.phase in ends, f"does not end: {state}")
-        check(bool(state.reason), "it ends without a reason")
-        check(not self.cloud.boxes, f"machines are left: {list(self.cloud.boxes)}")
+        check(state.phase in ends, f"the run does not end: {state}")
+        check(bool(state.reason), "the run ends without a reason")
+        check(not self.cloud.boxes, f"machines remain: {list(self.cloud.boxes)}")
         if state.phase is RunPhase.PAUSED:
             self.safety.check_pause(state)
         if state.phase is RunPhase.FINISHED:
-            check(self.work.stored_step == self.work.max_steps, "its last checkpoint is not stored")
-        check(journal.recover(SimulatedStore(self.objects)).state == state, "state and journal disagree")
+            check(self.work.stored_step == self.work.max_steps, "the last checkpoint is not stored")
+        check(journal.recover(SimulatedStore(self.objects)).state == state, "state and journal differ")
         bought = len(self.cloud.bought)
         self.run_for(600.0)
-        check(len(self.cloud.bought) == bought, "machines are bought for a run that has ended")
+        check(len(self.cloud.bought) == bought, "machines are bought after the run has ended")
 
     @property
     def is_over(self) -> bool:
@@ -460,26 +460,26 @@ class World:
 
     @property
     def newest(self) -> SimulatedDaemon | None:
-        return max(self.daemons, key=lambda one: one.journal.epoch, default=None)
+        return max(self.daemons, key=lambda daemon: daemon.journal.epoch, default=None)
 
     @property
-    def in_trouble(self) -> bool:
-        """Whether a controller cannot see, or cannot do, what it has to."""
-        parties = [one.store for one in self.daemons if not one.dead]
-        blind = self.cloud.away or self.cloud.is_stale or self.cloud.answers_lost
-        return blind or any(not store.writes for store in parties)
+    def is_impaired(self) -> bool:
+        """Whether a controller cannot observe or cannot act."""
+        stores = [daemon.store for daemon in self.daemons if not daemon.dead]
+        cloud_fails = self.cloud.away or self.cloud.is_stale or self.cloud.answers_lost
+        return cloud_fails or any(not store.writes for store in stores)
 
     @property
     def digest(self) -> str:
-        """Of all that happened, and when: the same for the same seed."""
-        ended = f"{self.time_s} {self.cloud.spent_usd:.6f} {self.work.made_steps:.6f} {self.work.listed}"
-        return hashlib.sha256("\n".join([*self.log, ended]).encode()).hexdigest()[:16]
+        """Hash of all events and their times: equal for equal seeds."""
+        outcome = f"{self.time_s} {self.cloud.spent_usd:.6f} {self.work.made_steps:.6f} {self.work.listed}"
+        return hashlib.sha256("\n".join([*self.log, outcome]).encode()).hexdigest()[:16]
 
-    def note(self, what: str) -> None:
-        self.log.append(f"{self.time_s:.0f} s: {what}")
+    def note(self, event: str) -> None:
+        self.log.append(f"{self.time_s:.0f} s: {event}")
 
 
-# What a fleet policy achieves in a number of simulated hours.
+# Results of a fleet policy over a number of simulated hours.
 
 HOURS = 48.0
 THIS_RUN = "this run"
@@ -488,7 +488,7 @@ ON_DEMAND = "on-demand"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Steps that were not lost, USD spent, and the number of machines bought."""
+    """Steps kept, USD spent and machines bought."""
 
     steps: float
     usd: float
@@ -510,7 +510,7 @@ def simulate_hours(
 ) -> Outcome:
     """Simulate a run for some hours, without faults.
 
-    The first machine already costs money, and so do machines that never serve.
+    The cost includes the first machine and machines that never serve.
 
     Args:
         decide: the fleet policy; the default is the production controller's.

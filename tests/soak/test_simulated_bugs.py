@@ -38,7 +38,7 @@ def _acts_before_it_journals() -> AbstractContextManager[object]:
         self._settle(now_s)
         snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
         if snapshot.machines is None:
-            self.broke()
+            self.interrupt()
         decision = self._decide(self.state, snapshot, self._spec)
         self._actuator.submit(decision.actions, self.fence)
         if decision.events:

@@ -238,12 +238,12 @@ SECRETS = "storage: ./run\n"
             f"secrets:\n  - A\n  - {WANDB}\n",
             "run.yaml:5: secrets[1]: expected the name of an environment variable",
         ),
-        (f"secrets: {{HF_TOKEN: {HF}}}\n", "run.yaml:3: secrets: expected a list of texts, got a mapping"),
-        ("secrets: [HF_TOKEN, A, HF_TOKEN]\n", "run.yaml:3: secrets[2]: HF_TOKEN is named twice"),
-        ("secrets: [GRPO_ORCH_TOKEN]\n", "run.yaml:3: secrets[0]: GRPO_ORCH_TOKEN is set by grpo-orch itself"),
-        ("secrets: [OMP_NUM_THREADS]\n", "run.yaml:3: secrets[0]: OMP_NUM_THREADS is set in rollout.env as well"),
+        (f"secrets: {{HF_TOKEN: {HF}}}\n", "run.yaml:3: secrets: expected a list of strings, got a mapping"),
+        ("secrets: [HF_TOKEN, A, HF_TOKEN]\n", "run.yaml:3: secrets[2]: HF_TOKEN is listed twice"),
+        ("secrets: [GRPO_ORCH_TOKEN]\n", "run.yaml:3: secrets[0]: GRPO_ORCH_TOKEN is set by grpo-orch; remove it"),
+        ("secrets: [OMP_NUM_THREADS]\n", "run.yaml:3: secrets[0]: OMP_NUM_THREADS is also set in rollout.env"),
         ("secrets: [a-b]\n", "run.yaml:3: secrets[0]: expected the name of an environment variable"),
-        ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of texts"),
+        ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of strings"),
     ],
 )
 def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str) -> None:
@@ -272,7 +272,7 @@ def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path:
         ["run.yaml:18", "rollout.env.OTHER"],
         ["run.yaml:19", "rollout.setup"],
     ]
-    assert all("name it under `secrets:`" in one and HF not in one for one in notices)
+    assert all("list it under `secrets:`" in one and HF not in one for one in notices)
 
 
 @pytest.mark.parametrize(

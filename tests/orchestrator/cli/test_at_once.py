@@ -35,7 +35,7 @@ Race = Callable[..., None]
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(launcher, "START_TIMEOUT_S", HANG_S)
-    monkeypatch.setattr(launcher, "TAKEN_S", HANG_S)
+    monkeypatch.setattr(launcher, "OTHER_LEASE_TIMEOUT_S", HANG_S)
     return Run(tmp_path / "my run").create().store
 
 

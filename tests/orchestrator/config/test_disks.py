@@ -58,9 +58,9 @@ def test_disks_that_a_model_needs_are_asked_for_where_none_is_named(tmp_path: Pa
     found = loaded(tmp_path, H100, "{any_of: [{infra: aws/us-east-1}, {infra: gcp/us-central1}]}", OF_70B)
     assert disks(found) == (3490, 540)  # with the base model in what is restored: beta is set
     assert told(found) == [
-        "trainer.resources: no disk_size is named, so 3490 GB are asked for: "
+        "trainer.resources: disk_size is not set, so 3490 GB are requested: "
         "system and environment 60, base model 141, two policies 282, checkpoints 2681",
-        "rollout.resources: no disk_size is named, so 540 GB are asked for: "
+        "rollout.resources: disk_size is not set, so 540 GB are requested: "
         "system and environment 60, base model 141, two policies 282",
     ]
 
@@ -76,9 +76,9 @@ def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: P
     found = loaded(tmp_path, "{infra: aws/us-east-1, disk_size: 500}", some, OF_70B)
     assert disks(found) == (500, None)
     assert told(found) == [
-        "trainer.resources.disk_size: disk_size is 500 GB, and about 3490 GB are needed: "
+        "trainer.resources.disk_size: disk_size is 500 GB, but about 3490 GB are needed: "
         "system and environment 60, base model 141, two policies 282, checkpoints 2681",
-        "rollout.resources: disk_size is 300 GB, and about 540 GB are needed: system and environment 60, "
+        "rollout.resources: disk_size is 300 GB, but about 540 GB are needed: system and environment 60, "
         "base model 141, two policies 282",
     ]
 
@@ -102,7 +102,7 @@ def test_disk_sizes_are_read_as_skypilot_reads_them(size: object) -> None:
 @pytest.mark.parametrize(("size", "gb"), [("'512'", 512), ("1TB", 1024), ("512Gi", 512), ("524288MB", 512)])
 def test_a_disk_that_is_named_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
     found = loaded(tmp_path, f"{{infra: aws/us-east-1, disk_size: {size}}}", H100, OF_70B)
-    assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, and about 3490 GB")
+    assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, but about 3490 GB")
 
 
 @pytest.mark.parametrize("size", ["100+", "'100 GB'", "100g", "512MB", "0"])
@@ -117,16 +117,16 @@ def test_a_disk_that_skypilot_would_refuse_is_refused_here(size: str, tmp_path: 
 def test_machines_with_disks_of_their_own_are_asked_for_none(infra: str, tmp_path: Path) -> None:
     found = loaded(tmp_path, f"{{infra: {infra}}}", f"{{infra: {infra}}}", OF_70B)
     assert disks(found) == (None, None)
-    said = "rollout.resources: no disk_size is asked for on such machines, and about 540 GB"
+    said = "rollout.resources: disk_size cannot be requested on these machines, and about 540 GB"
     assert told(found)[1].startswith(said)
 
 
 def test_a_size_that_is_not_known_is_said_and_changes_nothing(tmp_path: Path) -> None:
-    found = loaded(tmp_path, H100, H100, NotKnown("the hub cannot be asked: no route"))
+    found = loaded(tmp_path, H100, H100, NotKnown("cannot reach the hub: no route"))
     assert disks(found) == (None, None)
     assert told(found) == [
-        "trainer.model: its size is not known here (the hub cannot be asked: no route), so no disk is asked for "
-        "beyond disk_size of `resources`, or SkyPilot's 256 GB"
+        "trainer.model: the model's size is unknown (cannot reach the hub: no route), so machines get disk_size "
+        "of `resources`, or SkyPilot's default of 256 GB"
     ]
 
 
@@ -183,7 +183,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(sizes, "ASK_S", HANG_S)  # a busy machine is no hub that says nothing
+    monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", HANG_S)  # tolerates a slow machine
     yield Hub
     server.shutdown()
     server.server_close()
@@ -203,10 +203,10 @@ def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path
         ((200, {}), "no safetensors files"),
         ((200, []), "no safetensors files"),
         ((200, {"safetensors": {"parameters": {"BF16": "many"}}}), "no safetensors files"),
-        ((200, b"<html>"), "cannot be asked"),
+        ((200, b"<html>"), "cannot reach the hub"),
         ((401, {}), "is HF_TOKEN set"),
         ((404, {}), "is HF_TOKEN set"),
-        ((503, {}), "cannot be asked"),
+        ((503, {}), "cannot reach the hub"),
     ],
 )
 def test_a_hub_that_does_not_say_it_is_no_error(
@@ -222,13 +222,13 @@ def test_without_a_hub_nothing_hangs(state: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_ENDPOINT", "nonsense" if state == "no URL" else f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if state == "offline" else "")
     if state == "silent":
-        monkeypatch.setattr(sizes, "ASK_S", 0.05)
-        monkeypatch.setattr(sizes, "_on_hub", lambda _: threading.Event().wait())
+        monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(sizes, "_request_size", lambda _: threading.Event().wait())
     with pytest.raises(NotKnown):
         size_of("own/model", tmp_path)
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_folder_of_the_machines_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(NotKnown, match="folder of the machines"):
+    with pytest.raises(NotKnown, match="is a folder on the machines"):
         size_of("/mnt/models/llama", tmp_path)

@@ -149,7 +149,7 @@ def test_versions() -> None:
         foreign_keys.accelerate_table(),
         foreign_keys.vllm_table(),
     ):
-        assert table.whose.split("(")[1].rstrip(")") in text
+        assert table.vocabulary.split("(")[1].rstrip(")") in text
 
 
 def test_the_examples_load(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_what_never_ends_is_not_read(folder: Path) -> None:
     os.mkfifo(folder / "pipe.yaml")
     for name in ("pipe.yaml", "/dev/zero"):
         assert said(over("name: over\n", extends=name))[-1].endswith(
-            "is no regular file; expected the run.yaml that another changes"
+            "not a regular file; expected the run.yaml to extend"
         )
 
 
@@ -75,9 +75,9 @@ def test_paths_start_where_the_last_file_is_and_an_own_store_may_be_named(folder
     [
         (
             "grpo:\n  bet: 1\n",
-            ["over.yaml:3: grpo.bet: unknown key, not one of GRPOConfig's "],
+            ["over.yaml:3: grpo.bet: unknown key: not a key of GRPOConfig "],
         ),
-        ("\ntrainer: {model: null}\n", ["over.yaml:3: trainer.model: missing; expected a model's name"]),
+        ("\ntrainer: {model: null}\n", ["over.yaml:3: trainer.model: missing; expected a model name"]),
         ("policies: {kl: {limit: 0}}\n", ["over.yaml:2: policies.kl.limit: expected more than 0, got 0"]),
         # What is wrong lies between the two: the batch is the extended file's.
         ("grpo:\n\n  num_generations: 7\n", ["over.yaml:4: grpo.num_generations: "]),
@@ -113,16 +113,19 @@ def test_notices_name_their_file() -> None:
 @pytest.mark.parametrize(
     ("files", "line"),
     [
-        ({"over.yaml": "extends: gone.yaml\n"}, "over.yaml:1: extends: there is no gone.yaml; "),
+        ({"over.yaml": "extends: gone.yaml\n"}, "over.yaml:1: extends: no such file: gone.yaml; "),
         ({"over.yaml": "\nextends: [a]\n"}, "over.yaml:2: extends: expected the path of the run.yaml"),
         ({"over.yaml": 'extends: "a\\0"\n'}, "over.yaml:1: extends: expected the path of the run.yaml"),
         ({"over.yaml": "extends:\n"}, "over.yaml:1: extends: expected the path of the run.yaml"),
-        ({"over.yaml": "extends: over.yaml\n"}, "over.yaml:1: extends: over.yaml extends this file, or is it"),
+        (
+            {"over.yaml": "extends: over.yaml\n"},
+            "over.yaml:1: extends: circular: over.yaml is or extends this file",
+        ),
         (
             {"over.yaml": "extends: b.yaml\n", "b.yaml": "name: b\nextends: ./over.yaml\n"},
-            "b.yaml:2: extends: over.yaml extends this file, or is it",
+            "b.yaml:2: extends: circular: over.yaml is or extends this file",
         ),
-        ({"over.yaml": "extends: base\n"}, "base: cannot be read: Is a directory"),
+        ({"over.yaml": "extends: base\n"}, "base: cannot read the file: Is a directory"),
         ({"over.yaml": "extends: b.yaml\n", "b.yaml": "a: [\n"}, "b.yaml:2: not YAML: "),
         ({"over.yaml": "extends: b.yaml\n", "b.yaml": "- a\n"}, "b.yaml:1: the file is not a mapping"),
     ],
@@ -142,7 +145,7 @@ def test_each_file_of_a_chain_is_named_for_what_stands_in_it() -> None:
     assert [
         one.partition(": expected")[0] for one in said(over("policies: {kl: {limit: 0}}\n", extends=str(middle)))
     ] == [
-        "base/run.yaml:15: grpo.beta: given twice, first on line 14; remove one of the two",
+        "base/run.yaml:15: grpo.beta: duplicate key, first set on line 14; remove one of the two",
         "base/run.yaml:16: grpo.save_steps",
         "middle.yaml:3: grpo.logging_steps",
         "over.yaml:2: policies.kl.limit",
@@ -159,5 +162,5 @@ def test_a_circle_through_a_link_ends(folder: Path) -> None:
     (folder / "link").symlink_to(folder, target_is_directory=True)
     over("", extends="over.yaml")
     assert said(Path("link/over.yaml")) == [
-        "link/over.yaml:1: extends: link/over.yaml extends this file, or is it; remove one of them"
+        "link/over.yaml:1: extends: circular: link/over.yaml is or extends this file; remove one `extends`"
     ]

@@ -12,7 +12,8 @@ from tests.generators.config_world import changed, furnish
 from tests.rigs.command_line import Cli
 
 NO_KL = (
-    "no KL is logged, so divergence is judged by gradient norm, entropy and reward alone; set e.g. grpo.beta: 0.02"
+    "no KL is logged, so divergence is detected by gradient norm, entropy and reward only; "
+    "set e.g. grpo.beta: 0.02"
 )
 
 

@@ -94,7 +94,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch
     for name in ("My Run", "a\ncloud: sky", "a\n"):
         for recipe in ([], ["--recipe", "tiny"]):
             code, told = said(*recipe, "other", "--name", name)
-            assert (code, "cannot be part of a machine's name" in told) == (2, True)
+            assert (code, "cannot be part of a machine name" in told) == (2, True)
     assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.yaml", "tiny"]
 
 

@@ -34,7 +34,7 @@ def decorated(function): ...
 def hidden(anything): ...
 """
 ROW = {"prompt": "1 + 1", "question": "?", "answer": "2"}
-COLUMNS = "which has question, answer; expected a column, a default, or a value in trainer.reward_args"
+COLUMNS = "has columns question, answer; expected a column, a default, or a value in trainer.reward_args"
 
 
 def asked(folder: Path, function: str, *changes: tuple[str, str]) -> str:
@@ -64,28 +64,28 @@ def test_function_that_trl_can_call_is_taken(tmp_path: Path, function: str) -> N
 )
 def test_parameter_without_a_value_is_named(tmp_path: Path, function: str, parameter: str, near: str) -> None:
     assert asked(tmp_path, f"my.{function}") == (
-        f"trainer.reward_funcs[0]: parameter {parameter} of {function} is neither passed by TRL nor a column of "
-        f"trainer.dataset, {COLUMNS}{near}"
+        f"trainer.reward_funcs[0]: parameter {parameter} of {function} is not passed by TRL, and "
+        f"trainer.dataset {COLUMNS}{near}"
     )
 
 
 def test_function_without_kwargs_lacks_a_column(tmp_path: Path) -> None:
     assert asked(tmp_path, "my.narrow") == (
-        "trainer.reward_funcs[0]: narrow cannot be called by TRL, which passes question too"
-        "; give it a **kwargs parameter"
+        "trainer.reward_funcs[0]: narrow does not accept question, which TRL passes; add a **kwargs parameter"
     )
 
 
 def test_parameter_by_position_alone_is_refused(tmp_path: Path) -> None:
     assert asked(tmp_path, "my.by_place") == (
-        "trainer.reward_funcs[0]: by_place takes completions by position alone, and TRL passes it by name"
+        "trainer.reward_funcs[0]: by_place accepts completions only by position, but TRL passes it by name"
         "; remove the `/`"
     )
 
 
 def test_missing_function_is_named(tmp_path: Path) -> None:
     assert asked(tmp_path, "my.judge") == (
-        'trainer.reward_funcs[0]: my.py defines no judge; expected a function of that name; did you mean "judged"?'
+        "trainer.reward_funcs[0]: my.py does not define judge; expected a function of that name; "
+        'did you mean "judged"?'
     )
 
 
@@ -111,12 +111,12 @@ def test_column_that_only_training_rows_have_is_named(tmp_path: Path) -> None:
     write_rows(tmp_path, *[ROW] * 8)
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1", "question": "?"}\n')
     held_out = ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  eval_dataset: held_out.jsonl")
-    assert "nor a column of trainer.eval_dataset, which has question;" in asked(tmp_path, "my.judged", held_out)
+    assert "and trainer.eval_dataset has columns question;" in asked(tmp_path, "my.judged", held_out)
 
 
 def test_no_column_is_passed_where_they_are_dropped(tmp_path: Path) -> None:
     dropped = ("  beta: 0.02", "  beta: 0.02\n  remove_unused_columns: true")
-    assert "trainer.dataset, which has no others than prompt;" in asked(tmp_path, "my.judged", dropped)
+    assert "trainer.dataset has only the column prompt;" in asked(tmp_path, "my.judged", dropped)
     assert asked(tmp_path, "my.narrow", dropped) == ""
 
 
@@ -152,4 +152,4 @@ def test_function_that_only_python_can_find_is_left_to_it(tmp_path: Path, source
 def test_function_that_fits_nowhere_is_refused(tmp_path: Path, source: str) -> None:
     (tmp_path / "narrow.py").write_text(BAD)
     (tmp_path / "shapes.py").write_text(source)
-    assert "give it a **kwargs parameter" in asked(tmp_path, "shapes.reward")
+    assert "add a **kwargs parameter" in asked(tmp_path, "shapes.reward")

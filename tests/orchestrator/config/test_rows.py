@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 def test_fewer_rows_than_a_step_takes_are_refused(folder: Path) -> None:
     write_rows(folder, *[{"prompt": str(at)} for at in range(3)])
     found = problem(folder)
-    assert found.startswith("trainer.dataset: 3 rows, and one step takes 4 different prompts")
+    assert found.startswith("trainer.dataset: 3 rows, but one step needs 4 different prompts")
     write_rows(folder, *[{"prompt": str(at)} for at in range(4)])
     assert problem(folder) == ""
 
@@ -30,7 +30,7 @@ def test_fewer_rows_than_a_step_takes_are_refused(folder: Path) -> None:
 def test_messages_without_a_prompt_column_are_refused(folder: Path) -> None:
     write_rows(folder, *[{"messages": CHAT}] * 8)
     found = problem(folder)
-    assert found.startswith("trainer.dataset: the file's columns are messages; expected one called `prompt`")
+    assert found.startswith("trainer.dataset: the file has no column `prompt`; its columns are messages; add one")
     assert "`prompt: module.function`" in found
 
 
@@ -43,14 +43,15 @@ def test_template_that_names_a_missing_column_is_refused(folder: Path) -> None:
     write_rows(folder, *[{"question": "?", "answer": 1}] * 8)
     dataset = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, prompt: "{query}"}')
     assert problem(folder, dataset) == (
-        "trainer.dataset.prompt: names query, and the file's columns are question, answer"
+        "trainer.dataset.prompt: uses query, but the file's columns are question, answer; "
+        "expected columns of the file"
     )
 
 
 def test_csv_rows_are_counted_by_record(folder: Path) -> None:
     (folder / "rows.csv").write_text('prompt\n"a\nb"\nc\n')
     found = problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv"))
-    assert found.startswith("trainer.dataset: 2 rows, and one step takes 4")
+    assert found.startswith("trainer.dataset: 2 rows, but one step needs 4")
 
 
 @pytest.mark.parametrize("template", ["", "chat_template.jinja"])
@@ -70,15 +71,15 @@ def test_rows_that_setup_may_still_write_are_not_judged(folder: Path) -> None:
     assert problem(folder, ("dataset: prompts.jsonl", "dataset: prompts.jsonl\n  setup: python prepare.py")) == ""
 
 
-JSON_FORM = 'expected one JSON object a line, as in {"prompt": "1 + 1"}'
-CSV_FORM = "expected a line of column names, and one line or more of values"
+JSON_FORM = 'expected one JSON object per line, as in {"prompt": "1 + 1"}'
+CSV_FORM = "expected a line of column names, then at least one line of values"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("a.jsonl", b"", f"a.jsonl is empty; {JSON_FORM}"),
-        ("a.jsonl", b"\n \n\n", f"a.jsonl has blank lines alone; {JSON_FORM}"),
+        ("a.jsonl", b"\n \n\n", f"a.jsonl has only blank lines; {JSON_FORM}"),
         ("a.csv", b"prompt,answer\n", f"a.csv has no line of values; {CSV_FORM}"),
         ("a.parquet", b"", "a.parquet is empty; expected a Parquet file with rows"),
         ("a.jsonl.gz", b"", f"a.jsonl.gz is empty; {JSON_FORM}"),
@@ -96,11 +97,11 @@ def test_file_without_rows_is_refused(folder: Path, key: str, name: str, content
     [
         ("train", ""),
         ("train[2:]", ""),
-        ("train[4:]", "train[4:] takes none of the 4 rows of few.jsonl; expected a part that has some"),
-        ("train[:10%]", "train[:10%] takes none of the 4 rows of few.jsonl; expected a part that has some"),
+        ("train[4:]", "train[4:] selects none of the 4 rows of few.jsonl; expected at least one"),
+        ("train[:10%]", "train[:10%] selects none of the 4 rows of few.jsonl; expected at least one"),
         ("train[-1:]+train[9:]", ""),
         ("train[:10%](pct1_dropremainder)", ""),  # the trainer's to say
-        ("test", "all rows of one file are called train; expected train, or a part as in train[:500], got test"),
+        ("test", "a single file has only the split train; expected train, or a slice as in train[:500], got test"),
     ],
 )
 def test_held_out_split_without_rows_is_refused(folder: Path, split: str, says: str) -> None:
@@ -112,7 +113,7 @@ def test_held_out_split_without_rows_is_refused(folder: Path, split: str, says: 
 
 def test_part_with_fewer_rows_than_a_step_takes_is_refused(folder: Path) -> None:
     part = ("dataset: prompts.jsonl", 'dataset: {path: prompts.jsonl, split: "train[:3]"}')
-    assert problem(folder, part).startswith("trainer.dataset: 3 rows, and one step takes 4 different prompts")
+    assert problem(folder, part).startswith("trainer.dataset: 3 rows, but one step needs 4 different prompts")
 
 
 def test_rows_repeated_for_their_share_are_counted(folder: Path) -> None:

@@ -82,7 +82,7 @@ def test_each_change_is_told_with_its_line_and_key(
         (b"", "run.yaml:1: the file is empty; expected name, storage, trainer, grpo; "),
         (b"- a\n", "run.yaml:1: the file is not a mapping; expected name, storage, trainer, grpo; "),
         (b"name: \xff\n", "run.yaml:1: not UTF-8; expected text, saved as UTF-8"),
-        (b"a: 1\nb: \x07\n", "run.yaml:2: not YAML: a control character"),
+        (b"a: 1\nb: \x07\n", "run.yaml:2: not YAML: contains a control character"),
         (b'a: "\\U99999999"\n', "run.yaml: not YAML: "),
         (
             b"a: 1\n---\nb: 2\n",
@@ -91,9 +91,12 @@ def test_each_change_is_told_with_its_line_and_key(
         (b"a: " + b"[" * 100 + b"]" * 100, "run.yaml:1: too deep or too large; "),
         (b"a: " + b"[" * 5000, "run.yaml: not YAML: "),
         (b"a: &a [*a]\n", "run.yaml:1: too deep or too large; "),
-        (b'name: "\\ud800"\n', "run.yaml:1: name: not valid Unicode: half of a surrogate pair"),
-        (b'name: "a\\0b"\n', "run.yaml:1: name: not for any file or program: it holds a character NUL"),
-        (b'"a\\0b": 1\n', "run.yaml:1: a key that is not for any file or program: it holds a character NUL"),
+        (
+            b'name: "\\ud800"\n',
+            "run.yaml:1: name: contains half of a surrogate pair, which is not valid Unicode; remove it",
+        ),
+        (b'name: "a\\0b"\n', "run.yaml:1: name: contains a NUL character; remove it"),
+        (b'"a\\0b": 1\n', "run.yaml:1: invalid key: it contains a NUL character; remove it"),
         (b'"a\\nb": 1\n', "run.yaml:1: a\\nb: unknown key; "),
         (None, "run.yaml: no such file; `grpo-orch init` writes one"),
     ],
@@ -131,7 +134,7 @@ def test_a_driver_that_fails_is_told_where_it_matters(asks: bool, tmp_path: Path
             load(run_yaml, fails)
         return
     said = [one.message for one in load(run_yaml, fails).notices]
-    assert "nvidia-smi ends with exit code 9: no driver, so this machine counts as one without GPUs" in said
+    assert "nvidia-smi ends with exit code 9: no driver; the run uses no GPUs of this machine" in said
 
 
 SECRETS = (
@@ -166,7 +169,7 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
     run_yaml.write_text(changed(NO_REHEARSAL, SKY, *elsewhere))
     with pytest.raises(ConfigError) as caught:
         load_spec(run_yaml)
-    why = "is outside the folder of this file, and machines get a copy of no other; expected a path below it"
+    why = "is outside the folder of this file, the only one that machines get a copy of; expected a path below it"
     assert str(caught.value).splitlines() == [
         f"{run_yaml}:5: trainer.model: ./a/../../model {why}",
         f"{run_yaml}:6: trainer.dataset[1]: ../prompts.jsonl {why}",
@@ -176,12 +179,12 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (["json.py"], "json.py (Python's own `json`); rename it"),
-        (["datasets.py"], "datasets.py (the library `datasets`); rename it"),
-        (["tasks/__init__.py"], "tasks (grpo-orch's own `tasks`); rename it"),
+        (["json.py"], "json.py hides Python's `json`; rename it"),
+        (["datasets.py"], "datasets.py hides the library `datasets`; rename it"),
+        (["tasks/__init__.py"], "tasks hides grpo-orch's `tasks`; rename it"),
         (
             ["tasks.py", "checkpoint.py", "utils.py"],
-            "checkpoint.py (grpo-orch's own `checkpoint`), tasks.py (grpo-orch's own `tasks`); rename them",
+            "checkpoint.py hides grpo-orch's `checkpoint`, tasks.py hides grpo-orch's `tasks`; rename them",
         ),
     ],
 )
@@ -195,4 +198,4 @@ def test_modules_beside_the_file_that_hide_others_are_named(tmp_path: Path, made
         load_spec(tmp_path / "run.yaml")
     (problem,) = caught.value.problems
     assert problem.key == "trainer"
-    assert problem.message == f"beside this file take the place of other modules: {says}"
+    assert problem.message == f"modules in the folder of this file: {says}"

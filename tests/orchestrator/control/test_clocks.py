@@ -82,7 +82,7 @@ def test_a_row_of_looks_begins_anew_after_one_that_failed() -> None:
     row = Steadiness()
     row.look(100.0)
     row.look(101.0)
-    row.broke()
+    row.interrupt()
     assert [row.look(102.0), row.look(103.0)] == [0.0, 1.0]
 
 

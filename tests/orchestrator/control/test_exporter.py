@@ -84,7 +84,7 @@ def test_the_run_is_told_over_http_on_loopback(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_in_use_is_one_warning() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, capture_logs() as logged:
         Exporter("demo").serve(taken.getsockname()[1])
-    assert [(one["event"], one["log_level"]) for one in logged] == [("no_metrics", "warning")]
+    assert [(one["event"], one["log_level"]) for one in logged] == [("metrics_port_failed", "warning")]
 
 
 def test_before_the_first_tick_there_is_nothing_of_the_run() -> None:

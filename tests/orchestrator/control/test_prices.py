@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.clouds.protocol import CloudUnavailable, Offer
-from orchestrator.control.prices import TRIES, Prices
+from orchestrator.control.prices import MAX_FAILURES, Prices
 from policies.model.pools import PoolOffer
 from policies.model.vocabulary import Market, Role
 
@@ -30,7 +30,7 @@ class Telling:
 
 def heard(*offers: Offer) -> object:
     prices = Prices(Telling(*offers))  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._ask()
+    prices._fetch()
     return prices._known
 
 
@@ -58,15 +58,15 @@ class Odd(Telling):
 
 
 def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from_buying_for_ever() -> None:
-    prices = Prices(Odd(TRIES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    prices = Prices(Odd(MAX_FAILURES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
     prices._asked_at_s = 1e18  # not asked by the looks below
-    for _ in range(TRIES - 1):
-        prices._ask()
+    for _ in range(MAX_FAILURES - 1):
+        prices._fetch()
     assert (prices.pools(), prices.trouble()) == (None, "")
-    prices._ask()
+    prices._fetch()
     assert (prices.pools(), prices.trouble()) == ((), "KeyError: 'zone'")
     assert prices.look() == {"trainer on demand": 5.0}  # which it did answer
-    prices._ask()
+    prices._fetch()
     assert (prices.pools(), prices.trouble()) == ((), "")
 
 
@@ -74,8 +74,8 @@ def test_what_was_heard_once_stays_known_while_a_cloud_does_not_answer() -> None
     cloud = Telling(TRAINER)
     prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     prices._asked_at_s = 1e18
-    prices._ask()
+    prices._fetch()
     cloud._offers.clear()
-    for _ in range(TRIES):
-        prices._ask()
+    for _ in range(MAX_FAILURES):
+        prices._fetch()
     assert (prices.look(), prices.trouble()) == ({"trainer on demand": 5.0}, "")

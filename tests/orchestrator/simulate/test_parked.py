@@ -17,7 +17,7 @@ from orchestrator.simulate.stories import (
     cloud_away,
     cut_off,
     daemon_dies,
-    drought,
+    no_rollout_capacity,
     notice,
     second_daemon,
     stale_listing,
@@ -69,12 +69,12 @@ def steps(world: World) -> float:
 
 def test_a_day_without_any_rollout_machine_costs_no_trainer() -> None:
     world = training(0)
-    end = drought(world, world.random)
+    end = no_rollout_capacity(world, world.random)
     world.run_for(1800.0)
     assert at(world).phase is RunPhase.PARKED
     assert not world.cloud.boxes
     made, spent, bought = world.work.stored_step, world.cloud.spent_usd, list(world.cloud.bought)
-    assert made >= max(at_.step for at_ in world.work.ever)
+    assert made >= max(at_.step for at_ in world.work.ever_listed)
     world.rest()
     world.run_for(24 * HOUR_S)
     assert (world.cloud.spent_usd, world.cloud.bought) == (spent, bought)
@@ -96,7 +96,7 @@ def test_no_trouble_in_a_drought_loses_a_step_or_keeps_the_run_from_going_on(see
     """The safety of every moment holds: one trainer, nothing stored or sealed is lost, no unknown machine."""
     world, random = training(seed), Random(seed)
     made = world.work.stored_step
-    end_drought = drought(world, random)
+    end_drought = no_rollout_capacity(world, random)
     for _ in range(4):
         world.run_for(random.choice((60.0, 200.0, 310.0, 330.0, 400.0)))
         undo = random.choice(TROUBLES)(world, random)

@@ -113,7 +113,7 @@ def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
                 found.lose(box)
             case 2 if not box.gone:
                 found.warn(box, random.choice((None, found.time_s + 120.0)))
-        there = Counter(one.key for one in found.boxes.values() if one.holds)
+        there = Counter(one.key for one in found.boxes.values() if one.uses_capacity)
         assert +found._held == there
 
 

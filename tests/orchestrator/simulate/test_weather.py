@@ -66,8 +66,8 @@ def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ("time,count\nsoon,4\n", "soon"),
-        ("0,4\n60,-1\n", "below 0"),
-        ("60,4\n0,4\n", "go back"),
+        ("0,4\n60,-1\n", "must not be negative"),
+        ("60,4\n0,4\n", "must not decrease"),
         ('{"data": [1]}', "metadata"),
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds"),
         ('{"metadata": {"gap_seconds": NaN}, "data": [1]}', "gap_seconds"),

@@ -94,7 +94,7 @@ def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: s
     machines = list(world.cloud.bought)
     world.run_for(BOOT_S + 60.0)
     assert trainer(world).attempt == 2
-    assert trainer(world).at_work(world.time_s)
+    assert trainer(world).is_working(world.time_s)
     world.run_to_end(6 * HOUR_S)
     assert world.cloud.bought == machines
 
