@@ -97,7 +97,7 @@ def digest_of(requests: Sequence[CompletionRequest], sampling: dict[str, Any]) -
 
 
 def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
-    """Store a finished call as the record of the trainer `by`, next to other trainers' records of the same call."""
+    """Store a finished call as the record of the trainer `by`; records of other trainers stay."""
     key = layout.rollout(PolicyVersion.parse(rollout.at), rollout.call, by)
     store.put(key, to_json(rollout))
     store.secure([key])  # the next step depends on it

@@ -29,7 +29,7 @@ class NotVouched(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """HMAC-SHA256, in hex, of run.json's bytes, with a key derived from the run's secret. Written by the controller."""
+    """HMAC-SHA256, in hex, of run.json, with a key derived from the run's secret. Written by the controller."""
 
     mac: str
 

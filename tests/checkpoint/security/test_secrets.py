@@ -19,7 +19,7 @@ import pytest
 from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
-from checkpoint.security.redaction import REPLACEMENT, NAMES_ENV, Redactor
+from checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for

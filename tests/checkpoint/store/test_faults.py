@@ -298,7 +298,7 @@ def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> 
         lambda: store.put_parts("blobs/a", lambda: [b"a"]),
     ]
     for write in writes:
-        with pytest.raises(StoreUnavailable, match=f"{folder} is not there any more"):
+        with pytest.raises(StoreUnavailable, match=f"{folder} no longer exists"):
             write()
     assert not folder.exists()
     elsewhere.rename(tmp_path / "mounted")

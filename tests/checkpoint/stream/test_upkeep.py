@@ -174,7 +174,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine:
     lost = machine.shared()[1]
     assert told == (
         f"none of the run's checkpoints can be restored: 0-40, 0-30, 0-20, 0-10: read {lost} in "
-        f"{machine.store.url}: there is no such object; put the objects back, from a copy of the store or from "
+        f"{machine.store.url}: no such object; put the objects back, from a copy of the store or from "
         "the bucket's older versions, and `grpo-orch resume`; `grpo-orch checkpoints verify` names what is damaged"
     )
 

@@ -100,10 +100,10 @@ def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(clusters:
 
 def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
     look(clusters, UP)
-    clusters.submitted(NAME, 1)
-    clusters.failed(NAME)
+    clusters.mark_submitted(NAME, 1)
+    clusters.mark_failed(NAME)
     assert clusters.entries()[NAME].failed
-    clusters.submitted(NAME, 2)
+    clusters.mark_submitted(NAME, 2)
     assert (clusters.entries()[NAME].attempt, clusters.entries()[NAME].failed) == (2, False)
 
 
