@@ -86,10 +86,9 @@ class Store:
     """Objects below one URL.
 
     Args:
-        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or another of
-        fsspec's. retry_s: how long transient failures are retried before StoreUnavailable is raised. A running
-        attempt is not
-            interrupted: a request that hangs ends after 30 s, a large upload after 300 s.
+        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or one of fsspec's.
+        retry_s: how long transient failures are retried before StoreUnavailable is raised. A running attempt is
+            not interrupted: a request that hangs ends after 30 s, a large upload after 300 s.
         options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
             with `driver: fsspec`, the arguments of that fsspec filesystem. None: those of the environment variable
             OPTIONS_ENV. Credentials, endpoint and region also come from AWS's environment variables.

@@ -68,9 +68,8 @@ def rewrite(
     the file holds neither the old nor the new weights. Raises OSError, Corrupt.
 
     Args:
-        grown: called repeatedly with the file to send and the number of its first bytes that are final. This is
-        the
-            delta while it seems to pay, and the weights afterwards.
+        grown: called repeatedly with the file to send and the number of its first bytes that are final: the
+            delta while it seems to pay, then the weights.
     """
     delta.unlink(missing_ok=True)
     layout = _matching_layout(path, tensors) if base else None

@@ -63,22 +63,22 @@ class RemoteController:
         before = documents.CONTROLLER.read(self._store)
         infra = before.infra if before else ""
         # Recorded before the launch, so that `down` knows of the machine in any case.
-        asked_s = time.time()
+        requested_s = time.time()
         price = before.price_usd_per_h if before else self._likely_usd_per_h()
-        stays = documents.controller_stays(self._store, asked_s)
-        machine = ControllerMachine(self.cluster, infra, asked_s, price, stays)
+        stays = documents.controller_stays(self._store, requested_s)
+        machine = ControllerMachine(self.cluster, infra, requested_s, price, stays)
         documents.CONTROLLER.write(self._store, machine)
         try:
             found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
         except CloudRefused:
-            if not self._may_be_there():
+            if not self._may_exist():
                 documents.CONTROLLER.write(self._store, replace(machine, refused=True))
             raise
         known = price if found.price_usd_per_h is None else found.price_usd_per_h
         machine = replace(machine, infra=found.infra, price_usd_per_h=known)
         documents.CONTROLLER.write(self._store, machine)
 
-    def _may_be_there(self) -> bool:
+    def _may_exist(self) -> bool:
         """Whether the machine exists, as from an earlier launch, or cannot be ruled out."""
         try:
             return self.exists()

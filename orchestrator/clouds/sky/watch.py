@@ -181,7 +181,7 @@ class UnrecordedClusters:
         self._due_s = 0.0
         self._found: dict[str, Instance] = {}
 
-    def look(self) -> list[Cluster]:
+    def scan(self) -> list[Cluster]:
         """Return them all. While AWS lists none, it is queried only every AWS_EVERY_S."""
         if self._found or time.monotonic() >= self._due_s:
             self._found = {instance.name: instance for instance in self._query()}
@@ -360,7 +360,7 @@ class Watch:
         while not self._closed.is_set():
             began = self._clusters.begin_scan()
             try:
-                unrecorded = {cluster.name: cluster for cluster in self._unrecorded.look()}
+                unrecorded = {cluster.name: cluster for cluster in self._unrecorded.scan()}
                 known = {cluster.name: cluster for cluster in self._sky.clusters(self._prefix)}
                 self._clusters.end_scan(began, (unrecorded | known).values())
                 if self._scanned_at_s is None:
