@@ -79,7 +79,9 @@ def _try_all(store: Store, folder: str, key: str) -> None:
         store.create(key, b"second")
         raise StoreUnusable(f"{shown} ignores create-only writes: {CONSEQUENCE}", CREATE_ONLY)
     if store.get(key) != b"first":
-        raise StoreUnusable(f"{shown} changed a written object, or a refused write changed it", CREATE_ONLY)
+        raise StoreUnusable(
+            f"{shown} does not return what was written, or a refused write changed it", CREATE_ONLY
+        )
     if [entry.key for entry in store.entries(folder)] != [key]:
         hint = "use a store with consistent listings"
         raise StoreUnusable(f"{shown} does not list an object that was just written", hint)

@@ -114,7 +114,7 @@ def test_an_fsspec_filesystem_without_a_create_only_write_is_refused_without_a_r
     [
         (Answer(403, "AccessDenied"), pytest.raises(StoreDenied)),
         (Away(), pytest.raises(StoreUnavailable)),
-        (WrongBytes(), pytest.raises(StoreUnusable, match="not what was written")),
+        (WrongBytes(), pytest.raises(StoreUnusable, match="does not return what was written")),
     ],
     ids=str,
 )
