@@ -1,1 +1,1 @@
-"""The run store: what outlives a machine."""
+"""The run store: the data that outlives the machines."""

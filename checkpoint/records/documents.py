@@ -1,6 +1,6 @@
-"""The small documents of a run that are rewritten in place: spec, lease, addresses, heartbeats, commands.
+"""The small JSON documents of a run: spec, lease, addresses, heartbeats, commands.
 
-Each is one `Document`: `documents.LEASE.read(store)`, `documents.machine(node).write(store, report)`.
+Each is a `Document`: `documents.LEASE.read(store)`, `documents.machine(node).write(store, report)`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """run.json: written once at `up`, or at `eval`: then the run trains nothing."""
+    """run.json, written once: by `up`, or by `eval` for an evaluation, which trains nothing.
+
+    `created_at_s` is in seconds since the epoch.
+    """
 
     schema: int
     run_id: str
@@ -42,13 +45,16 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who steers the run. Stale after `ttl_s` without renewal. `run_time_s`: the renewal by the clock of the
-    holder's journal entries, which is never set."""
+    """Which daemon controls the run. Renewed by the daemon every 2 s; stale `ttl_s` after the last renewal.
+
+    `renewed_at_s` is the wall clock of the renewal, in seconds since the epoch; `run_time_s` the same by the clock
+    of the journal entries, which never jumps.
+    """
 
     writer: str
     host: str
     pid: int
-    pid_started: str  # the kernel's start time of that pid, so that a reused pid is not taken for it
+    pid_started: str  # the kernel's start time of that process, to detect a reused pid
     epoch: int
     renewed_at_s: float
     ttl_s: float
@@ -57,29 +63,29 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class ControllersBefore:
-    """The stays of a run's controller machines that are over, oldest first."""
+    """The rentals of a run's terminated controller machines, oldest first."""
 
     stays: tuple[ControllerRental, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerMachine:
-    """The machine of a `--remote` run's daemon. Written before it is launched."""
+    """The machine of a `--remote` run's daemon. The launching command writes it before and after each launch."""
 
     cluster: str  # its name in SkyPilot's records
     infra: str  # `cloud/region/zone`; empty until it is launched
-    at_s: float  # when its last launch was asked for
-    price_usd_per_h: float = 0.0  # 0: not known; until it is launched the price of what it could be
-    before: tuple[ControllerRental, ...] = ()  # its stays until then, and those of machines before it
-    refused: bool = False  # its last launch was, and no machine is there
+    at_s: float  # when its last launch was requested, seconds since the epoch
+    price_usd_per_h: float = 0.0  # 0: unknown; before the launch that of the cheapest offer
+    before: tuple[ControllerRental, ...] = ()  # rentals until `at_s`, of this machine and of earlier ones
+    refused: bool = False  # the last launch was refused and no machine exists
 
     @property
     def usd_per_h(self) -> float:
-        """What it costs now."""
+        """Return the current price."""
         return 0.0 if self.refused else self.price_usd_per_h
 
     def stays(self, now_s: float) -> tuple[ControllerRental, ...]:
-        """All of them, until now."""
+        """Return all rentals until now."""
         if self.refused:
             return self.before
         return (*self.before, ControllerRental(self.at_s, max(self.at_s, now_s), self.price_usd_per_h))
@@ -87,7 +93,7 @@ class ControllerMachine:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """Where a trainer machine's gateway listens, written by the gateway itself at each start."""
+    """The address of a trainer machine's gateway. Written by the gateway at each start."""
 
     url: str
     boot_id: str
@@ -95,45 +101,50 @@ class GatewayAddress:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What a machine says of itself: when its work starts, at what its cloud tells it, when the work has ended."""
+    """A machine's status. The machine writes it when its work starts or ends and when its cloud sends a notice."""
 
     node: str
-    attempt: int  # which run of the node's work this is about
-    exit_code: int | None  # of that attempt's work; None: it runs
-    notice: bool  # its cloud has announced that it will take the machine back
-    rebalance_recommended: bool = False  # by its cloud: it may preempt the machine soon
-    exit_reason: str = ""  # the last line of work that has ended; empty where it left none
+    attempt: int  # of the node's work
+    exit_code: int | None  # of that attempt; None: still running
+    notice: bool  # its cloud sent a preemption notice
+    rebalance_recommended: bool = False  # its cloud may preempt the machine soon
+    exit_reason: str = ""  # the last output line of work that has ended; empty without output
 
 
 @dataclass(frozen=True, slots=True)
 class SecretMark:
-    """By it a machine knows whether its secret is the run's. It reveals nothing about the secret."""
+    """A digest by which a machine checks that its secret is the run's. Reveals nothing about the secret.
+
+    Written by the daemon when it starts.
+    """
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """Up to which journal entry each channel of `notify` was told everything."""
+    """The last journal entry whose events were sent, by channel of `notify`. Written by the daemon."""
 
     told: Mapping[str, int]
 
 
 def create_run(store: Store, record: RunRecord) -> bytes:
-    """Return run.json as it was written. Raises AlreadyExists when the store holds a run."""
+    """Write run.json and return its bytes. Raises AlreadyExists when the store holds a run."""
     data = to_json(record)
     store.create(layout.RUN, data)
     return data
 
 
 def read_run(store: Store) -> RunRecord:
-    """For display; `checkpoint.security.vouched` reads it to act on. Raises what `run_bytes` and `decode_run`
-    raise."""
+    """Read run.json for display only; to act on it, use `checkpoint.security.vouched`.
+
+    Raises what `run_bytes` and `decode_run` raise.
+    """
     return decode_run(store, run_bytes(store))
 
 
 def run_bytes(store: Store) -> bytes:
-    """run.json as it is in the store. Raises NotFound when there is no run at that URL."""
+    """Return the bytes of run.json. Raises NotFound when there is no run at that URL."""
     try:
         return store.get(layout.RUN)
     except NotFound as error:
@@ -149,54 +160,57 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
 
 
 LEASE = OptionalDocument(layout.LEASE, Lease)
-CONTROLLERS_BEFORE = Document(layout.CONTROLLERS_BEFORE, ControllersBefore)  # absent before the first is gone
-CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent where the daemon runs on the user's machine
+CONTROLLERS_BEFORE = Document(layout.CONTROLLERS_BEFORE, ControllersBefore)  # absent until the first is terminated
+CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent if the daemon runs on the user's machine
 PLAN = OptionalDocument(layout.PLAN, Explanation)
 NOTIFIED = OptionalDocument(layout.NOTIFIED, Notified)
 SECRET_MARK = Document(layout.SECRET, SecretMark)
-TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # which parses its node
+TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # raises for an invalid node
 
 
 def machine(node: str) -> OptionalDocument[MachineReport]:
-    """What that machine last said of itself."""
+    """Return the document with the report of a machine."""
     return OptionalDocument(layout.machine(node), MachineReport, _check_machine)
 
 
 def gateway(by: Precedence) -> OptionalDocument[GatewayAddress]:
-    """Where the gateway beside the trainer of that precedence listens."""
+    """Return the document with the address of the gateway next to the trainer of that precedence."""
     return OptionalDocument(layout.gateway(by), GatewayAddress)
 
 
 def members(by: Precedence) -> OptionalDocument[GatewayStatus]:
-    """What that gateway knows of the rollout nodes."""
+    """Return the document with the status that this gateway reports of the rollout nodes."""
     return OptionalDocument(layout.members(by), GatewayStatus, _check_members)
 
 
 def command(command_id: str) -> OptionalDocument[Command]:
-    """A command that was sent and not yet dropped."""
+    """Return the document of a pending command."""
     return _command_at(layout.command(command_id))
 
 
 def newest_gateway(store: Store) -> Precedence | None:
-    """Whose gateway is the run's: an older one, however late it writes, is not. None before the first."""
+    """Return the precedence of the newest trainer with a gateway, which is the run's; None before the first.
+
+    An older gateway is ignored, however late it writes.
+    """
     found = (layout.gateway_of(entry.key) for entry in store.entries(layout.GATEWAYS))
     return max((by for by in found if by is not None), default=None)
 
 
 def read_gateway(store: Store) -> GatewayAddress | None:
-    """Where the run's gateway listens, or None while it has not said so."""
+    """Return the address of the run's gateway, or None before it is written."""
     by = newest_gateway(store)
     return None if by is None else gateway(by).read(store)
 
 
 def read_members(store: Store) -> GatewayStatus | None:
-    """What the run's gateway knows of the rollout nodes, or None while it has not written it."""
+    """Return the status that the run's gateway reports of the rollout nodes, or None before it is written."""
     by = newest_gateway(store)
     return None if by is None else members(by).read(store, Unreadable())
 
 
 def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
-    """Ask a trainer's attempt to store what it has and end; asking again writes nothing."""
+    """Request that a trainer's attempt stores its state and ends. A repeated request writes nothing."""
     if not is_asked_to_stop(store, node, attempt):
         store.put(layout.stop(node, attempt), to_json({"asked_at_s": now_s}))
 
@@ -208,24 +222,24 @@ def is_asked_to_stop(store: Store, node: str, attempt: int) -> bool:
 def send_command(
     store: Store, kind: str, now_s: float, *, start: str | None = None, changes: Mapping[str, float] | None = None
 ) -> Command:
-    """Leave a command for whoever steers the run, now or later."""
-    sent = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind, start, changes or {})
-    with contextlib.suppress(AlreadyExists):  # our own, after a lost answer: the name is random
-        store.create(layout.command(sent.command_id), to_json(sent))
-    return sent
+    """Store a command for the run's daemon, present or future, and return it."""
+    command = Command(f"{int(now_s * 1000):015d}-{secrets.token_hex(4)}", kind, start, changes or {})
+    with contextlib.suppress(AlreadyExists):  # our own, after a lost response: the name is random
+        store.create(layout.command(command.command_id), to_json(command))
+    return command
 
 
 def read_commands(
     store: Store, unreadable: Unreadable | None = None, left_out: Collection[str] = ()
 ) -> tuple[Command, ...]:
-    """Every command not dropped yet, oldest first; keys in `left_out` are not read."""
+    """Return every pending command, oldest first; keys in `left_out` are not read."""
     keys = [entry.key for entry in store.entries(layout.COMMANDS) if entry.key not in left_out]
-    found = [_command_at(key).read(store, unreadable) for key in keys]
-    return tuple(sent for sent in found if sent is not None)
+    commands = [_command_at(key).read(store, unreadable) for key in keys]
+    return tuple(command for command in commands if command is not None)
 
 
 def set_aside(store: Store, key: str) -> None:
-    """Move a command that cannot be read to where nobody looks for one. Nothing happens if it is gone."""
+    """Move an unreadable command out of the folder of commands. Does nothing if it is gone."""
     data = store.get_or_none(key)
     if data is not None:
         store.put(layout.aside(key), data)
@@ -240,24 +254,26 @@ def _check_command(command: Command, key: str) -> None:
     if command.start not in (None, RUN_START):
         PolicyVersion.parse(command.start or "")
     if layout.command(command.command_id) != key:
-        raise ValueError(f"command {command.command_id!r} under another one's name")
+        raise ValueError(f"the name differs from command_id {command.command_id!r}")
     if command.kind == BUDGET and not command.changes.get("usd", -1.0) >= 0:
-        raise ValueError("a command for a budget without one")
+        raise ValueError("a budget command without `usd`")
 
 
 def _check_machine(report: MachineReport, key: str) -> None:
     if layout.machine(report.node) != key:
-        raise ValueError(f"a report of {report.node!r} under another one's name")
+        raise ValueError(f"the name differs from node {report.node!r}")
 
 
 def _check_members(status: GatewayStatus, _: str) -> None:
-    for label in {status.policy, *(member.policy for member in status.members)}:  # few, of thousands of members
+    for label in {
+        status.policy,
+        *(member.policy for member in status.members),
+    }:  # few labels among thousands of members
         labelled_version(label or "0-0")
 
 
 def controller_stays(store: Store, now_s: float) -> tuple[ControllerRental, ...]:
-    """Return from when until when a `--remote` run has had controller machines, and at what price. Raises
-    StoreError."""
+    """Return the rentals of a `--remote` run's controller machines until now. Raises StoreError."""
     machine = CONTROLLER.read(store)
     if machine is not None:
         return machine.stays(now_s)
@@ -266,44 +282,44 @@ def controller_stays(store: Store, now_s: float) -> tuple[ControllerRental, ...]
 
 
 def forget_controller(store: Store, now_s: float) -> None:
-    """Note that the controller machine is gone, and what it has cost. No error when there is none."""
+    """Replace the controller machine's record by its rentals. No error if there is no record."""
     if CONTROLLER.read(store) is not None:
         CONTROLLERS_BEFORE.write(store, ControllersBefore(controller_stays(store, now_s)))
         CONTROLLER.drop(store)
 
 
-# The run's forks in the store: one small document for each timeline that a rollback began, written once.
+# The run's forks: one small document for each timeline that a rollback began, written once by the daemon.
 #
-# The document is also a fence: once it is written the run goes on from there, and a trainer of an older timeline
-# stops when it sees it.
+# The document is also a fence: a trainer of an older timeline stops when it finds it.
 
 
 def write_fork(store: Store, fork: Fork) -> None:
-    """Begin a timeline. Writing the same fork again, after a lost answer or by another controller, changes
-    nothing.
+    """Begin a timeline. Idempotent, also from another controller.
 
-    Raises Corrupt if that timeline has begun differently, StoreError.
+    Raises Corrupt if that timeline began differently, and StoreError.
     """
     key = layout.timeline(fork.timeline)
     try:
         store.create(key, to_json(fork))
     except AlreadyExists as error:
-        there = _read_fork(store, key)
-        if there != fork:
-            was = f"from {there.start or 'the start'}, {there.reason!r}"
-            raise Corrupt(f"{key} exists: {was}", "another fork was to be written") from error
+        existing = _read_fork(store, key)
+        if existing != fork:
+            description = f"from {existing.start or 'the start'}, {existing.reason!r}"
+            raise Corrupt(f"{key} already exists: {description}", "it differs from the fork to write") from error
 
 
 def read_forks(store: Store) -> tuple[Fork, ...]:
-    """Return how each timeline but the first began, oldest first.
+    """Return the fork of each timeline but the first, oldest first.
 
-    Raises Corrupt, also for a timeline that goes on from one that never began, StoreError.
+    Raises StoreError, and Corrupt, also for a timeline that continues an unknown one.
     """
     forks = tuple(_read_fork(store, layout.timeline(number)) for number in _timeline_numbers(store))
     begun = {0}
     for fork in forks:
         if fork.start_at is not None and fork.start_at.timeline not in begun:
-            raise Corrupt(f"{layout.timeline(fork.timeline)}: begins at {fork.start}, on no earlier timeline")
+            raise Corrupt(
+                f"{layout.timeline(fork.timeline)}: starts at {fork.start}, which is on no earlier timeline"
+            )
         begun.add(fork.timeline)
     return forks
 
@@ -330,19 +346,20 @@ def _check_fork(fork: Fork, key: str) -> None:
         PolicyVersion.parse(fork.start)
 
 
-# What the rehearsal did, and when: one small object per fault, so that a report can say what each one cost.
+# Rehearsed faults: one small object each, written by the daemon just before the fault, so that a report can show
+# its cost.
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedFault:
-    """One fault as it was done. `target` is a slot, `rollouts`, `gateway`, `trainer` or `daemon`."""
+    """A rehearsed fault. `target` is a slot, `rollouts`, `gateway`, `trainer` or `daemon`."""
 
-    number: int  # place in run.yaml's list, from 1; the order in which they are done is that of their steps
+    number: int  # index in run.yaml's list, from 1; faults are executed in the order of their steps
     fault: str  # kill, preempt, no_capacity
     target: str
     at_step: int
-    time_s: float  # just before it was done, seconds since the epoch
-    detail: str  # for people: what exactly was hit
+    time_s: float  # just before it was executed, seconds since the epoch
+    detail: str  # for people: the exact target
 
 
 def write_fault(store: Store, fault: RehearsedFault) -> None:
@@ -351,8 +368,10 @@ def write_fault(store: Store, fault: RehearsedFault) -> None:
 
 
 def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault]:
-    """Return the faults whose number is not in `known`, in the order in which they were done. Unreadable ones are
-    left out: only the report needs them."""
+    """Return the faults whose number is not in `known`, oldest first, without unreadable ones.
+
+    Only the report needs them.
+    """
     found = []
     for entry in store.entries(layout.REHEARSAL):
         number = layout.rehearsal_of(entry.key)

@@ -1,4 +1,4 @@
-"""The evaluations of a run: which there are, and what they still need of it."""
+"""The evaluations of a run: their results, and which checkpoints they still need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policies.serving.wire import Completion
 
 log = structlog.get_logger()
 
-# What an evaluation leaves in the store: completions as they come, then each policy's samples and scores.
+# An evaluation stores completions as they arrive, then each policy's samples and scores.
 
 SCHEMA = 1
 
@@ -29,9 +29,10 @@ SCHEMA = 1
 class Evaluated:
     """One policy's scores, column by column, in the order of the dataset's rows.
 
-    `scores` are by reward function, None where it gave none; `weights` what each counts in training; `judged_by`
-    is the function that `verdicts` (`policies.evaluation.judging`) are from, `readable_by` who told whether an
-    answer could be read: "" nobody.
+    Written by the evaluator after the policy's samples; its presence means that they are complete. `scores` are by
+    reward function, None without a score; `weights` are the functions' weights in training; `judged_by` is the
+    function that gave the `verdicts` (`policies.evaluation.judging`); `readable_by` the one that decided whether
+    an answer is readable, "" if none did.
     """
 
     schema: int
@@ -41,17 +42,17 @@ class Evaluated:
     judged_by: str
     readable_by: str
     verdicts: list[str]
-    tokens: list[int]  # of each completion
-    cut: int  # completions that had not ended at `grpo.max_completion_length`
-    rows: str = ""  # a digest of the prompts, which are the same for all policies of an evaluation
+    tokens: list[int]  # per completion
+    cut: int  # completions cut at `grpo.max_completion_length`
+    rows: str = ""  # a digest of the prompts, the same for all policies of an evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One line of the samples."""
+    """One scored completion: a line of a policy's samples."""
 
     row: int  # of the dataset, from 0
-    prompt: Any  # a text, or a chat's messages
+    prompt: Any  # a text or chat messages
     completion: Any
     scores: dict[str, float | None]
     verdict: str
@@ -59,35 +60,35 @@ class Scored:
 
 
 def evaluated(subject: str) -> Document[Evaluated]:
-    """A policy's scores; there once all of it is done."""
+    """Return the document with a policy's scores, which exists once all are complete."""
     return Document(layout.evaluated(subject), Evaluated)
 
 
 def write_samples(store: Store, subject: str, samples: Sequence[Scored]) -> None:
-    store.put(layout.samples(subject), b"".join(to_json(one) + b"\n" for one in samples))
+    store.put(layout.samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
 
 
 def keep(store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]) -> None:
-    """Store part `number` of what has come of the batch of that digest, as the evaluator `by`."""
+    """Store part `number` of the completions of a batch, as the evaluator `by`."""
     store.put(layout.kept_part(digest, by, number, len(completions)), to_json(list(completions)))
 
 
 def kept(store: Store, digest: str) -> dict[int, Completion]:
-    """What any evaluator has stored of that batch, by the request's index."""
+    """Return the completions of that batch stored by any evaluator, by the request's index."""
     found: dict[int, Completion] = {}
     for entry in store.entries(layout.kept(digest)):
         try:
             part = from_json(store.get(entry.key), list[Completion], entry.key)
-        except Corrupt as error:  # a torn one: its completions are made again
+        except Corrupt as error:  # a torn part: its completions are generated again
             log.warning("completions_unreadable", key=entry.key, error=str(error))
             continue
-        for one in part:
-            found.setdefault(one.index, one)
+        for completion in part:
+            found.setdefault(completion.index, completion)
     return found
 
 
 def count_kept(store: Store) -> int:
-    """How many completions are stored of what is under way."""
+    """Return how many completions of unfinished batches are stored."""
     count = 0
     for entry in store.entries(layout.kept("").rstrip("/")):
         with contextlib.suppress(ValueError):
@@ -96,25 +97,24 @@ def count_kept(store: Store) -> int:
 
 
 def drop_kept(store: Store) -> None:
-    """Forget the parts: all that they hold is in the samples."""
+    """Delete the stored parts, whose completions the samples hold."""
     store.delete([entry.key for entry in store.entries(layout.kept("").rstrip("/"))])
 
 
 def of_run(parent: Store) -> Iterator[tuple[Store, Evaluation]]:
-    """Each with its own store. Raises Corrupt, StoreError."""
+    """Yield each evaluation of a run with its store. Raises Corrupt, StoreError."""
     for folder in parent.folders(layout.EVALUATIONS):
         store = Store(f"{parent.url}/{folder}", retry_s=parent.retry_s, options=parent.options)
         try:
             evaluation = documents.read_run(store).evaluation
-        except NotFound:  # not begun, or deleted
+        except NotFound:  # not started, or deleted
             continue
         if evaluation is not None:
             yield store, evaluation
 
 
 def still_needed(parent: Store) -> set[str]:
-    """The checkpoints that are pinned for an evaluation which has no scores of them yet. Raises Corrupt,
-    StoreError."""
+    """Return the checkpoints that are pinned for evaluations and not yet scored. Raises Corrupt, StoreError."""
     return {
         subject.name
         for store, evaluation in of_run(parent)

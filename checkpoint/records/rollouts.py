@@ -1,7 +1,7 @@
-"""Stored completions and agents' sessions: the result of each generate call, written before its step is applied.
+"""The rollout journal: completions and agents' sessions of each generate call, stored before its step is applied.
 
-Generation is the expensive part of a step. A restarted trainer takes the completions from here, so that no token
-is paid for twice and the step ends in the same weights.
+Generation is the expensive part of a step. A restarted trainer reads the completions from here, so that no token
+is paid for twice and the step yields the same weights.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from policies.serving.sessions import Branch
 from policies.serving.wire import Completion, CompletionRequest
 
 SCHEMA = 1
-# Evaluation counts its calls from here: whether a step was evaluated must not move its training seeds, and a
-# restart after an evaluation must number the training calls as before.
+# The number of the first evaluation call. Evaluations must not shift the seeds and numbers of training calls, also
+# after a restart.
 EVALUATION_CALLS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One agent's session: what training needs of it.
+    """The part of an agent's session that training needs.
 
     Args:
         index: of its request within the call.
         session: its name at the gateway.
-        policy: the label of the version that made its tokens.
-        branches: as the gateway recorded them; none where the agent asked for no turn.
-        reward: what the agent returned.
-        failed: why the agent ended without an answer of its own; empty where it returned one, None included.
-        discarded: tokens that were made for it and thrown away.
+        policy: the label of the version that generated its tokens.
+        branches: as the gateway recorded them; empty if the agent requested no turn.
+        reward: the agent's return value.
+        failed: why the agent ended without returning; empty if it returned, also None.
+        discarded: tokens generated for it and discarded.
     """
 
     index: int
@@ -53,26 +53,26 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        """That the policy made."""
+        """Return the number of tokens that the policy generated."""
         return sum(sum(branch.mask) for branch in self.branches)
 
     @property
     def node(self) -> str:
-        """That made its last turn; empty without any."""
+        """Return the node of the last turn; empty without turns."""
         return self.branches[-1].turns[-1].node if self.branches else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """All completions of one generate call, or all sessions, in the order of its requests.
+    """All completions or all sessions of one generate call, in the order of its requests. Written by the trainer.
 
-    `requests_digest` says what was asked; `discarded` counts tokens generated for the call and lost with their
-    node; `wait_s` is the time in which no node could serve it.
+    `requests_digest` identifies the requests (`digest_of`); `discarded` counts tokens generated for the call and
+    lost with their node; `wait_s` is the time in seconds in which no node could serve it.
     """
 
     schema: int
-    at: str  # the timeline and the steps that were done when it was asked for, as a PolicyVersion's text
-    policy: str  # the version that it was sampled from, as text
+    at: str  # the timeline and the number of completed steps at the request, as a PolicyVersion's text
+    policy: str  # the version that sampled it, as text
     call: int
     requests_digest: str
     completions: list[Completion]
@@ -82,25 +82,25 @@ class Rollout:
 
     @property
     def staleness(self) -> int:
-        """Optimizer steps between the policy that sampled it and the one that trains on it."""
+        """Return the optimizer steps between the policy that sampled it and the one that trains on it."""
         return PolicyVersion.parse(self.at).step - PolicyVersion.parse(self.policy).step
 
     @property
     def tokens(self) -> int:
-        of_completions = sum(len(completion.token_ids) for completion in self.completions)
-        return of_completions + sum(session.tokens for session in self.sessions)
+        completion_tokens = sum(len(completion.token_ids) for completion in self.completions)
+        return completion_tokens + sum(session.tokens for session in self.sessions)
 
 
 def digest_of(requests: Sequence[CompletionRequest], sampling: dict[str, Any]) -> str:
-    """BLAKE3, in hex, of prompts, seeds and sampling parameters: calls of equal digest ask for the same."""
+    """Return the BLAKE3 digest, in hex, of prompts, seeds and sampling parameters, which identifies a call."""
     return blake3(to_json([sampling, requests])).hexdigest()
 
 
 def write_rollout(store: Store, rollout: Rollout, by: Precedence) -> None:
-    """Store a finished call as the record of the trainer `by`; another's of the same call is left alone."""
+    """Store a finished call as the record of the trainer `by`; records of other trainers stay."""
     key = layout.rollout(PolicyVersion.parse(rollout.at), rollout.call, by)
     store.put(key, to_json(rollout))
-    store.secure([key])  # the step that is applied next rests on it
+    store.secure([key])  # the next step depends on it
 
 
 def read_rollout(store: Store, key: str) -> Rollout | None:
@@ -109,8 +109,10 @@ def read_rollout(store: Store, key: str) -> Rollout | None:
 
 
 def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersion, int], list[str]]:
-    """The keys of this version's records and of later ones on its timeline, by version and call: the newest
-    trainer's first, however late an older one wrote."""
+    """Return the keys of the records since this version on its timeline, by version and call.
+
+    The newest trainer's record comes first, however late an older one wrote.
+    """
     before = layout.rollouts_of(version)
     found: dict[tuple[PolicyVersion, int], list[str]] = {}
     for entry in store.entries(before.rpartition("/")[0], after=before):
@@ -120,9 +122,9 @@ def stored_since(store: Store, version: PolicyVersion) -> dict[tuple[PolicyVersi
 
 
 def unused_windows(store: Store, timeline: int) -> tuple[int, int]:
-    """Return how many stored training calls of a timeline no logged step has trained on, and their tokens.
+    """Return the number and the tokens of a timeline's stored training calls that no logged step has trained on.
 
-    A call that two trainers have stored counts once. Unreadable records are left out. Raises StoreError.
+    A call stored by two trainers counts once. Unreadable records are skipped. Raises StoreError.
     """
     chunks = store.entries(layout.metrics(timeline))
     rows = metrics.read_chunk(store, chunks[-1].key) if chunks else []
@@ -139,8 +141,7 @@ def unused_windows(store: Store, timeline: int) -> tuple[int, int]:
 
 
 def collect(store: Store, unneeded: Callable[[Sequence[PolicyVersion]], Iterable[PolicyVersion]]) -> int:
-    """Delete the records of the versions that `unneeded` picks from all stored ones, and what people read of
-    them (`checkpoint.records.samples`); return how many.
+    """Delete the records and samples of the versions that `unneeded` selects, and return their number.
 
     Raises StoreError.
     """

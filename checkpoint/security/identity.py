@@ -1,8 +1,8 @@
-"""Who belongs to a run: one certificate, derived from the run's secret, by trainer, gateway and nodes alike.
+"""TLS between trainer, gateway and nodes, with a certificate that is derived from the run's secret.
 
-Each party derives the same key and certificate from the secret, byte for byte, presents it, and trusts no other.
-So nothing is issued, sent, stored or renewed, and knowing the secret is the proof. A peer without it is refused in
-the TLS handshake, before a byte of HTTP (decision 011).
+Each party derives the same key and certificate from the secret, presents the certificate, and trusts no other. So
+certificates are not issued, sent, stored or renewed: knowing the secret is the proof of identity. A peer without
+it is refused in the TLS handshake, before any HTTP (decision 011).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-# Anyone who connects sees the certificate, so it names no product. The name is for clients that insist on one;
-# ours ignore it, as addresses change and the key is proof enough.
+# Everyone who connects sees the certificate, so it does not name the product. Some clients require a name; ours
+# ignore it, because addresses change and the key is sufficient proof.
 NAME = "run.internal"
 _KEY_INFO = b"grpo-orch tls key 1"
-# It ends with the run, not by date: no clock has to be right for two parties to meet.
+# The certificate never expires, so that connections do not depend on correct clocks.
 _NOT_BEFORE = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # RFC 5280: no end
 
 
 def protects(host: str) -> bool:
-    """Whether connections to this address are under TLS: all but those that never leave the machine."""
+    """Whether connections to this address use TLS: all except loopback."""
     try:
         return not ip_address(host).is_loopback
     except ValueError:
@@ -38,24 +38,24 @@ def protects(host: str) -> bool:
 
 
 def url(host: str, port: int) -> str:
-    """The base URL of what listens there."""
+    """Return the base URL of a server at this address."""
     return f"{'https' if protects(host) else 'http'}://{address(host, port)}"
 
 
 def address(host: str, port: int) -> str:
-    """Host and port as URLs write them."""
+    """Return host and port in the notation of URLs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def server_context(secret: str) -> ssl.SSLContext:
-    """Serves those who know the secret."""
+    """Return the context of a server that accepts only clients that know the secret."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, secret)
-    context.num_tickets = 0  # every connection proves itself anew
+    context.num_tickets = 0  # no session resumption: every connection is authenticated
     return context
 
 
 def client_context(secret: str) -> ssl.SSLContext:
-    """Connects to those who know the secret."""
+    """Return the context of a client that accepts only servers that know the secret."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, secret)
 
 
@@ -71,7 +71,7 @@ def _context(protocol: int, secret: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    with os.fdopen(os.memfd_create("identity"), "wb", buffering=0) as memory:  # ssl reads keys from files alone
+    with os.fdopen(os.memfd_create("identity"), "wb", buffering=0) as memory:  # ssl reads keys only from files
         memory.write(_pem(secret))
         path = f"/proc/self/fd/{memory.fileno()}"
         context.load_cert_chain(path)
@@ -87,7 +87,7 @@ def _pem(secret: str) -> bytes:
 
 
 def _certificate(key: Ed25519PrivateKey) -> x509.Certificate:
-    """It signs itself and nothing else. Ed25519 signs the same bytes the same way every time."""
+    """Return the self-signed certificate. Ed25519 signatures are deterministic."""
     public, name = key.public_key(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     usage = x509.KeyUsage(
         digital_signature=True,

@@ -1,10 +1,10 @@
-"""Blanks secrets in what this project prints, also through libraries and in tracebacks.
+"""Redact secrets in the output of this project's processes, including libraries and tracebacks.
 
-A value is found as it is, quoted as in JSON or a traceback, or URL-encoded; one of several lines, such as a
+A value is found verbatim, quoted as in JSON or a traceback, or URL-encoded; a value of several lines, such as a
 private key, also line by line.
 
-NAMES_ENV tells a node which environment variables are secrets. The output of other programs (a shell script with
-`set -x`) is not covered.
+NAMES_ENV lists the environment variables that are secrets. The output of other programs, such as a shell script
+with `set -x`, is not covered.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from urllib.parse import quote
 
 from policies.model.node_contract import TOKEN_ENV
 
-NAMES_ENV = "GRPO_ORCH_SECRETS"  # names, with commas between them
-LEAST_CHARS = 8  # what is shorter is no secret, and stands in many words
-BLANK = "[secret]"
+NAMES_ENV = "GRPO_ORCH_SECRETS"  # comma-separated names
+MIN_CHARS = 8  # shorter values are not secrets, and would match parts of words
+REPLACEMENT = "[secret]"
 
 
 class Redactor:
-    """Blanks values in texts, however they are quoted there."""
+    """Replaces values in texts, however they are quoted."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        shown = {form for value in values if len(value) >= LEAST_CHARS for form in _forms(value)}
-        # The longest first: one may be a part of another.
-        self._values = sorted((one for one in shown if len(one) >= LEAST_CHARS), key=len, reverse=True)
+        forms = {form for value in values if len(value) >= MIN_CHARS for form in _forms(value)}
+        # The longest first: a form may be part of another.
+        self._values = sorted((form for form in forms if len(form) >= MIN_CHARS), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         for value in self._values:
-            text = text.replace(value, BLANK)
+            text = text.replace(value, REPLACEMENT)
         return text
 
 
 def _forms(value: str) -> set[str]:
-    """How a value, and each line of it, may be written."""
+    """Return the forms in which a value, and each line of it, may be written."""
     plain = {value, *value.splitlines()}
-    quoted = {json.dumps(one, ensure_ascii=ascii_only)[1:-1] for one in plain for ascii_only in (True, False)}
-    quoted |= {repr(one)[1:-1] for one in plain} | {quote(one, safe=safe) for one in plain for safe in ("", "/")}
-    return plain | quoted | {json.dumps(one)[1:-1] for one in quoted}  # a traceback within JSON quotes it twice
+    quoted = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in plain for ascii_only in (True, False)}
+    quoted |= {repr(text)[1:-1] for text in plain} | {
+        quote(text, safe=safe) for text in plain for safe in ("", "/")
+    }
+    return plain | quoted | {json.dumps(text)[1:-1] for text in quoted}  # a traceback within JSON is quoted twice
 
 
-class _Guarded:
-    """A text stream that blanks what is written to it."""
+class _RedactedStream:
+    """A text stream that redacts what is written to it."""
 
     def __init__(self, stream: TextIO, redact: Redactor) -> None:
         self._stream = stream
@@ -65,17 +67,17 @@ class _Guarded:
 
 
 def secret_names(environment: Mapping[str, str]) -> list[str]:
-    """Which variables are secrets, as the controller named them."""
+    """Return the names of the secret variables, as listed by the controller."""
     return [name for name in environment.get(NAMES_ENV, "").split(",") if name]
 
 
 def own_redactor() -> Redactor:
-    """Return what blanks the secrets in this process's environment."""
+    """Return a redactor for the secrets in this process's environment."""
     names = [*secret_names(os.environ), TOKEN_ENV]
     return Redactor(os.environ[name] for name in names if name in os.environ)
 
 
 def guard_output(redact: Redactor | None = None) -> None:
-    """Make this process print no secret from now on; without `redact`, none of its node's."""
+    """Redact this process's stdout and stderr, by default with `own_redactor`."""
     redact = redact or own_redactor()
-    sys.stdout, sys.stderr = (cast(TextIO, _Guarded(stream, redact)) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (cast(TextIO, _RedactedStream(stream, redact)) for stream in (sys.stdout, sys.stderr))

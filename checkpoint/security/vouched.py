@@ -1,8 +1,8 @@
-"""run.json, vouched for by the run's secret.
+"""Authenticate run.json with the run's secret.
 
-It names code, shell commands and folders: whoever can write it could have a run's machines do anything. So the
-controller, which knows the run and its secret, stores a MAC over its bytes beside it, and no machine acts on a
-run.json that does not match. So access to the store does not allow running code on a machine.
+run.json names code, shell commands and folders, so its writer could run anything on the run's machines. Therefore
+the controller, which knows the run and its secret, stores a MAC of its bytes next to it, and machines refuse a
+run.json that does not match. Access to the store alone does not allow running code on a machine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from checkpoint.store.document import Document
 from checkpoint.store.errors import Corrupt, StoreError
 from checkpoint.store.run_store import Store
 
-_KEY_INFO = b"grpo-orch run.json mac key 1"  # for nothing else: TLS has a key of its own from the same secret
+_KEY_INFO = b"grpo-orch run.json mac key 1"  # only for this; TLS derives another key from the same secret
 
 
 class NotVouched(StoreError):
-    """run.json is not what the run's secret vouches for: nothing in it may be acted upon."""
+    """run.json does not match its MAC by the run's secret, or has none. It must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """HMAC-SHA256 in hex over run.json's bytes, its key derived from the run's secret."""
+    """HMAC-SHA256, in hex, of run.json, with a key derived from the run's secret. Written by the controller."""
 
     mac: str
 
@@ -38,33 +38,33 @@ PROOF = Document(layout.PROOF, Proof)
 
 
 def vouch(store: Store, secret: str, data: bytes | None = None) -> None:
-    """Vouch for `data` as the store's run.json; without it for what is there. Raises StoreError."""
+    """Store the MAC of `data`, by default the stored run.json. Raises StoreError."""
     data = run_bytes(store) if data is None else data
     PROOF.write(store, Proof(_mac(secret, data)))
 
 
 def matches(store: Store, secret: str, data: bytes) -> bool | None:
-    """Whether the store's proof vouches for `data` by that secret; None without a proof. Raises Corrupt."""
+    """Whether the stored MAC matches `data` and the secret; None without a MAC. Raises Corrupt."""
     found = PROOF.read(store)
     return None if found is None else hmac.compare_digest(found.mac.encode(), _mac(secret, data).encode())
 
 
 def read_vouched_run(store: Store, secret: str) -> RunRecord:
-    """Return the run as the secret vouches for it. Raises NotVouched, StoreError."""
+    """Read and authenticate run.json. Raises NotVouched, StoreError."""
     data = run_bytes(store)
     match matches(store, secret, data):
         case None:
-            hint = f"`grpo-orch resume {store.quoted}` sees to it"
-            raise NotVouched(f"{store.url}/{layout.RUN} is not vouched for by the run's secret", hint)
+            hint = f"add it with `grpo-orch resume {store.quoted}`"
+            raise NotVouched(f"{store.url}/{layout.RUN} has no MAC by the run's secret", hint)
         case False:
             raise NotVouched(*changed(store))
     return decode_run(store, data)
 
 
 def changed(store: Store) -> tuple[str, str]:
-    """Message and hint for a run.json that does not match its proof."""
-    what = f"{store.url}/{layout.RUN} is not what the run was started with: somebody has changed it"
-    return what, "put the original back, and see who can write to the store"
+    """Return message and hint for a run.json that does not match its MAC."""
+    message = f"{store.url}/{layout.RUN} was changed after the run was started"
+    return message, "restore the original, and check who can write to the store"
 
 
 def _mac(secret: str, data: bytes) -> str:
@@ -72,25 +72,25 @@ def _mac(secret: str, data: bytes) -> str:
     return hmac.new(key, data, hashlib.sha256).hexdigest()
 
 
-# Bytes in the store that only those who know the run's secret can have written, for one place each.
+# Sealed objects: authenticated with the run's secret, each for one place in the store.
 #
-# For what a machine would act upon as on code: whoever can write to the store can take such an object away or
-# damage it, and nothing more.
+# Used for objects that a machine runs like code: with access to the store alone, such an object can be deleted or
+# damaged, but not replaced.
 
-_SEAL_KEY_INFO = b"grpo-orch sealed object mac key 1"  # for nothing else
+_SEAL_KEY_INFO = b"grpo-orch sealed object mac key 1"  # only for this
 MAC_BYTES = 32
 
 
 def seal(secret: str, place: str, content: bytes) -> bytes:
-    """HMAC-SHA256 over the place and the content, then the content."""
+    """Return the HMAC-SHA256 of place and content, followed by the content."""
     return _seal_mac(secret, place, content) + content
 
 
 def unseal(secret: str, place: str, sealed: memoryview) -> memoryview:
-    """The content that was sealed for that very place. Raises Corrupt."""
+    """Return the content that was sealed for that place. Raises Corrupt."""
     mac, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
     if not hmac.compare_digest(mac, _seal_mac(secret, place, content)):
-        raise Corrupt(f"{place}: the run's secret does not vouch for it")
+        raise Corrupt(f"{place}: its MAC does not match the run's secret")
     return content
 
 

@@ -1,6 +1,7 @@
-"""What a bucket does with objects by itself: keep deleted ones, or delete needed ones.
+"""Read a bucket's rules, which may keep deleted objects or delete needed ones.
 
-Only S3 is asked, through botocore, which s3fs brings: the libraries used here cannot ask Google or Azure.
+Only for S3, through botocore, which s3fs requires: the libraries used here cannot read the rules of Google or
+Azure.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from checkpoint.store.errors import StoreError
 TIMEOUT_S = 10.0
 _SIZES = {"ObjectSizeGreaterThan", "ObjectSizeLessThan"}
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
-# The answers if no such rule is set, or the store does not support any.
-_NONE = {
+# Error codes of a bucket without such a rule, or of a store without support for it.
+_NO_RULE_CODES = {
     "NoSuchLifecycleConfiguration",
     "ObjectLockConfigurationNotFoundError",
     "NotImplemented",
@@ -31,7 +32,7 @@ _NONE = {
 
 
 class RulesUnknown(StoreError):
-    """There is no way to ask for the bucket's rules, or no right to; the message says which."""
+    """The bucket's rules cannot be read: the store has no interface for it, or access is denied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,11 @@ class BucketRules:
 
     Attributes:
         versioned: old versions stay when an object is deleted or overwritten.
-        versions_days: they are deleted after so many days; None: never.
-        locked_days: nobody can delete an object or a version for so many days; 0: no lock.
-        expires_days: objects are deleted after so many days, needed or not; None: never.
+        versions_days: old versions are deleted after this many days; None: never.
+        locked_days: objects and versions cannot be deleted for this many days; 0: no lock.
+        expires_days: all objects are deleted after this many days; None: never.
         expires_on: all objects are deleted from this date on, as `2027-01-31`; None: no date.
-        archived_days: objects move after so many days to where reading them must be requested hours before; None:
-            never.
+        archived_days: objects move after this many days to a storage class that needs hours to read; None: never.
     """
 
     versioned: bool = False
@@ -57,7 +57,7 @@ class BucketRules:
 
 
 def rules_of(url: str, options: Options) -> BucketRules:
-    """Ask for the rules of a run's bucket. Raises RulesUnknown, StoreDenied, StoreUnusable.
+    """Read the rules of a run's bucket. Raises RulesUnknown, StoreDenied, StoreUnusable.
 
     Args:
         url: the run's store.
@@ -65,41 +65,41 @@ def rules_of(url: str, options: Options) -> BucketRules:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("s3", "s3a"):
-        raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read here")
+        raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read")
     client = _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
-    versioning = _ask(client.get_bucket_versioning, bucket)
-    lifecycle = _ask(client.get_bucket_lifecycle_configuration, bucket)
-    lock = _ask(client.get_object_lock_configuration, bucket).get("ObjectLockConfiguration", {})
+    versioning = _query(client.get_bucket_versioning, bucket)
+    lifecycle = _query(client.get_bucket_lifecycle_configuration, bucket)
+    lock = _query(client.get_object_lock_configuration, bucket).get("ObjectLockConfiguration", {})
     rules = [rule for rule in lifecycle.get("Rules", []) if _covers(rule, prefix)]
-    whole = [rule for rule in rules if not _limits(rule).keys() & _SIZES]
-    older = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in whole]
-    younger = [rule.get("Expiration", {}).get("Days") for rule in rules]
+    for_all_sizes = [rule for rule in rules if not _limits(rule).keys() & _SIZES]
+    version_days = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in for_all_sizes]
+    object_days = [rule.get("Expiration", {}).get("Days") for rule in rules]
     dates = [rule.get("Expiration", {}).get("Date") for rule in rules]
     moves = [move for rule in rules for move in rule.get("Transitions", ())]
     archived = [move.get("Days", 0) for move in moves if move.get("StorageClass") in _UNREADABLE]
-    held = lock.get("Rule", {}).get("DefaultRetention", {})
+    retention = lock.get("Rule", {}).get("DefaultRetention", {})
     return BucketRules(
         versioned=versioning.get("Status") == "Enabled",
-        versions_days=min((days for days in older if days is not None), default=None),
-        locked_days=int(held.get("Days", 0)) or 365 * int(held.get("Years", 0)),
-        expires_days=min((days for days in younger if days is not None), default=None),
+        versions_days=min((days for days in version_days if days is not None), default=None),
+        locked_days=int(retention.get("Days", 0)) or 365 * int(retention.get("Years", 0)),
+        expires_days=min((days for days in object_days if days is not None), default=None),
         expires_on=min((date.date().isoformat() for date in dates if date is not None), default=None),
         archived_days=min(archived, default=None),
     )
 
 
-def _ask(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, Any]:
-    """The bucket's answer; empty if it has no such rule. Raises RulesUnknown."""
+def _query(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, Any]:
+    """Return the bucket's answer; empty if it has no such rule. Raises RulesUnknown."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         return call(Bucket=bucket)
     except ClientError as error:
         code = str(error.response.get("Error", {}).get("Code", ""))
-        if code in _NONE:
+        if code in _NO_RULE_CODES:
             return {}
-        raise RulesUnknown(f"{error.operation_name} of the bucket {bucket!r} is refused: {code}") from None
+        raise RulesUnknown(f"{error.operation_name} of the bucket {bucket!r} was refused: {code}") from None
     except BotoCoreError as error:
         raise RulesUnknown(one_line(str(error))) from None
 
@@ -107,33 +107,33 @@ def _ask(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, An
 def _covers(rule: Mapping[str, Any], prefix: str) -> bool:
     """Whether a lifecycle rule applies to objects of the run, or of a folder of it.
 
-    A rule for tagged objects does not, as no object here has tags. A rule for large or small ones does: chunks are
+    Rules for tagged objects do not: a run's objects have no tags. Rules for large or small objects do: chunks are
     large, journal entries small.
     """
     limits = _limits(rule)
     if rule.get("Status") != "Enabled" or limits.keys() - _SIZES - {"Prefix"}:
         return False
-    begins = str(limits.get("Prefix", rule.get("Prefix", ""))).strip("/")
-    return not begins or f"{prefix}/".startswith(begins) or begins.startswith(f"{prefix}/")
+    rule_prefix = str(limits.get("Prefix", rule.get("Prefix", ""))).strip("/")
+    return not rule_prefix or f"{prefix}/".startswith(rule_prefix) or rule_prefix.startswith(f"{prefix}/")
 
 
 def _limits(rule: Mapping[str, Any]) -> Mapping[str, Any]:
     limits: Mapping[str, Any] = rule.get("Filter", {})
-    together: Mapping[str, Any] = limits.get("And", limits)
-    return together
+    combined: Mapping[str, Any] = limits.get("And", limits)
+    return combined
 
 
 def _client(options: Options) -> Any:
     from botocore.config import Config
     from botocore.session import Session
 
-    where, who, profile = _settings(dict(options))
+    place, credentials, profile = _settings(dict(options))
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"max_attempts": 1})
-    return Session(profile=profile).create_client("s3", config=config, **where, **who)
+    return Session(profile=profile).create_client("s3", config=config, **place, **credentials)
 
 
 def _settings(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Endpoint and region, credentials, and profile, from the options of either driver."""
+    """Return endpoint and region, credentials, and profile, from the options of either driver."""
     if options.pop("driver", "obstore") == "fsspec":
         place = {"endpoint_url": options.get("endpoint_url"), "region_name": "us-east-1"}
         keys = ("key", "secret", "token")
@@ -146,6 +146,6 @@ def _settings(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
         keys = ("access_key_id", "secret_access_key", "token")
         profile = None
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    who = {name: options[key] for name, key in zip(names, keys, strict=True) if options.get(key)}
+    credentials = {name: options[key] for name, key in zip(names, keys, strict=True) if options.get(key)}
     place["region_name"] = place["region_name"] or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return {key: value for key, value in place.items() if value}, who, profile
+    return {key: value for key, value in place.items() if value}, credentials, profile

@@ -1,4 +1,4 @@
-"""How documents are written: JSON, decoded into the types of `policies`, never into bare dictionaries."""
+"""Encode documents as JSON, and decode them into typed values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from checkpoint.store.errors import Corrupt, Torn
 from policies.model.events import EVENT_TYPES, Event
 from policies.model.state import RunState
 
-# Raise it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
-# events: a state that was stored under another number is not continued but folded anew.
+# Increase it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
+# events: a state stored with another number is discarded and folded again from the events.
 STATE_SCHEMA = 30
 
-# No number here has so many digits, and arithmetic that meets one with a float raises OverflowError.
+# Larger integers are rejected: arithmetic with a float would raise OverflowError.
 _INT_END = 2**64
 _MANY_DIGITS, _DIGITS_AS_ZERO = b"0" * 20, bytes.maketrans(b"123456789", b"0" * 9)
 
@@ -30,10 +30,9 @@ def to_json(document: object) -> bytes:
 
 
 def from_json(data: bytes, cls: type[T], where: str, check: Callable[[T, str], object] | None = None) -> T:
-    """Decode and check against `cls`. Raises Corrupt naming `where`, Torn for what is no JSON at all.
+    """Decode and check against `cls`. Raises Corrupt naming `where`, or Torn for data that is not JSON.
 
-    `check` is called with the value and `where`, and raises ValueError for what has the right types and still
-    cannot be worked with.
+    `check` is called with the value and `where`, and raises ValueError for an invalid value of the right types.
     """
     hint = "it was not written by this version of grpo-orch"
     try:
@@ -43,7 +42,9 @@ def from_json(data: bytes, cls: type[T], where: str, check: Callable[[T, str], o
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if isinstance(error, msgspec.ValidationError | RecursionError):
             raise Corrupt(f"{where}: {error}", hint) from error
-        raise Torn(f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was cut off") from error
+        raise Torn(
+            f"{where}: {len(data)} bytes, {error}", "it was damaged, or its write was interrupted"
+        ) from error
     try:
         if check:
             check(value, where)
@@ -53,7 +54,7 @@ def from_json(data: bytes, cls: type[T], where: str, check: Callable[[T, str], o
 
 
 def _check_ints(plain: Any) -> None:
-    """Raise ValidationError for an integer that fits no machine word."""
+    """Raise ValidationError for an integer of more than 64 bits."""
     if isinstance(plain, int) and not -_INT_END < plain < _INT_END:
         raise msgspec.ValidationError("an integer of more than 64 bits")
     for inner in plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ():
@@ -61,18 +62,18 @@ def _check_ints(plain: Any) -> None:
 
 
 def check_schema(schema: int, newest: int, where: str) -> None:
-    """Raise Corrupt, naming `where`, for a schema that only newer versions know."""
+    """Raise Corrupt, naming `where`, for the schema of a newer version."""
     if schema > newest:
         raise Corrupt(f"{where}: schema {schema}", f"this grpo-orch reads up to {newest}; use a newer one")
 
 
 def event_to_plain(event: Event) -> dict[str, Any]:
-    """An event as JSON data, its type's name under `type`."""
+    """Convert an event to JSON data, with its type's name under `type`."""
     return {"type": type(event).__name__, **msgspec.to_builtins(event)}
 
 
 def event_from_plain(data: dict[str, Any], where: str) -> Event:
-    """The inverse of `event_to_plain`. Raises Corrupt for an event of a newer version."""
+    """Convert JSON data to an event. Raises Corrupt for an event of a newer version."""
     fields = dict(data)
     cls = EVENT_TYPES.get(str(fields.pop("type", "")))
     if cls is None:
@@ -86,7 +87,7 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 
 
 def state_to_plain(state: RunState) -> dict[str, Any]:
-    """A state as JSON data: sets sorted, so that one history is one text; mappings in their own order."""
+    """Convert a state to JSON data, deterministically: sets are sorted, mappings keep their order."""
     plain = msgspec.to_builtins(
         replace(
             state,
@@ -102,7 +103,7 @@ def state_to_plain(state: RunState) -> dict[str, Any]:
 
 
 def state_from_plain(data: dict[str, Any], where: str) -> RunState:
-    """The inverse of `state_to_plain`, read-only as `apply` makes it. Raises Corrupt."""
+    """Convert JSON data to a read-only state, as `apply` makes it. Raises Corrupt."""
     try:
         state = msgspec.convert(data, RunState)
     except msgspec.ValidationError as error:

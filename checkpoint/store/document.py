@@ -1,4 +1,4 @@
-"""A document: one small object in the store that holds one value of one type, rewritten in place."""
+"""A document: a small JSON object in the store with a value of one type."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from checkpoint.store.codec import from_json, to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
 
-# Optional data that cannot be read or evaluated: left out, and noted by name so that it can be reported.
+# Unreadable optional data: skipped, and noted by name so that it can be reported.
 #
-# Control depends on run.json, the journal, the catalog, the timelines and on who has machines (controller.json,
-# secret.json): if one of these is damaged, its reader stops. Everything else may be absent because nobody has
-# written it yet; what is damaged counts as absent.
+# Control depends on run.json, the journal, the catalog, the timelines, controller.json and secret.json: if one of
+# these is damaged, its reader stops. Everything else may be absent because it is not written yet; damaged data
+# counts as absent.
 
 SHOWN_CHARS = 300
 
 
 class Unreadable:
-    """`found` is why, by object name."""
+    """The unreadable objects: `found` has the reason by name."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def note(self, key: str, error: Corrupt) -> None:
-        """Remember that an object, or a part of it, cannot be read."""
+        """Note that an object, or a part of it, cannot be read."""
         self._note(key, str(error).removeprefix(f"{key}: "))
 
     def note_failure(self, what: str, step: int, error: Exception) -> None:
-        """Remember that something which only watches the run failed at a step.
+        """Note that an observer of the run failed at a step.
 
         Args:
             what: for example "divergence detector".
         """
-        self._note(what, f"failed at step {step}, which it leaves out: {type(error).__name__}: {error}")
+        self._note(what, f"failed at step {step}, which it skips: {type(error).__name__}: {error}")
 
     def _note(self, key: str, reason: str) -> None:
         reason = " ".join(reason.split())
@@ -47,10 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Document(Generic[T]):
-    """Where a document is and what it holds.
-
-    `check`: as `from_json` takes it.
-    """
+    """A document's key and type. `check` is that of `from_json`."""
 
     key: str
     cls: type[T]
@@ -60,7 +57,7 @@ class Document(Generic[T]):
         store.put(self.key, to_json(value))
 
     def read(self, store: Store) -> T | None:
-        """The value, or None where there is no such object. Raises Corrupt."""
+        """Return the value, or None if the object does not exist. Raises Corrupt."""
         data = store.get_or_none(self.key)
         return None if data is None else from_json(data, self.cls, self.key, self.check)
 
@@ -69,11 +66,13 @@ class Document(Generic[T]):
 
 
 class OptionalDocument(Document[T]):
-    """A document that control can do without: read with `unreadable`, a damaged one is noted there and counts as
-    absent."""
+    """A document that control does not depend on. With `unreadable`, a damaged one counts as absent."""
 
     def read(self, store: Store, unreadable: Unreadable | None = None) -> T | None:
-        """The value, or None where there is none. Raises Corrupt where there is no `unreadable` to note it."""
+        """Return the value, or None if the object does not exist.
+
+        A damaged object is noted in `unreadable`; without `unreadable`, raises Corrupt.
+        """
         try:
             return super().read(store)
         except Corrupt as error:

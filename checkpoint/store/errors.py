@@ -1,10 +1,10 @@
-"""What can go wrong with the store, typed by what the caller can do about it."""
+"""The errors of the store, typed by what the caller can do."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of all. `hint` names the remedy in one sentence."""
+    """Base class of all. `hint` names the remedy in one sentence."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
@@ -16,28 +16,28 @@ class NotFound(StoreError):
 
 
 class AlreadyExists(StoreError):
-    """A create-only write met an object of that name."""
+    """A create-only write found an object of that name."""
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer, or is full: worth another try."""
+    """The store did not answer, or is full. Retry."""
 
 
 class StoreDenied(StoreError):
-    """The credentials do not allow it: only the user can help."""
+    """The credentials do not allow the operation. The user must act."""
 
 
 class StoreUnusable(StoreError):
-    """The URL is not a store this project can work on."""
+    """The store does not support an operation that a run needs, or its URL is wrong."""
 
 
 class NothingWhole(StoreError):
-    """Checkpoints are listed but none can be restored: no retry helps, a person has to decide."""
+    """Checkpoints are listed but none can be restored. Do not retry: the user must decide."""
 
 
 class Corrupt(StoreError):
-    """What was read is not what was written, or of a schema this version does not know."""
+    """The object is damaged, or its schema is unknown to this version."""
 
 
 class Torn(Corrupt):
-    """What was read is no document at all: empty, cut off or overwritten, as a power cut leaves a file."""
+    """The object is not JSON: empty, truncated or overwritten, as a power failure may leave a file."""

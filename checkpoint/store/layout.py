@@ -1,6 +1,6 @@
-"""Every object name of a run, in one place. A run is one prefix of one store; nothing else lives there.
+"""The names of all objects of a run, which owns one prefix of a store.
 
-Numbers are zero-padded, so that a listing in name order is a listing in time order.
+Numbers are zero-padded, so that the order of names is the order of time.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ import re
 from policies.model.vocabulary import PolicyVersion, Precedence
 
 RUN = "run.json"  # the spec as validated, written once
-PROOF = "run.mac.json"  # a MAC: machines check that run.json is the controller's
-LEASE = "lease.json"  # who steers now, for people: the lock is the journal
-CLOCK = "clock/now.json"  # written to be dated, by each who takes the run over: what time it is for the store
-CONTROLLERS_BEFORE = "controllers_before.json"  # what such machines have cost that are gone
-CONTROLLER = "controller.json"  # the machine that the daemon lives on, where it has one of its own
-PLAN = "plan.json"  # what the fleet is to be, and why: for people
-NOTIFIED = "notified.json"  # up to where of the journal people were told
-SECRET = "secret.json"  # a digest of the secret that the machines hold
-GATEWAYS = "gateways"  # where each trainer machine's gateway listens; the newest machine's is the run's
-MEMBERS = "members"  # what each of them knows of the rollout nodes
+PROOF = "run.mac.json"  # a MAC, by which machines authenticate run.json
+LEASE = "lease.json"  # which daemon controls the run, for people: the lock is the journal
+CLOCK = "clock/now.json"  # written at each take-over, to read the store's clock from its modification time
+CONTROLLERS_BEFORE = "controllers_before.json"  # the rentals of terminated controller machines
+CONTROLLER = "controller.json"  # the daemon's own machine, with `--remote`
+PLAN = "plan.json"  # the planned fleet and the reasons, for people
+NOTIFIED = "notified.json"  # the last journal entry sent to each notification channel
+SECRET = "secret.json"  # a digest of the machines' secret
+GATEWAYS = "gateways"  # the address of each trainer machine's gateway; the newest machine's is the run's
+MEMBERS = "members"  # each gateway's status of the rollout nodes
 TRAINER = "trainer.json"  # the trainer's heartbeat
-STOPS = "stops"  # which attempts of a trainer are asked to end
-MACHINES = "machines"  # what each machine says of itself
+STOPS = "stops"  # requests to trainers' attempts to end
+MACHINES = "machines"  # the machines' reports
 JOURNAL = "journal"
-SEGMENTS = "segments"  # what the journal holds, many entries to an object
+SEGMENTS = "segments"  # the journal again, many entries in an object
 COMMANDS = "commands"
-ASIDE = "unreadable"  # commands that nobody could read
+ASIDE = "unreadable"  # unreadable commands
 CATALOG = "catalog"
 CHECKPOINTS = "checkpoints"
 BLOBS = "blobs"
 POLICIES = "policies"
 ROLLOUTS = "rollouts"
-SAMPLES = "samples"  # what people read of a step: texts, rewards, advantages
+SAMPLES = "samples"  # a step's texts, rewards and advantages, for people
 SESSIONS = "sessions"  # finished turns of agents whose step is not stored yet
-COMPILED = "compiled"  # what rollout nodes have compiled, by what it depends on
+COMPILED = "compiled"  # rollout nodes' compile caches, by a digest of their inputs
 METRICS = "metrics"
-TIMELINES = "timelines"  # how each timeline but the first began
+TIMELINES = "timelines"  # the fork of each timeline but the first
 REHEARSAL = "rehearsal"
-MODELS = "models"  # base models, as they were on the hub
-EVALUATIONS = "evaluations"  # runs of their own, each below its own name: evaluations of this run's policies
-EVALUATED = "evaluated"  # in such a run: what came out, and the completions so far
+MODELS = "models"  # base models from the hub
+EVALUATIONS = "evaluations"  # evaluations of this run's policies: runs below their own names
+EVALUATED = "evaluated"  # in an evaluation: results, and the completions so far
 EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
-SNAPSHOT = "snapshot.json"  # of all weights, stored beside a policy that was published as a delta
+SNAPSHOT = "snapshot.json"  # of all weights, next to a policy that was published as a delta
 MODEL = "model.safetensors"  # the weights of a policy
-CANARY = "canary.json"  # beside the weights of a policy: what they compute
+CANARY = "canary.json"  # next to the weights of a policy: expected outputs
 
 METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step stays under ~100 KB
 
@@ -70,7 +70,7 @@ def segment(last: int) -> str:
 
 
 def number_of(key: str) -> int | None:
-    """The number in the name of a journal entry, a segment or a catalog revision; None for a foreign object."""
+    """Return the number in the name of a journal entry, segment or catalog revision; None for a foreign object."""
     found = _NUMBERED.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -96,17 +96,17 @@ def catalog_revision(number: int) -> str:
 
 
 def checkpoint(version: PolicyVersion, nonce: str) -> str:
-    """A checkpoint's manifest. Two uploads of one version never share a name."""
+    """Return the key of a checkpoint's manifest. Each upload of a version has another name."""
     return f"{CHECKPOINTS}/{version.timeline:04d}/{version.step:08d}-{nonce}.json"
 
 
 def is_checkpoint(key: str) -> bool:
-    """Whether the key is a checkpoint's manifest; foreign objects are not."""
+    """Whether the key is that of a checkpoint's manifest."""
     return _CHECKPOINT.fullmatch(key) is not None
 
 
 def chunk_of(key: str) -> str | None:
-    """The name of a checkpoint's chunk below BLOBS; None for a foreign object."""
+    """Return the name of a checkpoint's chunk below BLOBS; None for a foreign object."""
     found = _CHUNK.fullmatch(key)
     return found[1] if found else None
 
@@ -120,7 +120,7 @@ def members(by: Precedence) -> str:
 
 
 def gateway_of(key: str) -> Precedence | None:
-    """Whose gateway the address of that name is; None for a foreign object."""
+    """Return the trainer whose gateway's address has that name; None for a foreign object."""
     found = _GATEWAY.fullmatch(key)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
@@ -130,22 +130,22 @@ def _numbers(by: Precedence) -> str:
 
 
 def policy(version: PolicyVersion, by: Precedence) -> str:
-    """A publisher's own folder."""
+    """Return the folder of a policy by one publisher."""
     return f"{POLICIES}/{version.timeline:04d}/{version.step:08d}{_author(by)}"
 
 
 def rollouts_of(version: PolicyVersion) -> str:
-    """How the names of the version's records begin."""
+    """Return the prefix of the version's records."""
     return f"{ROLLOUTS}/{version.timeline:04d}/{version.step:08d}"
 
 
 def rollout(version: PolicyVersion, call: int, by: Precedence) -> str:
-    """A trainer's own record of a call."""
+    """Return the key of a trainer's record of a call."""
     return f"{rollouts_of(version)}-{call:02d}{_author(by)}.json"
 
 
 def call_of(key: str) -> tuple[PolicyVersion, int]:
-    """The call that a record below ROLLOUTS is of. Raises ValueError for a foreign name."""
+    """Return the call of a record below ROLLOUTS. Raises ValueError for a foreign name."""
     found = _ROLLOUT.fullmatch(key)
     if found is None:
         raise ValueError(f"not a record of a call: {key!r}")
@@ -153,12 +153,12 @@ def call_of(key: str) -> tuple[PolicyVersion, int]:
 
 
 def samples_of_call(version: PolicyVersion, call: int, by: Precedence) -> str:
-    """What a trainer wrote of the completions that it scored; `call` counts the scorings of that version."""
+    """Return the key of a trainer's samples of a scoring; `call` counts the scorings of that version."""
     return f"{SAMPLES}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.jsonl.zst"
 
 
 def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
-    """The scoring that a record below SAMPLES is of. Raises ValueError for a foreign name."""
+    """Return the scoring of a record below SAMPLES. Raises ValueError for a foreign name."""
     found = _SAMPLES.fullmatch(key)
     if found is None:
         raise ValueError(f"not a record of samples: {key!r}")
@@ -166,12 +166,12 @@ def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
 
 
 def sessions(timeline: int, at_ms: int, number: int) -> str:
-    """Turns that a trainer's gateway has recorded, at a time since 1970."""
+    """Return the key of turns recorded by a trainer's gateway at `at_ms`, in ms since the epoch."""
     return f"{SESSIONS}/{timeline:04d}/{at_ms:013d}-{number:06d}.msgpack"
 
 
 def author_of(key: str) -> Precedence:
-    """Who wrote what has that name below POLICIES, ROLLOUTS or SAMPLES. Raises ValueError for a foreign name."""
+    """Return the author of a key below POLICIES, ROLLOUTS or SAMPLES. Raises ValueError for a foreign name."""
     found = _AUTHOR.search(key)
     if found is None:
         raise ValueError(f"no author in the name: {key!r}")
@@ -195,7 +195,7 @@ def metrics_chunk(timeline: int, step: int) -> str:
 
 
 def metrics_chunk_of(key: str) -> int | None:
-    """The number in the name of a metrics object: its steps over METRICS_CHUNK_STEPS. None for a foreign one."""
+    """Return the number of a metrics object: step // METRICS_CHUNK_STEPS. None for a foreign object."""
     found = _METRICS.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -205,7 +205,7 @@ def timeline(number: int) -> str:
 
 
 def timeline_of(key: str) -> int | None:
-    """The number in the name of a timeline's document; None for a foreign object."""
+    """Return the number in the name of a timeline's document; None for a foreign object."""
     found = _TIMELINE.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -215,7 +215,7 @@ def rehearsal(number: int) -> str:
 
 
 def rehearsal_of(key: str) -> int | None:
-    """The number in the name of a rehearsed fault; None for a foreign object."""
+    """Return the number in the name of a rehearsed fault; None for a foreign object."""
     found = _REHEARSAL.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -225,37 +225,37 @@ def evaluation(name: str) -> str:
 
 
 def evaluated(subject: str) -> str:
-    """A policy's scores."""
+    """Return the key of a policy's scores."""
     return f"{EVALUATED}/{subject}.json"
 
 
 def samples(subject: str) -> str:
-    """A policy's completions with their prompts and scores, a line each."""
+    """Return the key of a policy's completions with their prompts and scores, one a line."""
     return f"{EVALUATED}/{subject}.jsonl"
 
 
 def kept(digest: str) -> str:
-    """The folder of a batch's completions so far."""
+    """Return the folder of a batch's completions so far."""
     return f"{EVALUATED}/kept/{digest}"
 
 
 def kept_part(digest: str, by: Precedence, number: int, completions: int) -> str:
-    """Some of them. The last number is how many, so that a listing tells how far it is."""
+    """Return the key of a part of them, whose last number is the count, so that a listing shows the progress."""
     return f"{kept(digest)}/{_numbers(by)}-{number:06d}-{completions}.json"
 
 
 def kept_in(key: str) -> int:
-    """How many completions a part holds, by its name. Raises ValueError for a foreign object."""
+    """Return the number of completions in a part. Raises ValueError for a foreign object."""
     return int(key.rpartition("-")[2].removesuffix(".json"))
 
 
 def export(version: PolicyVersion) -> str:
-    """The folder of exported files; the document beside it, with `.json`, says that it is whole."""
+    """Return the folder of exported files. It is complete once the document `FOLDER.json` exists."""
     return f"{EXPORTS}/{version}"
 
 
 def version_of(key: str) -> PolicyVersion:
-    """Read the version back from any key under checkpoints/, policies/, rollouts/ or samples/.
+    """Return the version in a key below checkpoints/, policies/, rollouts/ or samples/.
 
     Raises ValueError for a foreign name.
     """

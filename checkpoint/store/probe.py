@@ -1,4 +1,4 @@
-"""Tests on the real store, before any machine is bought, that it does what a run needs."""
+"""Test, before any machine is bought, that the store supports what a run needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from checkpoint.store.errors import AlreadyExists, StoreError, StoreUnavailable,
 from checkpoint.store.run_store import Store
 
 FOLDER = "probe"
-# A store that looks first and then writes lets two of eight writers win in nearly every round.
+# A store that checks before it writes lets at least two of eight writers succeed in nearly every round.
 WRITERS = 8
 ROUNDS = 8
-RACE_S = 5.0  # no round begins after that, except the first two
+RACE_S = 5.0  # no further round begins after this, except the second
+CONSEQUENCE = "two controllers could both control the run"
 
 
 def probe(store: Store) -> None:
-    """Write, read, list, replace and delete small objects, some concurrently; leaves nothing behind.
+    """Write, read, list, replace and delete small objects, some concurrently. Leaves no object behind.
 
     Raises:
-        StoreUnusable: the store does not do what a run needs, create-only writes above all.
-        StoreError: whatever else the store says, such as StoreDenied.
+        StoreUnusable: the store lacks something that a run needs, such as create-only writes.
+        StoreError: another error of the store, such as StoreDenied.
     """
     folder = f"{FOLDER}/{secrets.token_hex(8)}"
     key = f"{folder}/object"
@@ -34,7 +35,7 @@ def probe(store: Store) -> None:
         _race(store, contested)
         store.delete(contested)
     except StoreUnavailable:
-        raise  # it would not take the deletion either, and was retried long enough
+        raise  # a deletion would fail as well, after further retries
     except BaseException:
         with contextlib.suppress(StoreError):
             store.delete([key, *contested])
@@ -42,29 +43,26 @@ def probe(store: Store) -> None:
 
 
 def _race(store: Store, keys: list[str]) -> None:
-    """Have writers create one object at the same moment, repeatedly: one may win, and its object stays."""
+    """Let writers create one object concurrently, repeatedly: one may succeed, and its object must stay."""
     shown, until_s = f"store {one_line(store.url)!r}", time.monotonic() + RACE_S
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="probe") as pool:
         for number, key in enumerate(keys):
             if number >= 2 and time.monotonic() > until_s:
                 return
-            line = threading.Barrier(WRITERS)
-            tries = [pool.submit(_creates, store, key, b"writer %d" % writer, line) for writer in range(WRITERS)]
-            won = [content for one in tries if (content := one.result()) is not None]
-            if len(won) > 1:
-                raise StoreUnusable(
-                    f"{shown}: of writers that create one object at the same moment {len(won)} win: "
-                    "two controllers could both believe that they steer the run",
-                    CREATE_ONLY,
-                )
-            # If none won, the winner's answer was lost and its retry met its own object.
-            if won and store.get(key) != won[0]:
+            barrier = threading.Barrier(WRITERS)
+            calls = [pool.submit(_create, store, key, b"writer %d" % writer, barrier) for writer in range(WRITERS)]
+            created = [content for call in calls if (content := call.result()) is not None]
+            if len(created) > 1:
+                races = f"{len(created)} of {WRITERS} concurrent create-only writes of one object succeeded"
+                raise StoreUnusable(f"{shown}: {races}: {CONSEQUENCE}", CREATE_ONLY)
+            # If none succeeded, the winner's response was lost and its retry found its own object.
+            if created and store.get(key) != created[0]:
                 raise StoreUnusable(f"{shown}: a refused write changed an object", CREATE_ONLY)
 
 
-def _creates(store: Store, key: str, content: bytes, line: threading.Barrier) -> bytes | None:
-    """Create the object at the same moment as others; return the content if this one won."""
-    line.wait()
+def _create(store: Store, key: str, content: bytes, barrier: threading.Barrier) -> bytes | None:
+    """Create the object at the same time as others; return the content on success."""
+    barrier.wait()
     try:
         store.create(key, content)
     except AlreadyExists:
@@ -74,26 +72,24 @@ def _creates(store: Store, key: str, content: bytes, line: threading.Barrier) ->
 
 def _try_all(store: Store, folder: str, key: str) -> None:
     shown = f"store {one_line(store.url)!r}"
-    # The first may meet its own object after a lost answer: what counts is the content.
+    # The first write may find its own object after a lost response; the content is checked below.
     with contextlib.suppress(AlreadyExists):
         store.create(key, b"first")
     with contextlib.suppress(AlreadyExists):
         store.create(key, b"second")
-        raise StoreUnusable(
-            f"{shown} ignores create-only writes: two controllers could both believe that they steer the run",
-            CREATE_ONLY,
-        )
+        raise StoreUnusable(f"{shown} ignores create-only writes: {CONSEQUENCE}", CREATE_ONLY)
     if store.get(key) != b"first":
         raise StoreUnusable(
-            f"{shown}: an object is not what was written, or a refused write changed it", CREATE_ONLY
+            f"{shown} does not return what was written, or a refused write changed it", CREATE_ONLY
         )
     if [entry.key for entry in store.entries(folder)] != [key]:
-        raise StoreUnusable(f"{shown} does not list an object that was just written", "use one that does at once")
+        hint = "use a store with consistent listings"
+        raise StoreUnusable(f"{shown} does not list an object that was just written", hint)
     store.put(key, b"third")
     if store.get(key) != b"third":
         raise StoreUnusable(
-            f"{shown} returns an old object after a new one was written", "use one without a cache"
+            f"{shown} returns the old object after a new one was written", "use one without a cache"
         )
     store.delete([key])
     if store.get_or_none(key) is not None:
-        raise StoreUnusable(f"{shown} does not delete", "allow deletion: a run replaces its checkpoints")
+        raise StoreUnusable(f"{shown} does not delete objects", "allow deletion: a run replaces its checkpoints")

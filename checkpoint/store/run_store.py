@@ -1,8 +1,8 @@
-"""One run's prefix in an object store: bytes by name, create-only where it matters.
+"""A run's prefix in an object store: objects by name, with create-only writes.
 
-Everything the project keeps goes through this class, on `file://` exactly as on `s3://`, `gs://`, `az://`,
-`memory://` and what fsspec knows. Transient failures are retried here and nowhere below, for as long as the caller
-allows; what comes out is one of `checkpoint.store.errors`.
+All stored data goes through this class, for `file://`, `s3://`, `gs://`, `az://`, `memory://` and fsspec's schemes
+alike. Transient failures are retried here and nowhere below, for as long as the caller allows. All errors are of
+`checkpoint.store.errors`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 
 log = structlog.get_logger()
 
-# Spaces out writes to one object, where the store requires it.
+# Rate limit for writes to one object, where the store has one.
 #
-# Google Cloud Storage takes one write a second to a name and refuses more with 429
+# Google Cloud Storage accepts one write a second to a name and refuses more with 429
 # (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a
-# status or a row of metrics may come sooner: its writer waits here, and what comes meanwhile goes into the next
-# write. S3 and Azure take thousands of writes a second to one name.
+# status or a row of metrics may come sooner: its writer waits here, and newer values go into the next write. S3
+# and Azure accept thousands of writes a second to one name.
 
 INTERVALS_S = {"gs": 1.0, "gcs": 1.0}  # by scheme
 
 
 def interval_of(url: str) -> float:
-    """How far apart writes to one object must be, in seconds."""
+    """Return the minimum interval between writes to one object, in seconds."""
     return INTERVALS_S.get(url.partition("://")[0], 0.0)
 
 
 class Pace:
-    """Remembers when each name was last written. Thread-safe.
+    """Delays writes to a name that follow too closely. Thread-safe.
 
     Args:
         interval_s: between two writes to one name; 0: no waiting.
@@ -61,14 +61,14 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait(self, key: str) -> None:
-        """Return when the object may be written; the next caller for it waits its turn."""
+        """Return when the object may be written. Concurrent callers wait in turn."""
         if not self._interval_s:
             return
         with self._lock:
             now_s = self._clock()
-            begun_s = now_s - self._interval_s
-            self._last_s = {name: at_s for name, at_s in self._last_s.items() if at_s > begun_s}
-            at_s = max(now_s, self._last_s.get(key, begun_s) + self._interval_s)
+            expired_s = now_s - self._interval_s
+            self._last_s = {name: at_s for name, at_s in self._last_s.items() if at_s > expired_s}
+            at_s = max(now_s, self._last_s.get(key, expired_s) + self._interval_s)
             self._last_s[key] = at_s
         if at_s > now_s:
             self._sleep(at_s - now_s)
@@ -86,17 +86,16 @@ class Store:
     """Objects below one URL.
 
     Args:
-        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or any other that
-            fsspec knows.
-        retry_s: how long transient failures are retried before StoreUnavailable is raised. A try that is
-            under way is not cut short: a request that hangs ends after 30 s, a large upload after 300 s.
+        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or one of fsspec's.
+        retry_s: how long transient failures are retried before StoreUnavailable is raised. A running attempt is
+            not interrupted: a request that hangs ends after 30 s, a large upload after 300 s.
         options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
-            with `driver: fsspec`, the arguments of that fsspec filesystem. None: what the environment variable
-            OPTIONS_ENV holds. Credentials, endpoint and region come from the environment too, as AWS names them.
+            with `driver: fsspec`, the arguments of that fsspec filesystem. None: those of the environment variable
+            OPTIONS_ENV. Credentials, endpoint and region also come from AWS's environment variables.
 
     Raises:
         StoreUnusable: the URL's scheme is unknown, an option is wrong, or, at the first write, the
-            folder cannot be made.
+            folder cannot be created.
         StoreDenied: the AWS profile has no credentials.
     """
 
@@ -110,12 +109,12 @@ class Store:
 
     @property
     def quoted(self) -> str:
-        """The URL as a word of a command that somebody is told to give, whatever shells make of its characters."""
+        """Return the URL quoted for use in a shell command."""
         return shlex.quote(self.url)
 
     @property
     def folder(self) -> Path | None:
-        """Where the objects are files; None elsewhere. The first write makes it."""
+        """Return the folder of a file store; None for others. The first write creates it."""
         return self._backend.folder
 
     def get(self, key: str) -> bytes:
@@ -123,50 +122,49 @@ class Store:
         return bytes(self.get_buffer(key))
 
     def get_buffer(self, key: str) -> memoryview:
-        """Return the object's bytes as they arrived, read-only and not copied: for large ones. Raises NotFound."""
+        """Return the object's bytes, read-only and without a copy, for large objects. Raises NotFound."""
         return self._try(f"read {key}", lambda: self._backend.get(key))
 
     def get_or_none(self, key: str) -> bytes | None:
-        """Return the object's bytes, or None where there is no such object."""
+        """Return the object's bytes, or None if it does not exist."""
         try:
             return self.get(key)
         except NotFound:
             return None
 
     def put(self, key: str, data: BytesLike) -> None:
-        """Write the object in one request, replacing any of that name; readers see the old or the new one.
+        """Write or replace the object in one request; readers see the old or the new one.
 
-        Waits where the store asks that writes to one object be apart.
+        Waits if the store limits the rate of writes to one object.
         """
         self._pace.wait(key)
         self._try(f"write {key}", lambda: self._backend.put(key, data))
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
-        """Write an object of any size from its parts; each try calls `parts` again.
+        """Write an object of any size from its parts; each attempt calls `parts` again.
 
-        It appears once all are written, except on some of fsspec's filesystems, where readers may see less of it
-        earlier.
+        It appears once complete, except on some of fsspec's filesystems, where readers may see an incomplete one.
         """
         self._try(f"write {key}", lambda: self._backend.put_parts(key, parts()))
 
     def create(self, key: str, data: BytesLike) -> None:
-        """Write the object only if there is none of that name. Raises AlreadyExists.
+        """Write the object only if it does not exist. Raises AlreadyExists.
 
-        If an answer is lost, the retry meets its own object: a caller that must know reads it back (see
+        After a lost response the retry finds its own object: a caller that needs to know reads it back (see
         `checkpoint.journal`).
         """
         self._try(f"create {key}", lambda: self._backend.create(key, data))
 
     def secure(self, keys: Sequence[str]) -> None:
-        """Return once these objects would survive a power cut; called before anything relies on them.
+        """Return once these objects would survive a power failure. Call it before anything depends on them.
 
-        Object stores answer only then. Files do once written if they were created or have at most 1 MiB. Raises
-        NotFound.
+        Object stores respond to a write only then. Files are durable once written if they were written by `create`
+        or have at most 1 MiB. Raises NotFound.
         """
-        self._try("secure what was written", lambda: self._backend.secure(keys))
+        self._try("sync written objects", lambda: self._backend.secure(keys))
 
     def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
-        """Return every object below `prefix/` in name order; with `after`, only names beyond that key."""
+        """Return every object below `prefix/` in name order; with `after`, only those after that key."""
         found = self._try(f"list {prefix}", lambda: self._backend.entries(prefix, after))
         return sorted(
             (entry for entry in found if after is None or entry.key > after), key=lambda entry: entry.key
@@ -177,16 +175,13 @@ class Store:
         return sorted(self._try(f"list {prefix}", lambda: self._backend.folders(prefix)))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete the objects, thousands at once too; a missing one is not an error.
-
-        They go in no particular order: where order matters, call twice.
-        """
+        """Delete any number of objects, in any order; a missing one is not an error."""
         if keys:
             what = f"delete {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
             self._try(what, lambda: self._backend.delete(keys))
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Remove what killed writers left below `prefix/` and never became an object."""
+        """Remove unfinished writes of killed writers below `prefix/`."""
         self._try(f"sweep {prefix}", lambda: self._backend.sweep(prefix, older_than_s))
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
@@ -208,14 +203,14 @@ class Store:
         return cast(T, retrying(self._once, what, call))
 
     def _once(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` once; what the library below raises becomes one of `checkpoint.store.errors`."""
+        """Run `call` once and convert the library's exceptions to those of `checkpoint.store.errors`."""
         try:
             return call()
         except self._backend.errors as error:
             fault = self._backend.fault(error)
             if fault is None:
                 raise
-            # Not chained: a library's message may quote the request, with a session token or a signed URL in it.
+            # Not chained: a library's message may quote the request, including a session token or a signed URL.
             raise fault.kind(f"{what} in {self._shown}: {fault.text}", fault.hint) from None
 
 
@@ -246,7 +241,7 @@ def _open(url: str, options: Options) -> Backend:
         case "obstore" if scheme in OBSTORE_SCHEMES:
             return open_obstore(url, rest)
         case "fsspec":
-            # Imported here: s3fs takes half a second, and most runs do not need it.
+            # s3fs takes 0.5 s to import, and most runs do not need it.
             from checkpoint.store.backends.fsspec_backend import open_fsspec
 
             return open_fsspec(url, rest)

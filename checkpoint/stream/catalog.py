@@ -1,11 +1,11 @@
-"""Which checkpoints a run has: numbered, create-only revisions of one small document.
+"""The catalog of a run's checkpoints: numbered, create-only revisions of a small document.
 
-A checkpoint exists from the revision that lists it to the revision that does not. Each revision is made from the
-one before and wins its number or is made again, so uploads, pins and removals by any number of processes happen in
-one order. Names that a revision condemns are deleted after it, and never referred to again: an upload that relied
-on one of them finds out when it commits, whatever the clocks say. Revisions are never deleted, for a late writer
-must meet the number that it believes free. One that a power cut has torn keeps its number but is ignored, for
-nobody was told of it: the next is made from the one before.
+A checkpoint exists while the newest revision lists it. Each revision is derived from the previous one, and derived
+again if another writer takes its number, so uploads, pins and removals by any number of processes happen in one
+order. Objects that a revision condemns are deleted afterwards and never referred to again: an upload that reuses
+one of them notices at its commit, independent of clocks. Revisions are never deleted, so that a late writer finds
+its number taken. A revision torn by a power failure keeps its number but is ignored, since its writer has not
+returned: the next revision is derived from the one before it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from policies.model.vocabulary import PolicyVersion
 log = structlog.get_logger()
 
 SCHEMA = 1
-READS = 3  # of a torn revision: the wire may be at fault, not the store
+READS = 3  # attempts to read a torn revision: the network may have failed, not the store
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One listed checkpoint. `manifest` is its object's name, `digest` BLAKE3 of that object in hex."""
+    """A listed checkpoint. `manifest` is the key of its manifest, `digest` that object's BLAKE3 in hex."""
 
     version: str  # PolicyVersion as text
     manifest: str
     digest: str
-    created_at_s: float
+    created_at_s: float  # seconds since the epoch
     size_bytes: int
     pinned: bool = False
 
@@ -47,10 +47,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """The catalog as of one number.
+    """A revision of the catalog. Written by the trainer's uploader, and by commands such as `checkpoints pin`.
 
-    `condemned`: objects that may be gone at any moment and must not be referred to. `suspect`: chunks that were
-    found damaged: their content must be stored again.
+    `condemned` are objects that may be deleted at any moment and must not be referred to; `suspect` are damaged
+    chunks, whose content must be stored again.
     """
 
     schema: int = SCHEMA
@@ -63,19 +63,19 @@ class Revision:
     suspect: list[str] = field(default_factory=list)
 
     def find(self, version: PolicyVersion) -> Checkpoint:
-        """Raises NotFound."""
-        for one in self.checkpoints:
-            if one.at == version:
-                return one
-        there = ", ".join(one.version for one in self.checkpoints) or "none yet"
-        raise NotFound(f"no checkpoint {version}", f"there are: {there}")
+        """Return the checkpoint of that version. Raises NotFound."""
+        for checkpoint in self.checkpoints:
+            if checkpoint.at == version:
+                return checkpoint
+        existing = ", ".join(checkpoint.version for checkpoint in self.checkpoints) or "none yet"
+        raise NotFound(f"no checkpoint {version}", f"there are: {existing}")
 
 
 class Condemned(Exception):
-    """Names that an upload relies on were condemned since it began: they must be stored again."""
+    """Objects that an upload reuses were condemned since it began; they must be stored again."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(f"{len(names)} stored objects were collected meanwhile")
+        super().__init__(f"{len(names)} reused objects were condemned meanwhile")
         self.names = names
 
 
@@ -84,7 +84,7 @@ class Catalog:
 
     Args:
         store: the run's store.
-        writer: who writes, for people to read: a node, or `host/pid`.
+        writer: the name of the writer: a node, or `host/pid`.
     """
 
     def __init__(self, store: Store, writer: str) -> None:
@@ -93,7 +93,7 @@ class Catalog:
         self._known = Revision()
 
     def newest(self) -> Revision:
-        """The present revision. Raises Corrupt, StoreError."""
+        """Return the newest revision. Raises Corrupt, StoreError."""
         after = layout.catalog_revision(self._known.number) if self._known.number else None
         listed = [entry.key for entry in self._store.entries(layout.CATALOG, after=after)]
         keys = [key for key in listed if layout.number_of(key) is not None]
@@ -101,90 +101,89 @@ class Catalog:
             try:
                 found = _read(self._store, key)
             except Torn as error:
-                log.warning("torn_revision_left_out", key=key, error=str(error))
+                log.warning("torn_revision_skipped", key=key, error=str(error))
                 continue
             self._known = found
             break
         if keys:
-            # A torn one is ignored, but keeps its number.
+            # A torn revision is ignored, but keeps its number.
             self._known = replace(self._known, number=layout.number_of(keys[-1]) or 0)
         return self._known
 
-    def change(self, now_s: float, wanted: Callable[[Revision], Revision]) -> Revision:
-        """Make the next revision with `wanted(present)`, again after each lost race.
+    def change(self, now_s: float, edit: Callable[[Revision], Revision]) -> Revision:
+        """Write `edit(newest)` as the next revision and return it. Repeats after each lost race.
 
-        Returns the present revision where `wanted` changes nothing. Raises what `wanted` raises, Corrupt,
-        StoreError.
+        Returns the newest revision if `edit` changes nothing. Raises what `edit` raises, Corrupt, StoreError.
         """
         while True:
-            present = self.newest()
-            new = wanted(present)
-            if new == present:
-                return present
+            newest = self.newest()
+            new = edit(newest)
+            if new == newest:
+                return newest
             new = replace(
                 new,
-                number=present.number + 1,
+                number=newest.number + 1,
                 writer=self._writer,
                 nonce=secrets.token_hex(8),
                 time_s=now_s,
-                checkpoints=sorted(new.checkpoints, key=lambda one: one.at),
+                checkpoints=sorted(new.checkpoints, key=lambda checkpoint: checkpoint.at),
             )
             key = layout.catalog_revision(new.number)
             try:
                 self._store.create(key, to_json(new))
             except AlreadyExists:
-                # Ours, if an answer was lost and the retry met the object that the first try had made.
+                # Ours, if a response was lost and the retry found the object of the first attempt.
                 if not self._is_ours(key, new):
                     continue
             self._known = new
             return new
 
     def commit(self, now_s: float, new: Checkpoint, objects: frozenset[str], since: int) -> Revision:
-        """List a checkpoint, replacing one of the same version (a pin stays).
+        """List a checkpoint, replacing one of the same version, whose pin stays.
 
         Args:
-            objects: the keys of all that it is made of, its manifest among them.
-            since: the number of the revision from which the upload chose what it could rely on.
+            objects: the keys of its objects, including its manifest.
+            since: the number of the revision from which the upload chose reusable objects.
 
         Raises Condemned, Corrupt, StoreError.
         """
 
-        def listed(present: Revision) -> Revision:
-            lost = objects & self.condemned_since(since, present)
+        def add(revision: Revision) -> Revision:
+            lost = objects & self.condemned_since(since, revision)
             if lost:
                 raise Condemned(frozenset(lost))
-            others = [one for one in present.checkpoints if one.at != new.at]
-            pinned = any(one.pinned for one in present.checkpoints if one.at == new.at)
-            return replace(present, checkpoints=[*others, replace(new, pinned=pinned)])
+            others = [checkpoint for checkpoint in revision.checkpoints if checkpoint.at != new.at]
+            pinned = any(checkpoint.pinned for checkpoint in revision.checkpoints if checkpoint.at == new.at)
+            return replace(revision, checkpoints=[*others, replace(new, pinned=pinned)])
 
-        return self.change(now_s, listed)
+        return self.change(now_s, add)
 
     def pin(self, now_s: float, version: PolicyVersion, *, pinned: bool) -> Revision:
-        """Keep a checkpoint whatever the retention says, or no longer. Raises NotFound, Corrupt, StoreError."""
+        """Exclude a checkpoint from retention, or include it again. Raises NotFound, Corrupt, StoreError."""
 
-        def changed(present: Revision) -> Revision:
-            found = present.find(version)
-            others = [one for one in present.checkpoints if one != found]
-            kept = sorted([*others, replace(found, pinned=pinned)], key=lambda one: one.at)
-            return replace(present, checkpoints=kept)
+        def set_pin(revision: Revision) -> Revision:
+            found = revision.find(version)
+            others = [checkpoint for checkpoint in revision.checkpoints if checkpoint != found]
+            changed = sorted([*others, replace(found, pinned=pinned)], key=lambda checkpoint: checkpoint.at)
+            return replace(revision, checkpoints=changed)
 
-        return self.change(now_s, changed)
+        return self.change(now_s, set_pin)
 
     def suspect(self, now_s: float, chunk: str) -> Revision:
         """Note a damaged chunk. Raises Corrupt, StoreError."""
         return self.change(
             now_s,
-            lambda present: replace(present, suspect=sorted({*present.suspect, chunk})),
+            lambda revision: replace(revision, suspect=sorted({*revision.suspect, chunk})),
         )
 
-    def condemned_since(self, number: int, present: Revision) -> set[str]:
-        """Return the keys condemned by `present` or by any revision after `number`; they may be forgotten by now.
+    def condemned_since(self, number: int, newest: Revision) -> set[str]:
+        """Return the keys condemned by `newest` or by any revision after `number`, also if deleted by now.
 
         Raises Corrupt, StoreError.
         """
-        names = set(present.condemned)
-        for between in range(number + 1, present.number):
-            with contextlib.suppress(Torn):  # what nobody was told of has condemned nothing
+        names = set(newest.condemned)
+        for between in range(number + 1, newest.number):
+            with contextlib.suppress(Torn):  # a torn revision has no effect
                 names.update(_read(self._store, layout.catalog_revision(between)).condemned)
         return names
 
@@ -201,12 +200,12 @@ def _check(revision: Revision, _: str) -> None:
 
 
 def _read(store: Store, key: str) -> Revision:
-    for left in reversed(range(READS)):
+    for reads_left in reversed(range(READS)):
         try:
             revision = from_json(store.get(key), Revision, key, _check)
             break
         except Torn:
-            if not left:
+            if not reads_left:
                 raise
     check_schema(revision.schema, SCHEMA, key)
     return revision

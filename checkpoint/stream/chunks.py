@@ -1,7 +1,7 @@
 """Files in the store as chunks that are named by their content.
 
-Every chunk is one object, written by one PUT: a killed process leaves no multipart upload behind, what it had
-finished is not moved again, and a file that is already stored, such as a frozen reference model, is not stored
+Every chunk is one object, written by one PUT: a killed process leaves no multipart upload behind, its finished
+chunks are not sent again, and a file that is already stored, such as a frozen reference model, is not stored
 twice. Transfers run in parallel; their number bounds the memory.
 """
 
@@ -25,22 +25,23 @@ from checkpoint.store.run_store import Store
 
 log = structlog.get_logger()
 
-# Large enough that a request's latency hardly counts at 100 MB/s, small enough to hold several in memory.
+# Large enough to make a request's latency negligible at 100 MB/s, small enough to hold several in memory.
 CHUNK_BYTES = 16 * 1024 * 1024
-# At a time: S3 gives each 85 to 90 MB/s (docs.aws.amazon.com, "Performance design patterns for Amazon S3"), and
-# machines have about four times that much network for each core. Each holds a chunk in memory: up to 2 GiB.
+# Concurrent transfers: S3 serves 85 to 90 MB/s each (docs.aws.amazon.com, "Performance design patterns for Amazon
+# S3"), and machines have about four times that bandwidth per core. Each holds a chunk in memory: up to 2 GiB.
 TRANSFERS = min(128, max(8, 4 * (os.cpu_count() or 1)))
-READS = 3  # of a chunk whose bytes are wrong; the wire may be at fault, not the store
+READS = 3  # attempts to read a chunk with wrong bytes; the network may have failed, not the store
 
 Progress = Callable[[int], None]  # called with the size of each finished chunk, from any thread
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a manifest.
+    """A file of a manifest.
 
-    `digest` is BLAKE3 in hex: of the bytes for a file of one chunk, else of its chunks' digests, joined. `chunks`
-    are object names below the manifest's root, each a digest, then perhaps a dot and its writer's suffix.
+    `digest` is BLAKE3 in hex: of the bytes for a file of one chunk, else of its chunks' joined digests. `chunks`
+    are object names below the manifest's root, each a digest, optionally followed by a dot and the writer's
+    suffix.
     """
 
     name: str
@@ -50,31 +51,31 @@ class File:
 
 
 class DamagedChunk(Corrupt):
-    """A stored chunk is not what its name says. `chunk` is that name."""
+    """A stored chunk does not match the digest in its name, `chunk`."""
 
-    def __init__(self, chunk: str, what: str) -> None:
-        super().__init__(f"{what}: its digest is not the manifest's", "it was damaged after its upload")
+    def __init__(self, chunk: str, key: str) -> None:
+        super().__init__(f"{key}: its digest differs from the manifest's", "it was damaged after its upload")
         self.chunk = chunk
 
 
 def digest_of(chunk: str) -> str:
-    """The digest in a chunk's name."""
+    """Return the digest in a chunk's name."""
     return chunk.partition(".")[0]
 
 
 def matches(content: memoryview, chunk: str) -> bool:
-    """Whether these bytes are what a chunk's name says."""
+    """Whether the bytes match the digest in a chunk's name."""
     return bool(blake3(content).hexdigest() == digest_of(chunk))
 
 
 def parts(store: Store, root: str, file: File) -> Iterator[memoryview]:
-    """The bytes of a file, chunk by chunk, each verified. Raises DamagedChunk, NotFound, StoreError."""
+    """Yield the bytes of a file, chunk by chunk, each verified. Raises DamagedChunk, NotFound, StoreError."""
     for chunk in file.chunks:
         yield verified(store, f"{root}/{chunk}")
 
 
 def same(file: File, path: Path) -> bool:
-    """Whether a local file holds what `file` describes."""
+    """Whether a local file has the size and content of `file`."""
     if not path.is_file() or path.stat().st_size != file.size_bytes:
         return False
     for offset, chunk in zip(offsets(file.size_bytes), file.chunks, strict=True):
@@ -85,9 +86,9 @@ def same(file: File, path: Path) -> bool:
 
 
 def check(store: Store, root: str, names: Iterable[str], *, progress: Progress = lambda _: None) -> dict[str, str]:
-    """Read chunks; return what is wrong with each that is missing or damaged, by name. Raises StoreError."""
+    """Read chunks; return the error of each missing or damaged chunk, by name. Raises StoreError."""
 
-    def one(name: str) -> tuple[str, str] | None:
+    def check_chunk(name: str) -> tuple[str, str] | None:
         try:
             progress(len(verified(store, f"{root}/{name}")))
         except (DamagedChunk, NotFound) as error:
@@ -95,23 +96,23 @@ def check(store: Store, root: str, names: Iterable[str], *, progress: Progress =
         return None
 
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="check") as pool:
-        return dict(found for found in pool.map(one, names) if found is not None)
+        return dict(found for found in pool.map(check_chunk, names) if found is not None)
 
 
 def verified(store: Store, key: str) -> memoryview:
-    """The chunk's bytes, read until they are what its name says. Raises DamagedChunk, NotFound, StoreError."""
+    """Return a chunk's verified bytes, with up to READS attempts. Raises DamagedChunk, NotFound, StoreError."""
     chunk = key.rpartition("/")[2]
     for read in range(1, READS + 1):
         data = memoryview(store.get_buffer(key))
         if matches(data, chunk):
             return data
-        log.warning("wrong_bytes", key=key, read=read, of=READS)
+        log.warning("chunk_digest_mismatch", key=key, read=read, of=READS)
     raise DamagedChunk(chunk, key)
 
 
 @contextlib.contextmanager
 def window(path: Path, offset: int) -> Iterator[memoryview]:
-    """The bytes of one chunk of a file, mapped, so that only the client copies them."""
+    """Map the bytes of one chunk of a file, so that only the store's client copies them."""
     with path.open("rb") as file:
         size_bytes = min(CHUNK_BYTES, os.fstat(file.fileno()).st_size - offset)
         with (
@@ -122,12 +123,12 @@ def window(path: Path, offset: int) -> Iterator[memoryview]:
 
 
 def offsets(size_bytes: int) -> range:
-    """Where the chunks of a file of that size begin."""
+    """Return the offsets of the chunks of a file of that size."""
     return range(0, size_bytes, CHUNK_BYTES)
 
 
 def all_or_first_error(transfers: Sequence[Future[Any]], pool: ThreadPoolExecutor) -> None:
-    """Wait for all transfers; at the first error cancel those that have not begun, and raise it."""
+    """Wait for all transfers; at the first error cancel those that have not started, and raise it."""
     try:
         wait(transfers, return_when="FIRST_EXCEPTION")
         for transfer in transfers:
@@ -137,20 +138,17 @@ def all_or_first_error(transfers: Sequence[Future[Any]], pool: ThreadPoolExecuto
         pool.shutdown(cancel_futures=True)
 
 
-# An upload of files as chunks, which may begin while they grow.
-
-
 class Sending:
-    """An upload of files below `root`, which may begin while they grow; chunks that are there are skipped.
+    """An upload of files below `root`, which may start while they grow. Stored chunks are skipped.
 
-    A context manager: at its end, by an error too, nothing is read or sent any more.
+    A context manager: on exit, also by an error, reading and sending has ended.
 
     Args:
-        stored: names of chunks that may be reused, by digest; what is uploaded is added.
+        stored: names of chunks that may be reused, by digest; uploaded chunks are added.
         suffix: appended to the names of new chunks.
-        progress: told of each chunk.
-        content: gives a chunk's bytes, which may not change before it is left.
-        transfers: so many at a time; TRANSFERS where not given.
+        progress: called for each chunk.
+        content: returns a context manager of a chunk's bytes, which must not change inside it.
+        transfers: the number of concurrent transfers, by default TRANSFERS.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class Sending:
         self._store, self._root = store, root
         self._stored, self._suffix, self._progress = stored, suffix, progress
         self._content = content or window
-        self._begun: dict[Path, list[Future[str]]] = {}
+        self._sent: dict[Path, list[Future[str]]] = {}  # chunk names, by file
         self._pool = ThreadPoolExecutor(transfers or TRANSFERS, thread_name_prefix="send")
 
     def __enter__(self) -> Sending:
@@ -177,25 +175,27 @@ class Sending:
         self._pool.shutdown(cancel_futures=True)
 
     def grown(self, path: Path, size_bytes: int) -> None:
-        """Begin with the chunks among the first `size_bytes` of a file: those change no more."""
-        begun = self._begun.setdefault(path, [])
-        for number in range(len(begun), size_bytes // CHUNK_BYTES):
-            begun.append(self._pool.submit(self._send, path, number * CHUNK_BYTES))
+        """Start sending the chunks in the first `size_bytes` of a file, which must not change any more."""
+        sent = self._sent.setdefault(path, [])
+        for number in range(len(sent), size_bytes // CHUNK_BYTES):
+            sent.append(self._pool.submit(self._send, path, number * CHUNK_BYTES))
 
     def finish(self, files: Iterable[tuple[str, Path]]) -> list[File]:
-        """Send what is left of these, `(name, path)`, which change no more; of others that have grown, nothing.
+        """Send the rest of these files, `(name, path)`, which must not change any more, and return them.
 
         Raises StoreError, OSError.
         """
-        sent = list[tuple[str, int, list[Future[str]]]]()
+        transfers = list[tuple[str, int, list[Future[str]]]]()
         for name, path in files:
             size_bytes = path.stat().st_size
-            begun = self._begun.setdefault(path, [])
-            for at in offsets(size_bytes)[len(begun) :]:
-                begun.append(self._pool.submit(self._send, path, at))
-            sent.append((name, size_bytes, begun))
-        all_or_first_error([future for _, _, futures in sent for future in futures], self._pool)
-        return [_file(name, size_bytes, [one.result() for one in futures]) for name, size_bytes, futures in sent]
+            sent = self._sent.setdefault(path, [])
+            for offset in offsets(size_bytes)[len(sent) :]:
+                sent.append(self._pool.submit(self._send, path, offset))
+            transfers.append((name, size_bytes, sent))
+        all_or_first_error([future for _, _, sent in transfers for future in sent], self._pool)
+        return [
+            _file(name, size_bytes, [chunk.result() for chunk in sent]) for name, size_bytes, sent in transfers
+        ]
 
     def _send(self, path: Path, offset: int) -> str:
         with self._content(path, offset) as content:
@@ -218,7 +218,7 @@ def send(
     suffix: str = "",
     progress: Progress = lambda _: None,
 ) -> list[File]:
-    """Upload files, `(name, path)`, which may not change meanwhile; see `Sending`. Raises StoreError, OSError."""
+    """Upload files, `(name, path)`, which must not change meanwhile; see `Sending`. Raises StoreError, OSError."""
     with Sending(store, root, stored=stored, suffix=suffix, progress=progress) as sending:
         return sending.finish(files)
 

@@ -1,7 +1,7 @@
-"""Folders in the store: chunks first, then a manifest that makes them exist.
+"""Folders in the store, for policy weights and checkpoints: chunks, then a manifest.
 
-Policy weights and checkpoints are both such folders. Chunks without a manifest are an upload that was cut off, and
-are never listed; a chunk whose digest differs from its name is never used.
+A folder exists once it has a manifest. Chunks without one belong to an interrupted upload and are never listed; a
+chunk whose digest differs from its name is never used.
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ from checkpoint.stream import chunks
 from checkpoint.stream.chunks import File, Progress, send
 from policies.model.vocabulary import PolicyVersion
 
-SCHEMA = 2  # 1 kept whole files
-# A node tells policies apart by it alone, so two of one digest must not arise, by accident or on purpose.
+SCHEMA = 2  # 1 stored unchunked files
+# Nodes identify policies only by the digest, so collisions must be infeasible, by accident or on purpose.
 DIGEST_BYTES = 16
 
 # Keys of a published policy's `meta`.
 KIND = "kind"
-# All weights, perhaps with a delta beside them; a delta alone; a LoRA adapter for base weights that nodes have.
+# All weights, optionally with a delta next to them; only a delta; a LoRA adapter for base weights that nodes have.
 WHOLE, DELTA, ADAPTER = "whole", "delta", "adapter"
-# All weights of this policy, but what has changed since may be in them: with all deltas from here to a policy that
-# names this one under SNAPSHOT they are that policy.
+# All weights of this policy, which may include later changes. After applying all deltas from here to a policy that
+# names this one under SNAPSHOT, they are that policy's weights.
 FUZZY = "fuzzy"
-SNAPSHOT = "snapshot"  # the place of the policy beside which such weights are
-WEIGHTS = "weights"  # `checkpoint.weights.safetensors.content_digest`, however the weights travel
-BASE, BASE_PREFIX = "base", "base_prefix"  # the label and the place of the policy that the delta overwrites
+SNAPSHOT = "snapshot"  # the prefix of the policy with such weights
+WEIGHTS = "weights"  # `checkpoint.weights.safetensors.content_digest`, independent of the transport
+BASE, BASE_PREFIX = "base", "base_prefix"  # the label and the prefix of the policy that the delta overwrites
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder holds. `version` is a PolicyVersion as text; `root` is where its chunks are; `meta` is the
-    writer's own."""
+    """The content of a folder. Written by the trainer's machine after all chunks.
+
+    `version` is a PolicyVersion as text; `root` the prefix of its chunks; `meta` is defined by the writer.
+    """
 
     schema: int
     version: str
-    created_at_s: float
+    created_at_s: float  # seconds since the epoch
     root: str
     files: list[File]
     meta: dict[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Names the content: 128 bits in hex, of BLAKE3 over the names and digests of all files."""
+        """Return 128 bits, in hex, of BLAKE3 over the names and digests of all files."""
         lines = "".join(f"{file.name} {file.digest}\n" for file in sorted(self.files, key=lambda f: f.name))
         return blake3(lines.encode()).hexdigest(DIGEST_BYTES)
 
     def digest_as(self, wanted: str) -> str:
-        """Return the digest in a policy's label, that of its weights; empty if `wanted` is, for any content."""
+        """Return the digest of the weights, as in a policy's label; "" if `wanted` is "", which means any."""
         return self.meta.get(WEIGHTS, self.digest) if wanted else ""
 
     @property
@@ -68,12 +70,12 @@ class Manifest:
 
     @property
     def chunks(self) -> frozenset[str]:
-        """The names of all chunks, below `root`."""
+        """Return the names of all chunks, below `root`."""
         return frozenset(chunk for file in self.files for chunk in file.chunks)
 
 
 def files_below(folder: Path) -> list[tuple[str, Path]]:
-    """Every file below the folder as `(name relative to it, path)`, in name order."""
+    """Return every file below the folder as `(name relative to it, path)`, in name order."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(path.relative_to(folder).as_posix(), path) for path in paths]
 
@@ -86,10 +88,7 @@ def publish(
     now_s: float,
     meta: dict[str, str] | None = None,
 ) -> Manifest:
-    """Upload every file below `folder` to `prefix`, then the manifest; one that is there is replaced.
-
-    Raises StoreError.
-    """
+    """Upload every file below `folder` to `prefix`, then write or replace the manifest. Raises StoreError."""
     files = send(store, prefix, files_below(folder), stored={})
     manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta or {})
     store.put(f"{prefix}/{layout.MANIFEST}", to_json(manifest))
@@ -105,26 +104,28 @@ def publish_once(
     meta: dict[str, str],
     name: str = layout.MANIFEST,
 ) -> Manifest:
-    """Put the manifest of files that were sent to `prefix`: the only one of that name that is ever there, for
-    others may be built on it. Raises AlreadyExists, StoreError."""
+    """Create the manifest of files sent to `prefix`. It is never replaced, since others may depend on it.
+
+    Raises AlreadyExists, StoreError.
+    """
     manifest = Manifest(SCHEMA, str(version), now_s, prefix, files, meta)
     key, data = f"{prefix}/{name}", to_json(manifest)
     try:
         store.create(key, data)
     except AlreadyExists:
-        if store.get(key) != data:  # it is not ours, whose answer was lost
+        if store.get(key) != data:  # equal: our own, after a lost response
             raise
     return manifest
 
 
 def load(store: Store, prefix: str, name: str = layout.MANIFEST) -> Manifest:
-    """Read the manifest of a published folder. Raises NotFound (nothing was published there) or Corrupt."""
+    """Read the manifest of a published folder. Raises NotFound if nothing was published there, and Corrupt."""
     key = f"{prefix}/{name}"
     return decode(store.get(key), key)
 
 
 def decode(data: bytes, key: str) -> Manifest:
-    """Read a manifest's bytes. Raises Corrupt naming `key`."""
+    """Decode a manifest. Raises Corrupt naming `key`."""
     manifest = from_json(data, Manifest, key)
     check_schema(manifest.schema, SCHEMA, key)
     return manifest
@@ -138,7 +139,7 @@ def fetch(store: Store, prefix: str, folder: Path, progress: Progress = lambda _
 
 
 def part_of(folder: Path) -> Path:
-    """Where a folder is while it is downloaded."""
+    """Return the temporary path of a folder during its download."""
     return folder.with_name(f".{folder.name}.part")
 
 
@@ -149,7 +150,7 @@ def materialize(
     folder: Path,
     progress: Progress = lambda _: None,
 ) -> None:
-    """Download files of a manifest into `folder`, which appears only when every chunk has been verified.
+    """Download files of a manifest into `folder`, which appears once every chunk is verified.
 
     Only one process at a time may fill a folder. Chunks that a killed process left next to it are reused.
 
@@ -158,12 +159,12 @@ def materialize(
     part = part_of(folder)
     part.mkdir(parents=True, exist_ok=True)
     wanted = {file.name for file in files}
-    for name, path in files_below(part):  # of another manifest, begun earlier
+    for name, path in files_below(part):  # left by the download of another manifest
         if name not in wanted:
             path.unlink()
     try:
         receive(store, root, files, part, progress)
-    except (Corrupt, NotFound):  # no further try can help
+    except (Corrupt, NotFound):  # a retry would fail as well
         shutil.rmtree(part, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
@@ -173,10 +174,9 @@ def materialize(
 def receive(
     store: Store, root: str, files: Iterable[File], folder: Path, progress: Progress = lambda _: None
 ) -> None:
-    """Download files into `folder`, many chunks at a time, each verified. Valid chunks of an earlier try are kept.
+    """Download files into `folder`, concurrently, and verify them. Valid chunks of an earlier attempt stay.
 
-    The transfers bound the memory: `chunks.TRANSFERS` chunks at most. Raises DamagedChunk, Corrupt, NotFound,
-    StoreError, OSError.
+    Holds at most `chunks.TRANSFERS` chunks in memory. Raises DamagedChunk, Corrupt, NotFound, StoreError, OSError.
     """
     wanted = [chunk for file in files for chunk in _wanted_chunks(root, file, folder)]
     with ThreadPoolExecutor(chunks.TRANSFERS, thread_name_prefix="receive") as pool:
@@ -186,7 +186,7 @@ def receive(
 
 @dataclass(frozen=True, slots=True)
 class _WantedChunk:
-    """A chunk and its place in a file. `may_exist`: an earlier download may have written it."""
+    """A chunk and its offset in a file. `may_exist`: an earlier download may have written it."""
 
     name: str
     path: Path
@@ -199,7 +199,7 @@ class _WantedChunk:
         if not (self.may_exist and self._exists()):
             data = chunks.verified(store, f"{root}/{self.name}")
             if len(data) != self.size_bytes:
-                raise Corrupt(f"{root}/{self.name}: {len(data)} bytes where the manifest needs {self.size_bytes}")
+                raise Corrupt(f"{root}/{self.name}: {len(data)} bytes, but the manifest has {self.size_bytes}")
             with self.path.open("r+b") as out:
                 written = os.pwrite(out.fileno(), data, self.offset)
             if written != self.size_bytes:  # the disk is full
@@ -212,7 +212,7 @@ class _WantedChunk:
 
 
 def _wanted_chunks(root: str, file: File, folder: Path) -> Iterator[_WantedChunk]:
-    """Give the file its size and yield its chunks. Raises Corrupt, OSError."""
+    """Set the file's size and yield its chunks. Raises Corrupt, OSError."""
     path = _path_below(folder, file.name, root)
     offsets = chunks.offsets(file.size_bytes)
     if file.size_bytes < 0 or len(offsets) != len(file.chunks):
@@ -227,15 +227,15 @@ def _wanted_chunks(root: str, file: File, folder: Path) -> Iterator[_WantedChunk
 
 
 def _path_below(folder: Path, name: str, root: str) -> Path:
-    """Return the path of a file of a manifest. Raises Corrupt for a name that leaves the folder."""
+    """Return the path of a manifest's file. Raises Corrupt for a name outside the folder."""
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or name.startswith("/") or "\0" in name:
-        raise Corrupt(f"{root}: file name {name!r} leaves its folder")
+        raise Corrupt(f"{root}: file name {name!r} is outside the folder")
     return folder / name
 
 
 def remove(store: Store, prefix: str) -> None:
-    """Delete a published folder, its manifest first, so that a half of it never counts."""
+    """Delete a published folder, its manifest first, so that an incomplete folder is never valid."""
     keys = {entry.key for entry in store.entries(prefix)}
     store.delete([f"{prefix}/{layout.MANIFEST}"])
     store.delete(sorted(keys - {f"{prefix}/{layout.MANIFEST}"}))

@@ -1,13 +1,12 @@
-"""Where checkpoints wait for their upload: a folder in memory or on a fast disk, shared by trainer and uploader.
+"""The spool: a folder in memory or on a fast disk where checkpoints wait for their upload.
 
-    checkpoint-50/            a slot: being written, whole, or free to be written over
-    checkpoint-50.json        the slot is whole, and the uploader's
-    uploader.json             what the uploader is doing
+    checkpoint-50/            a slot: being written, complete, or free to be overwritten
+    checkpoint-50.json        its seal: the slot is complete and belongs to the uploader
+    uploader.json             the uploader's state
 
-The trainer writes a slot and seals it; the uploader stores it and takes the seal away. A slot without a seal is
-free: its files are written over in place, because getting fresh memory from the kernel takes longer than copying a
-checkpoint does. Both processes may be killed at any point: a slot counts once it is sealed, and the seal appears
-atomically.
+The trainer writes a slot and seals it; the uploader stores it and removes the seal. A slot without a seal is free:
+its files are overwritten in place, because allocating new memory takes longer than copying a checkpoint. Both
+processes may be killed at any point: a slot is valid once it is sealed, and the seal appears atomically.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ UNWRITTEN_NS = 0  # the modification time of a file that the save in progress ha
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Says that a slot is whole.
+    """Marks a slot as complete. Written by the trainer.
 
-    `frozen` are files that belong to the checkpoint and lie elsewhere on this machine, unchanged: path by name.
-    The newest checkpoint before `keep_before_step` must be kept, and all from `keep_since_step` on; None: no such
-    step.
+    `frozen` are unchanging files of the checkpoint elsewhere on this machine, path by name. The newest checkpoint
+    before `keep_before_step` must be kept, and all from `keep_since_step` on; None: no such step.
     """
 
     version: str  # PolicyVersion as text
-    made_at_s: float
+    made_at_s: float  # seconds since the epoch
     meta: dict[str, str] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     keep_before_step: int | None = None
@@ -51,23 +49,23 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class UploaderState:
-    """What the uploader last reported. `stored` and `storing` are PolicyVersions as text."""
+    """The state that the uploader last reported. `stored` and `storing` are PolicyVersions as text."""
 
     stored: str | None = None
     storing: str | None = None
     done_bytes: int = 0
     total_bytes: int = 0
     error: str = ""
-    took_s: float | None = None  # what storing the last one has taken
+    took_s: float | None = None  # duration of the last upload
 
 
 class Spool:
     """One trainer machine's spool.
 
     Args:
-        folder: its own; made here.
-        budget_bytes: what all slots together may take; a slot is begun only if it fits.
-        slot_bytes: the expected size of a slot, until there is one to measure.
+        folder: used by this spool alone; created if missing.
+        budget_bytes: the maximum size of all slots together; a slot is created only if it fits.
+        slot_bytes: the expected size of the first slot.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, slot_bytes: int) -> None:
@@ -78,7 +76,7 @@ class Spool:
         folder.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, files: dict[str, int]) -> None:
-        """Begin, in the background, to get memory for the first slot's files: sizes in bytes by name."""
+        """Allocate, in the background, memory for the first slot's files: sizes in bytes by name."""
         if not list(self._slots()) and sum(files.values()) <= self._budget_bytes:
             slot = self.folder / "checkpoint-0"
             slot.mkdir()
@@ -86,7 +84,7 @@ class Spool:
             self._preparing.start()
 
     def claim(self, step: int) -> Path | None:
-        """Return the folder for the checkpoint of `step`, with an old one's files in it; None without room."""
+        """Return a folder for the checkpoint of `step`, perhaps with old files in it; None if no slot fits."""
         if self._preparing is not None:
             self._preparing.join()
         wanted = self.folder / f"checkpoint-{step}"
@@ -105,9 +103,9 @@ class Spool:
         return wanted
 
     def seal(self, slot: Path, seal: Seal) -> None:
-        """Hand a slot to the uploader, without those files of the old checkpoint that were not written over.
+        """Hand a slot to the uploader, after deleting the old checkpoint's files that were not overwritten.
 
-        Raises OSError, where there is no room even for that.
+        Raises OSError if there is no space for the seal.
         """
         for path in _files_of(slot):
             if path.stat().st_mtime_ns == UNWRITTEN_NS:
@@ -115,9 +113,9 @@ class Spool:
         _write(_seal_of(slot), to_json(seal))
 
     def give_up(self, slot: Path) -> bool:
-        """Remove a slot that could not be written for lack of space, and lower the budget to what the others take.
+        """Remove a slot that could not be written for lack of space, and reduce the budget to the others' size.
 
-        Returns whether there are others, which the uploader frees.
+        Returns whether others exist, which the uploader will free.
         """
         shutil.rmtree(slot)
         others = list(self._slots())
@@ -125,7 +123,7 @@ class Spool:
         return bool(others)
 
     def sealed(self) -> list[tuple[Seal, Path]]:
-        """Slots that wait for the uploader, oldest first."""
+        """Return the slots that wait for the uploader, oldest first."""
         found = []
         for slot in self._slots():
             with contextlib.suppress(FileNotFoundError):  # free, or released at this moment
@@ -133,16 +131,16 @@ class Spool:
         return sorted(found, key=lambda pair: pair[0].at)
 
     def release(self, slot: Path) -> None:
-        """Give a slot back: its checkpoint is stored."""
+        """Free a slot whose checkpoint is stored."""
         _seal_of(slot).unlink()
 
     def report(self, state: UploaderState) -> None:
-        """Tell the trainer about the upload. A full spool takes no report; the upload goes on."""
+        """Report the upload's state to the trainer. Does nothing if the spool is full."""
         with contextlib.suppress(OSError):
             _write(self.folder / UPLOADER, to_json(state))
 
     def reported(self) -> UploaderState:
-        """What the uploader last reported; an empty report before its first."""
+        """Return the state that the uploader last reported; an empty one before its first report."""
         path = self.folder / UPLOADER
         return from_json(path.read_bytes(), UploaderState, str(path)) if path.exists() else UploaderState()
 
@@ -163,9 +161,9 @@ def _files_of(slot: Path) -> list[Path]:
 
 
 def _allocate(slot: Path, files: dict[str, int]) -> None:
-    """Write zeros: memory that is only reserved is allocated page by page at the first write.
+    """Write zeros: reserved memory would be allocated only page by page at the first write.
 
-    A lack of space is left for the save to report.
+    Ignores a lack of space, which the save will report.
     """
     zeros = bytes(ZEROS_BYTES)
     for name, size_bytes in files.items():

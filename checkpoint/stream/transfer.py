@@ -1,4 +1,4 @@
-"""Uploads, reads and verifies checkpoints: chunks, then a manifest, then an entry in the catalog."""
+"""Upload, read, verify and export checkpoints: chunks, then a manifest, then an entry in the catalog."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkpoint.stream.chunks import Progress, send
 from checkpoint.stream.manifest import Manifest
 from policies.model.vocabulary import PolicyVersion
 
-RECENT = 8  # revisions; chunks that an earlier upload has left are sent again
+RECENT = 8  # revisions; older unlisted chunks are sent again
 
 
 def upload(
@@ -39,58 +39,61 @@ def upload(
     Chunks that the store has are not sent again. Raises StoreError, OSError.
     """
     while True:
-        # The catalog before the listing: what is condemned later is found at the commit.
-        present = catalog.newest()
-        listed, stored = _reusable(store, catalog, present)
-        # A condemned name is never used again: its number is older than the revision that condemned it.
-        sent = send(store, layout.BLOBS, files, stored=stored, suffix=f".{present.number}", progress=progress)
+        # Read the catalog before the listing, so that the commit finds later condemnations.
+        revision = catalog.newest()
+        listed, stored = _reusable(store, catalog, revision)
+        # Condemned names are never used again: their number is older than the revision that condemned them.
+        sent = send(store, layout.BLOBS, files, stored=stored, suffix=f".{revision.number}", progress=progress)
         made = Manifest(manifest.SCHEMA, str(version), now_s, layout.BLOBS, sent, meta)
         key, data = layout.checkpoint(version, secrets.token_hex(4)), to_json(made)
         store.put(key, data)
         entry = Checkpoint(str(version), key, blake3(data).hexdigest(), now_s, made.size_bytes)
         objects = frozenset({key, *(f"{layout.BLOBS}/{chunk}" for chunk in made.chunks)})
         try:
-            # Before a revision relies on them. Those that a listed checkpoint names were secured for it.
+            # Before a revision depends on them. Chunks of a listed checkpoint are already durable.
             store.secure(sorted(objects - {f"{layout.BLOBS}/{chunk}" for chunk in listed}))
-            catalog.commit(now_s, entry, objects, present.number)
-        except (Condemned, NotFound):  # the latter: condemned, and deleted already
+            catalog.commit(now_s, entry, objects, revision.number)
+        except (Condemned, NotFound):  # NotFound: condemned and already deleted
             continue
         return entry
 
 
-def _reusable(store: Store, catalog: Catalog, present: Revision) -> tuple[frozenset[str], dict[str, str]]:
-    """The chunks that the newest checkpoint names; and by digest those that a new one may reuse: of the former
-    what is there, and what uploads have left that were cut off recently.
+def _reusable(store: Store, catalog: Catalog, revision: Revision) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the newest checkpoint's chunks, and the reusable chunks by digest.
 
-    A chunk is not reusable merely because it is there. It may have been condemned, deleted and forgotten, and be
-    back because a writer was late; a collector that is late, too, then deletes it again.
+    Reusable are the existing chunks of the newest checkpoint, and those of recently interrupted uploads. Existence
+    is not sufficient: a late writer may have restored a chunk that was condemned, deleted and forgotten, and a
+    late collector may delete it again.
     """
-    there = {name for entry in store.entries(layout.BLOBS) if (name := layout.chunk_of(entry.key))}
-    named: frozenset[str] = frozenset()
-    if present.checkpoints:
+    existing = {name for entry in store.entries(layout.BLOBS) if (name := layout.chunk_of(entry.key))}
+    listed: frozenset[str] = frozenset()
+    if revision.checkpoints:
         with contextlib.suppress(NotFound, Corrupt):
-            named = read_manifest(store, present.checkpoints[-1]).chunks
-    recent = {name: number for name in there - named if (number := _number_in(name)) >= present.number - RECENT}
-    condemned = catalog.condemned_since(min(recent.values(), default=present.number), present)
-    unusable = {*present.suspect, *(key.removeprefix(f"{layout.BLOBS}/") for key in condemned)}
-    return named, {chunks.digest_of(name): name for name in sorted((there & named | recent.keys()) - unusable)}
+            listed = read_manifest(store, revision.checkpoints[-1]).chunks
+    oldest = revision.number - RECENT
+    recent = {name: number for name in existing - listed if (number := _revision_in(name)) >= oldest}
+    condemned = catalog.condemned_since(min(recent.values(), default=revision.number), revision)
+    unusable = {*revision.suspect, *(key.removeprefix(f"{layout.BLOBS}/") for key in condemned)}
+    reusable = (existing & listed | recent.keys()) - unusable
+    return listed, {chunks.digest_of(name): name for name in sorted(reusable)}
 
 
-def _number_in(chunk: str) -> int:
-    """The revision that a chunk's writer had read."""
+def _revision_in(chunk: str) -> int:
+    """Return the number of the revision that a chunk's writer had read."""
     return int(chunk.partition(".")[2])
 
 
 def read_manifest(store: Store, checkpoint: Checkpoint) -> Manifest:
-    """The manifest of a listed checkpoint. Raises NotFound, Corrupt, StoreError."""
+    """Return the manifest of a listed checkpoint. Raises NotFound, Corrupt, StoreError."""
     data = store.get(checkpoint.manifest)
     if blake3(data).hexdigest() != checkpoint.digest:
-        raise Corrupt(f"{checkpoint.manifest}: its digest is not the catalog's", "it was damaged after its upload")
+        what = f"{checkpoint.manifest}: its digest differs from the catalog's"
+        raise Corrupt(what, "it was damaged after its upload")
     return manifest.decode(data, checkpoint.manifest)
 
 
 def verify(store: Store, checkpoint: Checkpoint, *, progress: Progress = lambda _: None) -> list[str]:
-    """Read every byte of a checkpoint; return what is wrong with it, a line each, nothing for a whole one.
+    """Read every byte of a checkpoint; return one line per error, [] for an intact checkpoint.
 
     Raises StoreError when the store itself fails.
     """
@@ -103,10 +106,10 @@ def verify(store: Store, checkpoint: Checkpoint, *, progress: Progress = lambda 
 
 # A checkpoint's weights as plain files in the store, for `from_pretrained` and for use without this project.
 #
-# The rest of the checkpoint, above all the optimizer, is left out. The document beside the folder is written last:
-# an export without it was cut off, and is made again.
+# The rest of the checkpoint, mainly the optimizer, is left out. The document next to the folder is written last:
+# an export without it was interrupted, and is repeated.
 
-# What only a resumed trainer needs.
+# Needed only to resume training.
 TRAINING_STATE = (".pt", ".pth", ".bin")
 # The last three are DeepSpeed's.
 TRAINING_FILES = frozenset(
@@ -116,7 +119,7 @@ TRAINING_FILES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The outcome of an export. `prefix` is empty if it failed for good, and `error` says why."""
+    """The outcome of an export. If it failed permanently, `prefix` is empty and `error` has the reason."""
 
     version: str  # PolicyVersion as text
     prefix: str
@@ -124,7 +127,7 @@ class Export:
 
 
 def export_weights(store: Store, version: PolicyVersion) -> Export:
-    """Export a listed checkpoint, unless it is there already. Raises StoreError when the store fails."""
+    """Export a listed checkpoint, unless already done. Raises StoreError when the store fails."""
     document = export_of(version)
     done = document.read(store, Unreadable())
     if done is not None:
@@ -137,18 +140,18 @@ def export_weights(store: Store, version: PolicyVersion) -> Export:
             store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
         store.secure([f"{prefix}/{file.name}" for file in wanted])
         export = Export(str(version), prefix)
-    except (Corrupt, NotFound) as error:  # no further try can help
+    except (Corrupt, NotFound) as error:  # a retry would fail as well
         export = Export(str(version), "", str(error))
     document.write(store, export)
     return export
 
 
 def export_of(version: PolicyVersion) -> OptionalDocument[Export]:
-    """What became of that version's export: absent, or damaged, while it is not done."""
+    """Return the document of that version's export, absent or damaged until it is done."""
     return OptionalDocument(f"{layout.export(version)}.json", Export)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a checkpoint's file of that name is part of the model, and not of its training."""
+    """Whether a checkpoint's file belongs to the model, as opposed to the training state."""
     path = PurePosixPath(name)
     return path.suffix not in TRAINING_STATE and path.name not in TRAINING_FILES

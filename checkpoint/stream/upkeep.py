@@ -1,9 +1,9 @@
-"""Checks what all checkpoints share while its source is at hand, and stores damaged chunks again.
+"""Check and repair the chunks that all checkpoints share, and delete what no checkpoint needs.
 
 A frozen base model is stored once, and each checkpoint refers to it: one lost object would break them all. While
-the trainer's machine lives, the files are still there. A listing shows what is missing or of a wrong size: 64 GB
-are 4,000 chunks, five requests. It does not show wrong bytes, so each check reads a few chunks in turn: 128 MB a
-check, 64 GB in 500 checks.
+the trainer's machine exists, it has the files. A listing shows chunks that are missing or of a wrong size (64 GB
+are 4,000 chunks, five requests), but not wrong bytes. So each check reads a few chunks in turn: 128 MB a check, 64
+GB in 500 checks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
-READ_AT_A_CHECK = 8  # chunks
+CHUNKS_READ = 8  # per check
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a chunk's bytes are on this machine."""
+    """A chunk's bytes in a file of this machine."""
 
     path: Path
     offset: int
@@ -39,7 +39,7 @@ class _Source:
 
 
 class Upkeep:
-    """Repairs the stored copies of files that lie unchanged on this machine.
+    """Repairs the stored copies of files that this machine has unchanged.
 
     Args:
         store: the run's store.
@@ -49,48 +49,48 @@ class Upkeep:
     def __init__(self, store: Store, catalog: Catalog) -> None:
         self._store = store
         self._catalog = catalog
-        self._names: frozenset[str] = frozenset()  # of what lies here
-        self._files: dict[str, list[File]] = {}  # those of them that a manifest has; manifests never change
+        self._names: frozenset[str] = frozenset()  # of this machine's files
+        self._files: dict[str, list[File]] = {}  # these files by manifest; manifests never change
         self._turn = 0
 
     def repair(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
         """Store the damaged chunks of `frozen`, path by name as in a seal, again; return their names.
 
-        They keep their names, so that every checkpoint that refers to them is whole again. One that is no longer
-        needed when it arrives is collected as unreferenced. Raises StoreError, OSError.
+        Under the same names they repair every checkpoint that refers to them. A chunk that is no longer needed
+        when it arrives is collected as unreferenced. Raises StoreError, OSError.
         """
-        present = self._catalog.newest()
-        wanted = self._wanted(present, frozen)
-        if not wanted:
+        revision = self._catalog.newest()
+        sources = self._sources(revision, frozen)
+        if not sources:
             return []
-        damaged = self._damaged(present, wanted)
-        repaired = [name for name in damaged if self._send(name, wanted[name])]
+        damaged = self._damaged(revision, sources)
+        repaired = [name for name in damaged if self._send(name, sources[name])]
         self._store.secure([f"{layout.BLOBS}/{name}" for name in repaired])
-        cleared = set(repaired) & set(present.suspect)
+        cleared = set(repaired) & set(revision.suspect)
         if cleared:
             self._catalog.change(
-                now_s, lambda r: replace(r, suspect=[one for one in r.suspect if one not in cleared])
+                now_s, lambda r: replace(r, suspect=[name for name in r.suspect if name not in cleared])
             )
         if damaged:
-            log.warning("shared_chunks_damaged", damaged=len(damaged), stored_again=len(repaired))
+            log.warning("shared_chunks_damaged", damaged=len(damaged), repaired=len(repaired))
         return repaired
 
-    def _wanted(self, present: Revision, frozen: Mapping[str, str]) -> dict[str, _Source]:
-        """The chunks of listed checkpoints whose bytes are here."""
+    def _sources(self, revision: Revision, frozen: Mapping[str, str]) -> dict[str, _Source]:
+        """Return the chunks of listed checkpoints that this machine has, by name."""
         known = self._files if frozen.keys() == self._names else {}
         self._files, self._names = {}, frozenset(frozen)
-        same = {_identity(file): file for files in known.values() for file in files}
-        for one in present.checkpoints:
-            if one.manifest in known:
-                self._files[one.manifest] = known[one.manifest]
+        shared = {_identity(file): file for files in known.values() for file in files}
+        for checkpoint in revision.checkpoints:
+            if checkpoint.manifest in known:
+                self._files[checkpoint.manifest] = known[checkpoint.manifest]
                 continue
             try:
-                files = [file for file in read_manifest(self._store, one).files if file.name in frozen]
+                files = [file for file in read_manifest(self._store, checkpoint).files if file.name in frozen]
             except (NotFound, Corrupt) as error:  # retired at this moment, or damaged: its chunks are unknown
-                log.warning("checkpoint_unreadable", checkpoint=one.version, error=str(error))
+                log.warning("checkpoint_unreadable", checkpoint=checkpoint.version, error=str(error))
                 continue
-            # A thousand checkpoints may name the same thousands of chunks: they are remembered once.
-            self._files[one.manifest] = [same.setdefault(_identity(file), file) for file in files]
+            # A thousand checkpoints may name the same thousands of chunks: keep a single copy.
+            self._files[checkpoint.manifest] = [shared.setdefault(_identity(file), file) for file in files]
         distinct = {id(file): file for files in self._files.values() for file in files}
         return {
             chunk: _Source(Path(frozen[file.name]), offset, min(chunks.CHUNK_BYTES, file.size_bytes - offset))
@@ -98,15 +98,15 @@ class Upkeep:
             for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True)
         }
 
-    def _damaged(self, present: Revision, wanted: Mapping[str, _Source]) -> list[str]:
+    def _damaged(self, revision: Revision, sources: Mapping[str, _Source]) -> list[str]:
         stored = {entry.key: entry.size_bytes for entry in self._store.entries(layout.BLOBS)}
         damaged = {
             name
-            for name, source in wanted.items()
-            if stored.get(f"{layout.BLOBS}/{name}") != source.size_bytes or name in present.suspect
+            for name, source in sources.items()
+            if stored.get(f"{layout.BLOBS}/{name}") != source.size_bytes or name in revision.suspect
         }
-        sound = sorted(set(wanted) - damaged)
-        read = [sound[(self._turn + place) % len(sound)] for place in range(min(READ_AT_A_CHECK, len(sound)))]
+        others = sorted(set(sources) - damaged)
+        read = [others[(self._turn + index) % len(others)] for index in range(min(CHUNKS_READ, len(others)))]
         self._turn += len(read)
         return sorted(damaged | set(chunks.check(self._store, layout.BLOBS, read)))
 
@@ -126,36 +126,36 @@ def _identity(file: File) -> tuple[str, ...]:
 
 
 def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
-    """Return a line for each object that is missing or of a wrong size, by version; none for whole checkpoints.
+    """Return a line for each object that is missing or of a wrong size, by version; [] for complete checkpoints.
 
     Reads no chunk: only `transfer.verify` finds wrong bytes. Raises StoreError.
     """
     stored = {entry.key: entry.size_bytes for entry in store.entries(layout.BLOBS)}
-    return {one.version: list(_absent(store, one, stored)) for one in listed}
+    return {checkpoint.version: list(_missing_of(store, checkpoint, stored)) for checkpoint in listed}
 
 
-def _absent(store: Store, one: Checkpoint, stored: Mapping[str, int]) -> Iterator[str]:
+def _missing_of(store: Store, checkpoint: Checkpoint, stored: Mapping[str, int]) -> Iterator[str]:
     try:
-        found = read_manifest(store, one)
+        manifest = read_manifest(store, checkpoint)
     except (NotFound, Corrupt) as error:
         yield str(error)
         return
-    for file in found.files:
+    for file in manifest.files:
         for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True):
-            key, wanted_bytes = f"{found.root}/{chunk}", min(chunks.CHUNK_BYTES, file.size_bytes - offset)
+            key, expected_bytes = f"{manifest.root}/{chunk}", min(chunks.CHUNK_BYTES, file.size_bytes - offset)
             if (size_bytes := stored.get(key)) is None:
                 yield f"{key} of {file.name} is missing"
-            elif size_bytes != wanted_bytes:
-                yield f"{key} of {file.name} has {size_bytes} bytes, not {wanted_bytes}"
+            elif size_bytes != expected_bytes:
+                yield f"{key} of {file.name} has {size_bytes} bytes, not {expected_bytes}"
 
 
-# Deletes what no checkpoint needs any more, in three steps; a crash between them does no harm.
+# Deletes unneeded objects in three steps; a crash between them is harmless.
 #
-# A catalog revision removes the checkpoints that retention retires and condemns their objects, along with every
-# unreferenced chunk. Then these are deleted. Then a revision forgets them. After a crash the next collection goes
-# on. An upload in progress elsewhere is safe: see `checkpoint.stream.catalog`.
+# A catalog revision removes the retired checkpoints and condemns their objects and all unreferenced chunks. Then
+# these objects are deleted. Then another revision removes them from `condemned`. After a crash the next collection
+# continues. An upload in progress elsewhere is safe: see `checkpoint.stream.catalog`.
 
-# An unreferenced chunk younger than this may belong to an upload in progress, which would have to send it again.
+# An unreferenced chunk younger than this may belong to an upload in progress, which would have to repeat it.
 IN_FLIGHT_S = 3600.0
 
 Retention = Callable[[Sequence[Checkpoint]], Sequence[PolicyVersion]]
@@ -163,19 +163,19 @@ Retention = Callable[[Sequence[Checkpoint]], Sequence[PolicyVersion]]
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one collection did."""
+    """The result of a collection."""
 
     retired: tuple[str, ...]  # PolicyVersions as text
     deleted: int  # objects
 
 
 class Collector:
-    """Collects for one run. Remembers which chunks a listed manifest names; manifests never change.
+    """Deletes one run's unneeded objects. Caches the chunks of listed manifests, which never change.
 
     Args:
         store: the run's store.
         catalog: of the same run.
-        retention: returns the versions that may go.
+        retention: returns the versions to delete.
     """
 
     def __init__(self, store: Store, catalog: Catalog, retention: Retention) -> None:
@@ -185,56 +185,57 @@ class Collector:
         self._chunks: dict[str, frozenset[str]] = {}  # by manifest
 
     def collect(self, now_s: float) -> Collected:
-        """Retire, delete, forget.
+        """Retire checkpoints and delete unneeded objects.
 
-        Raises Corrupt, NotFound (a listed manifest cannot be read: then nothing is deleted), StoreError.
+        Raises StoreError, among them Corrupt and NotFound for an unreadable listed manifest: then nothing is
+        deleted.
         """
         retired: list[PolicyVersion] = []
 
-        def condemn(present: Revision) -> Revision:
-            # Listed anew at each try: a revision in between may have brought new objects.
-            going = set(self._retention(present.checkpoints))
-            kept = [one for one in present.checkpoints if one.at not in going]
-            gone = [one for one in present.checkpoints if one.at in going]
-            retired[:] = [one.at for one in gone]
-            condemned = self._unneeded(kept, gone, now_s) | set(present.condemned)
-            suspect = [name for name in present.suspect if f"{layout.BLOBS}/{name}" not in condemned]
-            return replace(present, checkpoints=kept, condemned=sorted(condemned), suspect=suspect)
+        def condemn(revision: Revision) -> Revision:
+            # Repeated for each attempt: a revision in between may have added objects.
+            unwanted = set(self._retention(revision.checkpoints))
+            kept = [checkpoint for checkpoint in revision.checkpoints if checkpoint.at not in unwanted]
+            removed = [checkpoint for checkpoint in revision.checkpoints if checkpoint.at in unwanted]
+            retired[:] = [checkpoint.at for checkpoint in removed]
+            condemned = self._unneeded(kept, removed, now_s) | set(revision.condemned)
+            suspect = [name for name in revision.suspect if f"{layout.BLOBS}/{name}" not in condemned]
+            return replace(revision, checkpoints=kept, condemned=sorted(condemned), suspect=suspect)
 
         for prefix in (layout.BLOBS, layout.POLICIES):
             self._store.sweep(prefix, IN_FLIGHT_S)
         revision = self._catalog.change(now_s, condemn)
-        doomed = set(revision.condemned)
-        if doomed:
-            self._store.delete(sorted(doomed))
-            self._catalog.change(now_s, lambda r: replace(r, condemned=sorted(set(r.condemned) - doomed)))
-        self._chunks = {one.manifest: self._chunks[one.manifest] for one in revision.checkpoints}
-        if doomed:
-            log.info("collected", retired=[str(at) for at in retired], objects=len(doomed))
-        return Collected(tuple(str(at) for at in retired), len(doomed))
+        condemned = set(revision.condemned)
+        if condemned:
+            self._store.delete(sorted(condemned))
+            self._catalog.change(now_s, lambda r: replace(r, condemned=sorted(set(r.condemned) - condemned)))
+        self._chunks = {listed.manifest: self._chunks[listed.manifest] for listed in revision.checkpoints}
+        if condemned:
+            log.info("checkpoints_collected", retired=[str(at) for at in retired], objects=len(condemned))
+        return Collected(tuple(str(at) for at in retired), len(condemned))
 
-    def _unneeded(self, kept: list[Checkpoint], gone: list[Checkpoint], now_s: float) -> set[str]:
-        """Objects that no kept checkpoint refers to: those of retired ones, and what aborted uploads left."""
-        needed = {one.manifest for one in kept}
-        for one in kept:
-            needed |= self._objects(one)
-        unneeded = {one.manifest for one in gone}
-        for one in gone:
-            # Already collected, or damaged: its chunks go as unreferenced ones.
+    def _unneeded(self, kept: list[Checkpoint], removed: list[Checkpoint], now_s: float) -> set[str]:
+        """Return the objects that no kept checkpoint refers to, including those of interrupted uploads."""
+        needed = {checkpoint.manifest for checkpoint in kept}
+        for checkpoint in kept:
+            needed |= self._objects(checkpoint)
+        unneeded = {checkpoint.manifest for checkpoint in removed}
+        for checkpoint in removed:
+            # Already collected, or damaged: its chunks count as unreferenced.
             with contextlib.suppress(NotFound, Corrupt):
-                unneeded |= self._objects(one)
+                unneeded |= self._objects(checkpoint)
         for entry in [*self._store.entries(layout.BLOBS), *self._store.entries(layout.CHECKPOINTS)]:
             if _is_ours(entry) and now_s - entry.modified_at.timestamp() > IN_FLIGHT_S:
                 unneeded.add(entry.key)
         return unneeded - needed
 
-    def _objects(self, one: Checkpoint) -> frozenset[str]:
-        if one.manifest not in self._chunks:
-            found = read_manifest(self._store, one)
-            self._chunks[one.manifest] = frozenset(f"{found.root}/{chunk}" for chunk in found.chunks)
-        return self._chunks[one.manifest]
+    def _objects(self, checkpoint: Checkpoint) -> frozenset[str]:
+        if checkpoint.manifest not in self._chunks:
+            manifest = read_manifest(self._store, checkpoint)
+            self._chunks[checkpoint.manifest] = frozenset(f"{manifest.root}/{chunk}" for chunk in manifest.chunks)
+        return self._chunks[checkpoint.manifest]
 
 
 def _is_ours(entry: Entry) -> bool:
-    """Whether this project names objects so; foreign objects in the prefix are left alone."""
+    """Whether the object has a name of this project; foreign objects in the prefix are never deleted."""
     return layout.is_checkpoint(entry.key) or layout.chunk_of(entry.key) is not None

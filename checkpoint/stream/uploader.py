@@ -1,7 +1,7 @@
-"""Stores what the trainer spools, in a process of lowest priority and bounded memory.
+"""Upload spooled checkpoints, in a process of lowest priority and bounded memory.
 
-It may be killed at any point. The next one finds what it had sent, and a checkpoint is listed only once it is
-complete.
+The process may be killed at any point. Its successor reuses the chunks that it had sent, and a checkpoint is
+listed only once it is complete.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2  # between looks for a sealed slot: the trainer notifies nobody
+LOOK_S = 0.2  # between checks for a sealed slot
 RETRY_WAIT_S = 2.0
-UPKEEP_S = 600.0  # between repairs of what checkpoints share, if none is stored meanwhile
+UPKEEP_S = 600.0  # between repairs of shared chunks, if no checkpoint is stored meanwhile
 REPORT_S = 0.5
 
 Retire = Callable[[Sequence[Checkpoint], Seal | None], Sequence[PolicyVersion]]
@@ -36,15 +36,15 @@ Tidy = Callable[[Sequence[Checkpoint]], object]
 
 
 class Uploader:
-    """Uploads slot after slot, collects what retention retires, and repairs what all checkpoints share.
+    """Uploads slot after slot, deletes retired checkpoints, and repairs the chunks that all checkpoints share.
 
     Args:
         store: the run's store.
         spool: this machine's.
         writer: this node, for the catalog.
         retire: returns the versions to remove, from the listed checkpoints and the seal of the newest stored one.
-        is_replaced: whether the run has gone on without this version, so that it must not be listed any more.
-        tidy: removes what else the listed checkpoints do not need.
+        is_replaced: whether the run has continued without this version, so that it must not be listed.
+        tidy: removes other objects that the listed checkpoints do not need.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Uploader:
         self._state = UploaderState()
 
     def run(self) -> None:
-        """Run until the process is killed; what fails is tried again."""
+        """Run until the process is killed. Failed uploads are retried."""
         while True:
             waiting = self._spool.sealed()
             if not waiting:
@@ -80,26 +80,26 @@ class Uploader:
             try:
                 self.store_one(*waiting[0])
             except (StoreError, OSError) as error:  # the latter: a frozen file is missing for now
-                log.warning("checkpoint_not_stored_yet", checkpoint=waiting[0][0].version, error=str(error))
+                log.warning("checkpoint_upload_failed", checkpoint=waiting[0][0].version, error=str(error))
                 self._spool.report(replace(self._state, error=str(error)))
                 time.sleep(RETRY_WAIT_S)
                 continue
             try:
                 self._collector.collect(time.time())
                 self._tidy(self._catalog.newest().checkpoints)
-            except StoreError as error:  # the next collection goes on from here
-                log.warning("not_collected", error=str(error))
+            except StoreError as error:  # the next collection continues
+                log.warning("collection_failed", error=str(error))
 
     def store_one(self, seal: Seal, slot: Path) -> None:
         """Store one slot and release it. Raises StoreError, OSError."""
         if self._is_replaced(seal.at):
-            log.warning("checkpoint_dropped", checkpoint=seal.version, why="the run goes on without it")
+            log.warning("checkpoint_dropped", checkpoint=seal.version, reason="the run has continued without it")
             self._spool.release(slot)
             return
         files = [*files_below(slot), *((name, Path(path)) for name, path in sorted(seal.frozen.items()))]
         report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
         began_s = time.monotonic()
-        self._repair_shared(seal)  # first: what is repaired is not stored again under another name
+        self._repair_shared(seal)  # first, so that the upload can reuse repaired chunks
         transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add)
         self._newest = seal
         took_s = round(time.monotonic() - began_s, 3)
@@ -109,23 +109,23 @@ class Uploader:
         log.info("checkpoint_stored", checkpoint=seal.version, size_bytes=_size(files), took_s=took_s)
 
     def _repair_shared(self, seal: Seal) -> None:
-        """Repair what earlier checkpoints share with this one. A failure here holds up no new one."""
+        """Repair the chunks that earlier checkpoints share with this one. A failure is only logged."""
         self._repaired_s = time.monotonic()
         try:
             self._upkeep.repair(time.time(), seal.frozen)
         except (StoreError, OSError) as error:
-            log.warning("not_looked_after", error=str(error))
+            log.warning("chunk_repair_failed", error=str(error))
 
 
 class _Report:
-    """Tells the trainer how far an upload is. Thread-safe."""
+    """Reports the progress of an upload to the trainer. Thread-safe."""
 
-    def __init__(self, spool: Spool, begun: UploaderState) -> None:
+    def __init__(self, spool: Spool, state: UploaderState) -> None:
         self._spool = spool
-        self._state = begun
+        self._state = state
         self._reported_s = time.monotonic()
         self._lock = threading.Lock()
-        spool.report(begun)
+        spool.report(state)
 
     def add(self, size_bytes: int) -> None:
         with self._lock:

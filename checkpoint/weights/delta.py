@@ -1,8 +1,8 @@
-"""A file of what has changed from one policy's weights to the next's, and what applies it.
+"""Write and apply deltas: files with the changes from one policy's weights to the next's.
 
-After eight bytes that say what it is come the changed pieces (as below), tensor by tensor in
-the order of the weights' file; a compressed index; the index's lengths, as it is and before it was compressed; and
-BLAKE3 of everything before. So it is written in one pass, and refused as a whole when a bit of it is wrong.
+A delta consists of 8 magic bytes; the changed pieces (see below), tensor by tensor in the order of the weights'
+file; a compressed index; the index's length compressed and uncompressed; and the BLAKE3 digest of everything
+before. So it is written in one pass, and rejected as a whole if any bit is wrong.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from checkpoint.store.errors import Corrupt
 from checkpoint.weights import safetensors
 from checkpoint.weights.safetensors import Bytes, Layout, Placed
 
-# What has changed in a piece of a tensor, as bytes: which elements, and what they are now.
+# The encoding of the changes in a piece of a tensor: the changed elements and their new values.
 #
-# Elements are words of 1, 2, 4 or 8 bytes, compared by their bits: NaN equals itself, and -0.0 is not 0.0. Sent
-# are the new values, not differences to the old ones, so that to overwrite twice is to overwrite once.
+# Elements are words of 1, 2, 4 or 8 bytes, compared by their bits: NaN equals itself, and -0.0 is not 0.0. The new
+# values are encoded, not differences from the old ones, which makes applying idempotent.
 #
-# A piece that has changed is: the number of elements, the number of long gaps, the compressed sizes of its parts
-# (4 bytes each, little endian), then the parts, each a zstd frame. They are: of each changed element the gap since
-# the one before, in a byte, 255 for all longer ones; the longer ones in 4 bytes; the values' first bytes, their
-# second bytes and so on, for bytes of the same significance are alike. Gaps of a hundredth changed take less than
-# a byte.
+# A changed piece is: the number of changed elements, the number of long gaps, the compressed sizes of its parts (4
+# bytes each, little endian), then the parts, each a zstd frame. The parts are: the gap between each changed
+# element and the previous one, in a byte, 255 for all longer gaps; the longer gaps in 4 bytes; the values' first
+# bytes, their second bytes and so on, since bytes of the same significance compress well together. With 1 % of
+# elements changed, a gap takes less than a byte.
 
-LEVEL = 1  # more brings 1 % and takes three times as long: there is nothing to find but how often a byte occurs
+LEVEL = 1  # higher levels save 1 % and take three times as long: only byte frequencies are compressible
 LONG = 255
 WORD_BYTES = 8  # compared first: most are equal
 
-_threads = threading.local()  # zstd's contexts, which are slow to make
+_threads = threading.local()  # zstd's contexts, which are slow to create
 
 
 def encode_piece(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
-    """What makes `old` into `new`, which are equally long and whole elements; nothing where they are equal."""
+    """Encode the changes from `old` to `new`, of equal length and complete elements; b"" if they are equal."""
     at = changed_elements(old, new, item_bytes)
     if not len(at):
         return b""
@@ -61,21 +61,23 @@ def encode_piece(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
 
 
 def decode_piece(data: memoryview, piece: Bytes, item_bytes: int) -> None:
-    """Overwrite what has changed in `piece`. Raises Corrupt before it writes anything."""
+    """Apply encoded changes to `piece`. Raises Corrupt before it writes anything."""
     elements = piece.view(f"<u{item_bytes}")
     places, values = read_piece(data, len(elements), item_bytes)
     elements[places] = values
 
 
 def read_piece(data: memoryview, elements: int, item_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Which of so many elements have changed, in ascending order, and their new bits as unsigned words. Raises
-    Corrupt."""
+    """Return the indices of the changed elements, of `elements` in total, and their new bits as unsigned words.
+
+    Indices are in ascending order. Raises Corrupt.
+    """
     head_bytes = 4 * (4 + item_bytes)
     if len(data) < head_bytes:
-        raise Corrupt("a piece of a delta is cut off")
+        raise Corrupt("a piece of a delta is truncated")
     count, longs, *sizes = struct.unpack_from(f"<{4 + item_bytes}I", data)
     if not 0 < count <= elements or longs > count or sum(sizes) + head_bytes != len(data):
-        raise Corrupt("a piece of a delta is not as long as it says")
+        raise Corrupt("a piece of a delta differs from its declared size")
     wanted, parts, at = [count, 4 * longs, *[count] * item_bytes], list[Bytes](), head_bytes
     for size, part_bytes in zip(sizes, wanted, strict=True):
         parts.append(np.frombuffer(decompress(data[at : at + size], part_bytes), np.uint8))
@@ -87,12 +89,12 @@ def read_piece(data: memoryview, elements: int, item_bytes: int) -> tuple[NDArra
     gaps[is_long] = parts[1].view("<u4")
     places = np.cumsum(gaps + 1) - 1
     if places[-1] >= elements:
-        raise Corrupt("a piece of a delta goes beyond its tensor")
+        raise Corrupt("a piece of a delta exceeds its tensor")
     return places, np.stack(parts[2:], axis=1).view(f"<u{item_bytes}")[:, 0]
 
 
 def changed_elements(old: Bytes, new: Bytes, item_bytes: int) -> NDArray[np.int64]:
-    """Which elements' bits differ, in ascending order."""
+    """Return the indices of the elements whose bits differ, in ascending order."""
     whole = len(old) - len(old) % WORD_BYTES
     before, after = old[:whole].view(np.uint64), new[:whole].view(np.uint64)
     words = np.flatnonzero(before != after)
@@ -104,7 +106,7 @@ def changed_elements(old: Bytes, new: Bytes, item_bytes: int) -> NDArray[np.int6
 
 
 def compress(data: bytes) -> bytes:
-    """One zstd frame that says how long its content is."""
+    """Compress into a zstd frame with its content size."""
     return _compressor().compress(data)
 
 
@@ -116,10 +118,10 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 
 def decompress(frame: memoryview, size_bytes: int) -> bytes:
-    """The content of a frame, which is of that size. Raises Corrupt before it takes more memory than that."""
+    """Decompress a frame of that content size. Raises Corrupt before it allocates more memory than that."""
     try:
         if zstandard.frame_content_size(frame) != size_bytes:
-            raise Corrupt("a part of a delta is not as long as it says")
+            raise Corrupt("a part of a delta differs from its declared size")
         if not hasattr(_threads, "decompressor"):
             _threads.decompressor = zstandard.ZstdDecompressor()
         content: bytes = _threads.decompressor.decompress(frame)
@@ -133,19 +135,19 @@ MAGIC = b"GRPODLT1"
 SCHEMA = 1
 DIGEST_BYTES = 32
 FOOT_BYTES = 8 + 8 + DIGEST_BYTES
-# Bytes of an element by its type's name in safetensors, where they are whole words.
+# Bytes per element by safetensors' type name, for types of complete words.
 WIDTHS = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-WORKERS = min(8, os.cpu_count() or 1)  # numpy, zstd and BLAKE3 let other threads run
+WORKERS = min(8, os.cpu_count() or 1)  # numpy, zstd and BLAKE3 release the GIL
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that has changed: of each of its pieces how many bytes of the file are about it, 0 for none."""
+    """A changed tensor. `pieces` has the encoded size of each piece in bytes, 0 for an unchanged one."""
 
     name: str
     dtype: str
@@ -155,7 +157,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """`base` and `weights` are the `content_digest` of the weights before and after."""
+    """The index of a delta. `base` and `weights` are the `content_digest` of the weights before and after."""
 
     schema: int
     piece_bytes: int
@@ -165,7 +167,7 @@ class Index:
 
 
 class DeltaWriter:
-    """Writes a delta; it is none before it is finished."""
+    """Writes a delta, which is valid only after `finish`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,14 +178,14 @@ class DeltaWriter:
         self._add(MAGIC)
 
     def put(self, name: str, placed: Placed, pieces: list[bytes]) -> None:
-        """Add a tensor's pieces as `encode_piece` made them; the file then has them. Raises OSError."""
+        """Add a tensor's pieces from `encode_piece` and flush them to the file. Raises OSError."""
         if any(pieces):
-            self._tensors.append(Changed(name, placed.dtype, placed.shape, [len(one) for one in pieces]))
+            self._tensors.append(Changed(name, placed.dtype, placed.shape, [len(piece) for piece in pieces]))
             self._add(b"".join(pieces))
             self._file.flush()
 
     def finish(self, base: str, weights: str) -> None:
-        """Write the rest and close. Raises OSError."""
+        """Write index and digest, and close the file. Raises OSError."""
         index = to_json(Index(SCHEMA, safetensors.PIECE_BYTES, base, weights, self._tensors))
         frame = compress(index)
         self._add(frame + len(frame).to_bytes(8, "little") + len(index).to_bytes(8, "little"))
@@ -191,8 +193,8 @@ class DeltaWriter:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close, and leave no file."""
-        with contextlib.suppress(OSError):  # what it had not yet written
+        """Close and delete the file."""
+        with contextlib.suppress(OSError):  # flushing buffered data may fail
             self._file.close()
         self.path.unlink(missing_ok=True)
 
@@ -203,14 +205,13 @@ class DeltaWriter:
 
 
 def apply(deltas: Sequence[Path], weights: Path, base: str, pool: ThreadPoolExecutor) -> str:
-    """Overwrite in the file `weights`, which are those of the digest `base`, what has changed by one delta after
-    the other.
+    """Apply deltas, one after the other, to the file `weights`, whose digest is `base`.
 
-    In one pass however many they are: each of them touches nearly every page of the file.
+    Makes one pass for all deltas, since each of them touches nearly every page of the file.
 
-    Returns the digest of what they are to be now; whether they are, `safetensors.content_of` says. Nothing is
-    written before all deltas were found to be intact and to fit. Raises Corrupt, OSError: if it ends in the
-    middle the file holds neither the old weights nor the new ones.
+    Returns the expected digest of the new weights; verify it with `safetensors.content_of`. Checks that all deltas
+    are intact and fit before it writes. Raises Corrupt, OSError; after a failure while writing, the file holds
+    neither the old nor the new weights.
     """
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(weights.open("r+b")).fileno()
@@ -225,23 +226,23 @@ def apply(deltas: Sequence[Path], weights: Path, base: str, pool: ThreadPoolExec
                 work.setdefault(piece, []).append(_Part(changes, at, size_bytes))
             base = index.weights
 
-        def one(piece: _Piece, parts: list[_Part]) -> None:
-            whole = safetensors.read(file, piece.at, piece.size_bytes)
+        def overwrite(piece: _Piece, parts: list[_Part]) -> None:
+            content = safetensors.read(file, piece.at, piece.size_bytes)
             for part in parts:
                 data = safetensors.read(part.file, part.at, part.size_bytes)
-                decode_piece(data.data, whole, piece.item_bytes)
-            safetensors.write(file, piece.at, whole)
+                decode_piece(data.data, content, piece.item_bytes)
+            safetensors.write(file, piece.at, content)
 
-        done = [pool.submit(one, piece, parts) for piece, parts in work.items()]
-        wait(done)  # for all, also after an error: none may write once the file is closed
-        for each in done:
-            each.result()
+        writes = [pool.submit(overwrite, piece, parts) for piece, parts in work.items()]
+        wait(writes)  # for all, also after an error: none may write once the file is closed
+        for write in writes:
+            write.result()
     return base
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed in a tensor: flat places in ascending order, and the new bits there as unsigned words."""
+    """The changes of a tensor: flat indices in ascending order, and the new bits as unsigned words."""
 
     tensor: Changed
     places: NDArray[np.int64]
@@ -249,15 +250,15 @@ class Changes:
 
 
 def changes_in(path: Path, base: str, weights: str, pool: ThreadPoolExecutor) -> Iterator[Changes]:
-    """What a delta from the weights of digest `base` to those of `weights` changes, tensor by tensor.
+    """Yield the changes of a delta from the weights of digest `base` to those of `weights`, tensor by tensor.
 
-    Raises Corrupt, OSError; before the first tensor if it is damaged or leads elsewhere.
+    Raises Corrupt, OSError; before the first tensor if the delta is damaged or is for other weights.
     """
     with path.open("rb") as opened:
         file = opened.fileno()
         index = _index_in(file)
         if (index.base, index.weights) != (base, weights):
-            raise Corrupt(f"{NAME} leads from {index.base} to {index.weights}, not from {base} to {weights}")
+            raise Corrupt(f"{NAME} is from {index.base} to {index.weights}, not from {base} to {weights}")
         at = len(MAGIC)
         for tensor in index.tensors:
             yield _changes(file, at, tensor, pool)
@@ -265,58 +266,58 @@ def changes_in(path: Path, base: str, weights: str, pool: ThreadPoolExecutor) ->
 
 
 def verify(path: Path) -> Index:
-    """Read all of a delta and return its index. Raises Corrupt, OSError."""
+    """Verify a complete delta and return its index. Raises Corrupt, OSError."""
     with path.open("rb") as opened:
         return _index_in(opened.fileno())
 
 
 def _changes(file: int, at: int, tensor: Changed, pool: ThreadPoolExecutor) -> Changes:
-    """Read what is about a tensor, from `at` in the open delta."""
+    """Read the changes of a tensor, from offset `at` of the open delta."""
     elements, item_bytes = math.prod(tensor.shape), WIDTHS[tensor.dtype]
-    each = safetensors.PIECE_BYTES // item_bytes
+    per_piece = safetensors.PIECE_BYTES // item_bytes
 
-    def one(number: int, begin: int, size_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def read_part(number: int, begin: int, size_bytes: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         data = safetensors.read(file, begin, size_bytes).data
-        places, values = read_piece(data, min(each, elements - number * each), item_bytes)
-        return places + number * each, values
+        places, values = read_piece(data, min(per_piece, elements - number * per_piece), item_bytes)
+        return places + number * per_piece, values
 
     begins = [at + before for before in accumulate([0, *tensor.pieces[:-1]])]
     parts = [(n, begin, size) for n, (begin, size) in enumerate(zip(begins, tensor.pieces, strict=True)) if size]
-    found = list(pool.map(lambda part: one(*part), parts))
-    places, values = (np.concatenate(column) for column in zip(*found, strict=True))
+    changes = list(pool.map(lambda part: read_part(*part), parts))
+    places, values = (np.concatenate(column) for column in zip(*changes, strict=True))
     return Changes(tensor, places, values)
 
 
 def index_of(path: Path) -> Index:
-    """What a delta is about, if it is intact, which this does not say. Raises Corrupt, OSError."""
+    """Return a delta's index without verifying the delta. Raises Corrupt, OSError."""
     with path.open("rb") as opened:
         return _index_at_end(opened.fileno())
 
 
 def _index_in(file: int) -> Index:
-    """The index of a whole delta. Raises Corrupt."""
+    """Verify a delta and return its index. Raises Corrupt."""
     size_bytes = os.fstat(file).st_size
     hasher = blake3(max_threads=blake3.AUTO)
     for at, length in safetensors.pieces_of(0, max(0, size_bytes - DIGEST_BYTES)):
         hasher.update(safetensors.read(file, at, length).data)
     if bytes(safetensors.read(file, max(0, size_bytes - DIGEST_BYTES), DIGEST_BYTES)) != hasher.digest():
-        raise Corrupt("a delta of weights is damaged")
+        raise Corrupt("a weight delta is damaged")
     return _index_at_end(file)
 
 
 def _index_at_end(file: int) -> Index:
     size_bytes = os.fstat(file).st_size
     if size_bytes < len(MAGIC) + FOOT_BYTES or bytes(safetensors.read(file, 0, len(MAGIC))) != MAGIC:
-        raise Corrupt("this is no delta of weights")
+        raise Corrupt("this file is not a weight delta")
     foot = bytes(safetensors.read(file, size_bytes - FOOT_BYTES, FOOT_BYTES))
     length, index_bytes = int.from_bytes(foot[:8], "little"), int.from_bytes(foot[8:16], "little")
     if length > size_bytes - FOOT_BYTES:
-        raise Corrupt("a delta of weights is shorter than its index")
+        raise Corrupt("a weight delta is shorter than its index")
     frame = safetensors.read(file, size_bytes - FOOT_BYTES - length, length)
     index = from_json(decompress(frame.data, index_bytes), Index, NAME)
     check_schema(index.schema, SCHEMA, NAME)
     if index.piece_bytes != safetensors.PIECE_BYTES:
-        raise Corrupt(f"{NAME} is in pieces of {index.piece_bytes} bytes, not {safetensors.PIECE_BYTES}")
+        raise Corrupt(f"{NAME} has pieces of {index.piece_bytes} bytes, not {safetensors.PIECE_BYTES}")
     return index
 
 
@@ -331,7 +332,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What an open delta says about a piece."""
+    """A piece's changes in an open delta."""
 
     file: int
     at: int
@@ -339,13 +340,16 @@ class _Part:
 
 
 def _fitting(index: Index, layout: Layout) -> Iterator[tuple[_Piece, int, int]]:
-    """The changed pieces, and where in the delta how many bytes are about each. Raises Corrupt where the weights'
-    file has no such tensor."""
+    """Yield the changed pieces, each with the offset and size in bytes of its changes in the delta.
+
+    Raises Corrupt if the weights' file lacks a tensor.
+    """
     part_at = len(MAGIC)
     for tensor in index.tensors:
         placed = layout.get(tensor.name)
         if placed is None or (placed.dtype, placed.shape) != (tensor.dtype, tensor.shape):
-            raise Corrupt(f"{NAME} changes {tensor.name}, {tensor.dtype} {list(tensor.shape)}, which is not there")
+            description = f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
+            raise Corrupt(f"{NAME} changes {description}, which the weights lack")
         pieces = list(placed.pieces)
         if len(pieces) != len(tensor.pieces):
             raise Corrupt(f"{NAME} has {tensor.name} in {len(tensor.pieces)} pieces, not {len(pieces)}")

@@ -1,7 +1,7 @@
-"""The file in which a publisher keeps the weights that it published last, and writes the next over them.
+"""The publisher's file of weights, in which each policy overwrites the previous one.
 
-While it does so it compares them, and writes down what has changed. Beside the file's pages it takes memory for
-the tensors in hand, AHEAD_BYTES of them or the largest one: never for a second model.
+While overwriting, it compares the two and writes the changes to a delta. Besides the file's pages it needs memory
+for the tensors in progress (AHEAD_BYTES or the largest tensor), never for a second model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from checkpoint.weights.safetensors import Bytes, Layout, Placed
 
 log = structlog.get_logger()
 
-AHEAD_BYTES = 64 * 2**20  # of tensors that threads are at: enough for the smallest to keep them busy
-# A delta of half the weights saves half the transfer and costs a pass over all of them on every machine.
+AHEAD_BYTES = 64 * 2**20  # of tensors in progress: enough to keep all threads busy with small ones
+# A delta of half the weights saves half the transfer and costs a pass over all weights on every machine.
 PAYS_BELOW = 0.5
-JUDGED_AFTER = 1 / 64  # of the weights; where so much of them has changed too much, the rest is not compared
-# Of the weights; so many bytes of a delta may be sent in vain, before it is certain that it will pay.
-VENTURED = 1 / 16
+JUDGED_AFTER = 1 / 64  # of the weights; if the delta is too large by then, the rest is not compared
+# Fraction of the weights that may be sent as a delta before it is certain that the delta pays.
+SPECULATIVE = 1 / 16
 
 Grown = Callable[[Path, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the next weights. `content` is asked for its bytes, contiguous, once, when it is its turn."""
+    """A tensor of the next weights. `content` is called once, in its turn, for its contiguous bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,8 +43,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The weights that the file holds by now, and how large the delta to them is; None where there is none.
-    With `dense` too much has changed for one to pay."""
+    """The weights that the file holds now, and the size of the delta to them, None without a delta.
+
+    `dense`: too much has changed for a delta to pay.
+    """
 
     digest: str
     size_bytes: int
@@ -60,38 +62,40 @@ def rewrite(
     pool: ThreadPoolExecutor,
     grown: Grown = lambda *_: None,
 ) -> Written:
-    """Write the weights into the file at `path`, and what has changed of those of the digest `base` into `delta`.
+    """Write the weights into the file at `path`, and the changes from those of digest `base` into `delta`.
 
-    With an empty `base`, other tensors than the file's, or where it does not pay, there is no delta. If it ends in
-    the middle the file holds neither the old weights nor the new ones. Raises OSError, Corrupt.
+    Writes no delta if `base` is empty, if the file has other tensors, or if a delta does not pay. After a failure
+    the file holds neither the old nor the new weights. Raises OSError, Corrupt.
 
     Args:
-        grown: told again and again which file is to travel and how many of its first bytes change no more. First
-            of the delta, as long as it seems to pay, and from when it does not, of the weights.
+        grown: called repeatedly with the file to send and the number of its first bytes that are final: the
+            delta while it seems to pay, then the weights.
     """
     delta.unlink(missing_ok=True)
-    layout = _present(path, tensors) if base else None
+    layout = _matching_layout(path, tensors) if base else None
     writer = None if layout is None else DeltaWriter(delta)
     if layout is None:
-        sizes = {name: (one.dtype, one.shape, one.size_bytes) for name, one in tensors.items()}
+        sizes = {name: (tensor.dtype, tensor.shape, tensor.size_bytes) for name, tensor in tensors.items()}
         layout = safetensors.create(path, sizes)
     with path.open("r+b") as file:
-        work = _Rewriting(file.fileno(), path, layout, writer, pool, grown)
+        work = _Rewrite(file.fileno(), path, layout, writer, pool, grown)
         try:
-            for name in sorted(layout, key=lambda one: layout[one].begin):
+            for name, _ in sorted(layout.items(), key=lambda item: item[1].begin):
                 work.begin(name, tensors[name].content())
             work.finish_all()
         except BaseException:
-            work.give_up()
+            work.abort()
             raise
-    digest = safetensors.content_digest((n, one.dtype, one.shape, work.digests[n]) for n, one in layout.items())
-    size_bytes = sum(one.size_bytes for one in layout.values())
+    digest = safetensors.content_digest(
+        (name, placed.dtype, placed.shape, work.digests[name]) for name, placed in layout.items()
+    )
+    size_bytes = sum(placed.size_bytes for placed in layout.values())
     if work.writer is None:
         return Written(digest, size_bytes, None, work.dense)
     try:
         work.writer.finish(base, digest)
     except OSError as error:
-        work.do_without(error)
+        work.drop_delta(error)
         return Written(digest, size_bytes, None)
     if work.writer.size_bytes > size_bytes * PAYS_BELOW:
         delta.unlink()
@@ -99,16 +103,17 @@ def rewrite(
     return Written(digest, size_bytes, work.writer.size_bytes)
 
 
-def _present(path: Path, tensors: Mapping[str, Tensor]) -> Layout | None:
-    """The layout of a file with these very tensors; None of any other."""
+def _matching_layout(path: Path, tensors: Mapping[str, Tensor]) -> Layout | None:
+    """Return the layout of a file with exactly these tensors; None for any other file."""
     layout = safetensors.layout_of(path)
-    held = {name: (one.dtype, one.shape) for name, one in layout.items()}
-    return layout if held == {name: (one.dtype, one.shape) for name, one in tensors.items()} else None
+    existing = {name: (placed.dtype, placed.shape) for name, placed in layout.items()}
+    expected = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return layout if existing == expected else None
 
 
 @dataclass(frozen=True, slots=True)
-class _InHand:
-    """`content` is emptied at its end: a thread may hold on to what it has run until its next turn."""
+class _InProgress:
+    """A tensor that is being written. `content` is cleared at the end, since threads may keep references to it."""
 
     name: str
     placed: Placed
@@ -117,8 +122,8 @@ class _InHand:
     pieces: list[Future[bytes]]
 
 
-class _Rewriting:
-    """One pass over the file. `writer` is None where everything is written and nothing compared."""
+class _Rewrite:
+    """One pass over the file. `writer` is None to write without comparing."""
 
     def __init__(
         self,
@@ -133,66 +138,66 @@ class _Rewriting:
         self._layout = layout
         self._pool = pool
         self._grown = grown
-        self._in_hand: deque[_InHand] = deque()
+        self._in_progress: deque[_InProgress] = deque()
         self._ahead_bytes = self._done_bytes = 0
-        self._size_bytes = sum(one.size_bytes for one in layout.values())
+        self._size_bytes = sum(placed.size_bytes for placed in layout.values())
         self.writer = writer
         self.dense = False
         self.digests: dict[str, str] = {}
 
     def begin(self, name: str, new: Bytes) -> None:
-        """Have threads write a tensor; return once there is room for the next one."""
+        """Let threads write a tensor; return once the next one may start."""
         placed, compares = self._layout[name], self.writer is not None
 
         content = [new]
 
-        def one(at: int, size_bytes: int) -> bytes:
+        def overwrite(at: int, size_bytes: int) -> bytes:
             piece = content[0][at - placed.begin :][:size_bytes]
             return self._overwrite(at, piece, placed.item_bytes if compares else 0)
 
-        pieces = [self._pool.submit(one, at, size_bytes) for at, size_bytes in placed.pieces]
+        pieces = [self._pool.submit(overwrite, at, size_bytes) for at, size_bytes in placed.pieces]
         digest = self._pool.submit(lambda: _digest(content[0]))
-        self._in_hand.append(_InHand(name, placed, content, digest, pieces))
+        self._in_progress.append(_InProgress(name, placed, content, digest, pieces))
         self._ahead_bytes += placed.size_bytes
         while self._ahead_bytes > AHEAD_BYTES:
             self._finish()
 
     def finish_all(self) -> None:
-        """Return once all that was begun is written. Raises OSError, Corrupt."""
-        while self._in_hand:
+        """Return once all tensors are written. Raises OSError, Corrupt."""
+        while self._in_progress:
             self._finish()
 
-    def give_up(self) -> None:
-        """Return once no thread writes any more; there is no delta."""
-        for one in self._in_hand:
-            wait([one.digest])
-            wait(one.pieces)
+    def abort(self) -> None:
+        """Wait until no thread writes any more, and drop the delta."""
+        for tensor in self._in_progress:
+            wait([tensor.digest])
+            wait(tensor.pieces)
         self._abandon()
 
-    def do_without(self, error: OSError) -> None:
-        """Go on without a delta: that it cannot be written, as for want of room, is no reason not to publish."""
-        log.warning("delta_not_written", why=str(error))
+    def drop_delta(self, error: OSError) -> None:
+        """Continue without a delta, as when the disk is full: the weights are published anyway."""
+        log.warning("delta_write_failed", error=str(error))
         self._abandon()
 
     def _finish(self) -> None:
-        one = self._in_hand[0]
-        changed = [piece.result() for piece in one.pieces]
-        self.digests[one.name] = one.digest.result()
-        self._in_hand.popleft().content.clear()
-        self._ahead_bytes -= one.placed.size_bytes
-        self._done_bytes += one.placed.size_bytes
+        tensor = self._in_progress[0]
+        changes = [piece.result() for piece in tensor.pieces]
+        self.digests[tensor.name] = tensor.digest.result()
+        self._in_progress.popleft().content.clear()
+        self._ahead_bytes -= tensor.placed.size_bytes
+        self._done_bytes += tensor.placed.size_bytes
         if self.writer is not None:
             try:
-                self.writer.put(one.name, one.placed, changed)
+                self.writer.put(tensor.name, tensor.placed, changes)
             except OSError as error:
-                self.do_without(error)
+                self.drop_delta(error)
             else:
                 self._judge(self.writer)
         if self.writer is None:
-            self._grown(self._path, one.placed.begin + one.placed.size_bytes)
+            self._grown(self._path, tensor.placed.begin + tensor.placed.size_bytes)
 
     def _judge(self, writer: DeltaWriter) -> None:
-        """Give the delta up, or let it travel as far as it is written, or neither yet."""
+        """Drop the delta if it does not pay, or let its written part be sent if it probably will."""
         if (
             self._done_bytes > JUDGED_AFTER * self._size_bytes
             and writer.size_bytes > self._done_bytes * PAYS_BELOW
@@ -201,7 +206,7 @@ class _Rewriting:
             self.dense = True
             return
         largest_bytes = writer.size_bytes + self._size_bytes - self._done_bytes
-        if min(writer.size_bytes / VENTURED, largest_bytes / PAYS_BELOW) <= self._size_bytes:
+        if min(writer.size_bytes / SPECULATIVE, largest_bytes / PAYS_BELOW) <= self._size_bytes:
             self._grown(writer.path, writer.size_bytes)
 
     def _abandon(self) -> None:
@@ -210,7 +215,7 @@ class _Rewriting:
             self.writer = None
 
     def _overwrite(self, at: int, new: Bytes, item_bytes: int) -> bytes:
-        """Write a piece; return what has changed in it, where elements of `item_bytes` are compared."""
+        """Write a piece and return its encoded changes; with `item_bytes` 0, do not compare."""
         changed = b""
         if item_bytes:
             changed = delta.encode_piece(safetensors.read(self._file, at, len(new)), new, item_bytes)

@@ -1,4 +1,4 @@
-"""The clouds a run can be on, behind one protocol."""
+"""Open the cloud of a run: the local one, or SkyPilot."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
     from orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
 
     roles = (record.spec.trainer, record.spec.rollout)
-    left = unused_clouds([place for role in roles for place in places(role.resources)], store.url)
-    return SkyCloud(_open_skypilot(nodes_name(record.run_id), left), as_shipped(record), store)
+    withheld = unused_clouds([place for role in roles for place in places(role.resources)], store.url)
+    return SkyCloud(_open_skypilot(nodes_name(record.run_id), withheld), as_shipped(record), store)
 
 
 def open_controller(record: RunRecord, store: Store) -> RemoteController:
-    """Return the machine for the daemon of a run of `cloud: sky`. Raises CloudMissing."""
+    """Return the controller machine of a run of `cloud: sky`. Raises CloudMissing."""
     return RemoteController(_open_skypilot(controller_name(record.run_id)), record, store)
 
 
 def list_prices(clouds: Sequence[str]) -> PriceList:
-    """Return what machines with GPUs cost at these clouds by SkyPilot's catalog; no server and no cloud is asked.
+    """Return the prices of these clouds' GPU machines from SkyPilot's catalog, without asking a server or a cloud.
 
     Raises CloudMissing.
     """
-    _see_skypilot()
-    from orchestrator.clouds.sky.skypilot import list_of
+    _require_skypilot()
+    from orchestrator.clouds.sky.skypilot import catalog_rows
 
-    return price_list(list_of, clouds)
+    return price_list(catalog_rows, clouds)
 
 
 def open_local(record: RunRecord) -> LocalCloud:
-    """Return the local cloud of a run, with what only it can do: rehearse."""
+    """Return the local cloud of a run, which alone can rehearse faults."""
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
 
 
 def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
-    _see_skypilot()
+    _require_skypilot()
     from orchestrator.clouds.sky.skypilot import SkyPilot
 
     return SkyPilot(group, withheld)
 
 
-def _see_skypilot() -> None:
+def _require_skypilot() -> None:
     if importlib.util.find_spec("sky") is None:
-        raise CloudMissing("cloud: sky needs SkyPilot here; install it with `pip install 'grpo-orch[sky]'`")
+        raise CloudMissing("`cloud: sky` requires SkyPilot; install it with `pip install 'grpo-orch[sky]'`")

@@ -1,11 +1,11 @@
-"""The local cloud: every machine is a session of processes on this one, in a folder of its own.
+"""The local cloud: every machine is a session of processes on this computer, with its own folder.
 
-It does to real processes what a real cloud does, so that a run's behaviour can be tried at no cost: machines that
-vanish, notices, refusals for lack of capacity.
+It can lose machines, send preemption notices and refuse launches for lack of capacity, so that a run's behaviour
+can be tried at no cost.
 
 A machine's folder holds `lock` and `machine.json` (see `tasks.machine.local_machine`), `log`, `work/` as its disk,
-`work/notice` once it will be taken back, `gone` with the reason once it is lost, and its `gpus`, if it was given
-some. Log and disk of a terminated machine stay.
+`work/notice` after a preemption notice, `gone` with the reason once it is lost, and `gpus` if it was assigned any.
+Log and disk of a terminated machine stay.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class LocalCloud:
 
     def machines(self) -> dict[str, Machine]:
         """See `Cloud.machines`."""
-        found = {}
+        machines = {}
         for path in sorted(self._folder.glob(f"*/{MACHINE}")):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
-                found[path.parent.name] = self._machine(path.parent)
-        return found
+                machines[path.parent.name] = self._machine(path.parent)
+        return machines
 
     def launch(self, order: Order) -> None:
         """See `Cloud.launch`."""
@@ -62,35 +62,35 @@ class LocalCloud:
         folder = self._folder / order.node
         (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
         python = node_python()
-        part = folder / "market.part"  # it is read in every tick, and a full disk would leave half of it
+        part = folder / "market.part"  # atomic: it is read in every tick, and the disk may be full
         part.write_text(order.market)
         part.replace(folder / "market")
         with share_for(folder, self._spec) as gpus:
             self._start(order, folder, python, gpus)
 
     def terminate(self, node: str) -> None:
-        """See `Cloud.terminate`. At once, as a real cloud does it in the end."""
+        """See `Cloud.terminate`. Kills the processes immediately."""
         folder = self._folder / node
         if folder.exists():
             _destroy(folder)
-            for name in (f"work/{NOTICE}", "gone", GPUS, MACHINE):  # the record last: it may be cut off
+            for name in (f"work/{NOTICE}", "gone", GPUS, MACHINE):  # the record last, in case of an interruption
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
-        """See `Cloud.confirm`. Nothing to do: `machines` looks at the processes themselves."""
+        """See `Cloud.confirm`. Does nothing: `machines` always checks the processes."""
 
     def notify(self, node: str) -> None:
-        """Tell the node, as a metadata service would, that its machine will be taken back."""
+        """Give the node a preemption notice, as a metadata service would."""
         (self._folder / node / "work" / NOTICE).touch()
 
     def preempt(self, node: str, why: str) -> None:
-        """Take the machine away: every process of it is killed, and the cloud says why."""
+        """Kill all processes of the machine and record the reason."""
         folder = self._folder / node
         (folder / "gone").write_text(why)
         _destroy(folder)
 
     def refuse(self, slots: list[str], for_s: float) -> None:
-        """Have no capacity for these slots for a while."""
+        """Refuse launches for these slots during `for_s`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         document = {"slots": slots, "until_s": time.time() + for_s}
         (self._folder / "no_capacity.json").write_text(json.dumps(document))
@@ -115,7 +115,7 @@ class LocalCloud:
         return []
 
     def pools(self) -> list[PoolOffer]:
-        """See `Cloud.pools`. There is one machine."""
+        """See `Cloud.pools`. There is no choice."""
         return []
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
@@ -127,10 +127,10 @@ class LocalCloud:
         return sorted(self._logs())
 
     def clean_up(self) -> None:
-        """See `Cloud.clean_up`. They share nothing."""
+        """See `Cloud.clean_up`. Local machines share nothing."""
 
     def close(self) -> None:
-        """See `Cloud.close`. Nothing looks on its own."""
+        """See `Cloud.close`. Nothing runs in the background."""
 
     def _start(self, order: Order, folder: Path, python: str, gpus: dict[str, str]) -> None:
         environment = {
@@ -141,49 +141,49 @@ class LocalCloud:
             WORKDIR_ENV: str(folder / "work"),
             "PYTHONUNBUFFERED": "1",
         }
-        registered, registers = os.pipe()
+        read_end, write_end = os.pipe()
         machine = [sys.executable, "-m", LOCAL_MACHINE]
         with (folder / "log").open("ab") as log:
             subprocess.Popen(
-                [*machine, str(registers), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
+                [*machine, str(write_end), str(folder), str(order.attempt), python, "-m", WORK[order.role]],
                 env=environment,
                 cwd=self._spec.workdir or None,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(registers,),
+                pass_fds=(write_end,),
             )
-        os.close(registers)
-        os.read(registered, 1)  # returns when the machine is on record, or has ended
-        os.close(registered)
+        os.close(write_end)
+        os.read(read_end, 1)  # returns when the machine is recorded or has ended
+        os.close(read_end)
 
     def _logs(self) -> dict[str, Path]:
-        """Log files by node, by slot (its newest node's) and, for the daemon, by its name."""
-        found = {"daemon": self._folder.parent / "daemon.log"}
+        """Return log files by node, by slot (that of its newest node), and the daemon's as `daemon`."""
+        logs = {"daemon": self._folder.parent / "daemon.log"}
         for path in sorted(self._folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
             slot, _ = slot_and_incarnation(path.parent.name)
-            found[path.parent.name] = found[slot] = path
-        return {name: path for name, path in found.items() if path.exists()}
+            logs[path.parent.name] = logs[slot] = path
+        return {name: path for name, path in logs.items() if path.exists()}
 
     def _machine(self, folder: Path) -> Machine:
-        found = on_record(folder)
+        record = machine_record(folder)
         state, why = MachineState.UP, ""
         if (folder / "gone").exists():
             state, why = MachineState.GONE, (folder / "gone").read_text(errors="replace")
-        elif found.exit_code is None and not carries_mark(found.pid, folder):
-            found = on_record(folder)  # it may have ended between the two looks
-            if found.exit_code is None:
-                _destroy(folder)  # what has outlived the machine
+        elif record.exit_code is None and not carries_mark(record.pid, folder):
+            record = machine_record(folder)  # it may have ended since the first read
+            if record.exit_code is None:
+                _destroy(folder)  # processes that outlived the machine
                 state, why = MachineState.GONE, "its processes died"
         market = _market_of(folder)
         role = role_of(folder.name)
         return Machine(
             node=folder.name,
             state=state,
-            attempt=found.attempt,
-            exit_code=found.exit_code,
-            exit_reason=found.reason,
+            attempt=record.attempt,
+            exit_code=record.exit_code,
+            exit_reason=record.reason,
             why=why,
             notice=(folder / "work" / NOTICE).exists(),
             market=market,
@@ -209,27 +209,29 @@ class LocalCloud:
 
 
 def node_python() -> str:
-    """The Python that runs node work: `$GRPO_ORCH_NODE_PYTHON`, `.venv-node` beside this environment or in the
-    current folder, or this one if it has vLLM.
+    """Return the Python that runs node work.
+
+    This is `$GRPO_ORCH_NODE_PYTHON`, that of `.venv-node` next to this environment or in the current folder, or
+    this one if it has vLLM.
 
     Raises:
-        CloudRefused: there is none; says how to make it.
+        CloudRefused: none exists; the message has the command that creates it.
     """
-    named = os.environ.get("GRPO_ORCH_NODE_PYTHON")
-    if named is not None and not Path(named).exists():
-        raise CloudRefused(Refusal.CREDENTIALS, f"GRPO_ORCH_NODE_PYTHON={named}: no such file")
-    beside = Path(sys.prefix).parent / ".venv-node" / "bin" / "python"
-    here = Path.cwd() / ".venv-node" / "bin" / "python"
-    for candidate in (Path(named) if named else None, beside, here):
+    configured = os.environ.get("GRPO_ORCH_NODE_PYTHON")
+    if configured is not None and not Path(configured).exists():
+        raise CloudRefused(Refusal.CREDENTIALS, f"GRPO_ORCH_NODE_PYTHON={configured}: no such file")
+    sibling = Path(sys.prefix).parent / ".venv-node" / "bin" / "python"
+    in_current = Path.cwd() / ".venv-node" / "bin" / "python"
+    for candidate in (Path(configured) if configured else None, sibling, in_current):
         if candidate is not None and candidate.exists():
             return str(candidate)
     if importlib.util.find_spec("vllm"):
         return sys.executable
-    raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {beside}; make it with `make node-env`")
+    raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {sibling}; create it with `make node-env`")
 
 
 def _market_of(folder: Path) -> Market:
-    """The market of a machine; on demand where a power cut has left no readable note of it."""
+    """Return the market of a machine; on demand if the file is unreadable, as after a power failure."""
     try:
         return Market((folder / "market").read_text())
     except ValueError:
@@ -237,7 +239,7 @@ def _market_of(folder: Path) -> Market:
 
 
 def _destroy(folder: Path) -> None:
-    """End the machine's processes and give back its memory: the spool, which its trainer may have put there."""
+    """Kill the machine's processes and delete the spool, which its trainer may keep in memory."""
     kill_all(folder)
     link = folder / "work" / SPOOL
     if link.is_symlink() and (spool := link.resolve()).name.startswith(SPOOL_PREFIX):
@@ -246,21 +248,21 @@ def _destroy(folder: Path) -> None:
 
 
 def lines_of(path: Path, follow: bool) -> Iterator[str]:
-    """The lines of a file; with `follow`, on as they come."""
+    """Yield the lines of a file; `follow` waits for new ones."""
     with path.open(encoding="utf-8", errors="replace") as log:
         while True:
             line = log.readline()
             if line:
                 yield line.rstrip("\n")
             elif follow:
-                time.sleep(0.2)  # files have no event that is portable; this is how tail -f does it, too
+                time.sleep(0.2)  # poll, as tail -f does: no file event is portable
             else:
                 return
 
 
-# This machine's GPUs, divided over the local machines. A machine's folder names its GPUs in `gpus`, written
-# before its first process starts. They are taken while a process of it runs, and between two attempts of its
-# work. So any daemon knows which machine holds which, in this run and in the others of this user.
+# Dividing this computer's GPUs among the local machines. A machine's folder lists its GPUs in `gpus`, written
+# before its first process starts. The machine holds them while a process of it runs, and between two attempts of
+# its work. So every daemon knows the assignment, in this and in all other runs of the user.
 
 GPUS = "gpus"  # in the machine's folder: names as VISIBLE takes them
 COUNT = (TOOL, "--query-gpu=index", "--format=csv,noheader")
@@ -269,16 +271,16 @@ COUNT_S = 60.0  # the first call wakes the driver
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """Names of GPUs, and what a process needs in its environment for them to mean the same there."""
+    """Names of GPUs, and the environment in which a process resolves them to the same devices."""
 
     names: tuple[str, ...]
     environment: Mapping[str, str]
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
-    """The GPUs that processes started from here may use; none where the driver's tool is missing or finds none.
+    """Return the GPUs that child processes may use; empty if the driver's tool is missing or finds none.
 
-    Raises DriverFailed, and CloudUnavailable when it does not answer.
+    Raises DriverFailed, and CloudUnavailable when the tool does not answer.
     """
     if VISIBLE in environment:
         return Gpus(visible_names(environment[VISIBLE]), {})
@@ -286,91 +288,91 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
         return Gpus((), {})
     try:
         done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
-    except OSError as error:  # it is no program of this machine's
+    except OSError as error:  # not an executable of this platform
         raise DriverFailed(f"{TOOL} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
-        raise CloudUnavailable(f"{COUNT[0]} has not answered for {COUNT_S:.0f} s") from None
+        raise CloudUnavailable(f"{COUNT[0]} did not answer within {COUNT_S:.0f} s") from None
     if done.returncode != 0:
         raise driver_failed(done.returncode, (done.stderr + b" " + done.stdout).decode(errors="replace"))
     lines = done.stdout.decode(errors="replace").split("\n")
-    names = (line.strip() for line in lines if line.strip().isdecimal())  # it may say other things
-    # The tool counts along the bus; CUDA by itself puts the fastest first.
+    names = (line.strip() for line in lines if line.strip().isdecimal())  # skip other output
+    # The tool numbers GPUs by bus id; CUDA's default order puts the fastest first.
     return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
 
 @contextlib.contextmanager
 def share_for(folder: Path, spec: RunSpec) -> Iterator[dict[str, str]]:
-    """The environment by which the machine in `folder` has its own GPUs. Within, no other is given any.
+    """Assign GPUs to the machine in `folder` and yield the environment that selects them, under a lock.
 
-    The machine must be on record at the end, or have ended.
+    On exit the machine must be recorded or have ended.
 
-    Raises CloudRefused where too few are free, CloudUnavailable.
+    Raises CloudRefused when too few are free, and CloudUnavailable.
     """
     role = role_of(folder.name)
     wanted = gpus_of(role, spec)
     try:
-        here = gpus_here()
+        available = gpus_here()
     except DriverFailed as error:
         if asks_for_gpus(role, spec):
             raise CloudRefused(Refusal.UNKNOWN, str(error)) from error
-        here = Gpus((), {})
-    if not here.names or wanted == 0:
+        available = Gpus((), {})
+    if not available.names or wanted == 0:
         yield {}
         return
     runs = folder.parents[2]
     with (runs / "gpus.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        names = _given(folder) if _holds(folder) else _free(folder, spec, here.names, wanted)
+        names = _assigned(folder) if _holds_gpus(folder) else _free_gpus(folder, spec, available.names, wanted)
         (folder / GPUS).write_text(",".join(names))
-        yield {**here.environment, VISIBLE: ",".join(names)}
+        yield {**available.environment, VISIBLE: ",".join(names)}
 
 
-def _free(folder: Path, spec: RunSpec, here: Sequence[str], wanted: int) -> list[str]:
+def _free_gpus(folder: Path, spec: RunSpec, available: Sequence[str], wanted: int) -> list[str]:
     machines = [path.parent for path in folder.parents[2].glob(f"*/{folder.parent.name}/*/{GPUS}")]
-    holders = {machine: _given(machine) for machine in machines if _holds(machine)}
+    holders = {machine: _assigned(machine) for machine in machines if _holds_gpus(machine)}
     taken = {name for names in holders.values() for name in names}
-    free = [name for name in here if name not in taken]
-    kept = 0 if role_of(folder.name) is Role.TRAINER else _for_trainer(folder.parent, holders, spec)
-    if len(free) - kept < wanted:
-        held = (f"{','.join(names)} by {one.parents[1].name}/{one.name}" for one, names in holders.items())
-        also = f" ({kept} for the trainer)" if kept else ""
-        counts = f"takes {wanted} of {len(here)} GPUs and {len(free)} are free{also}"
-        message = f"{folder.name} {counts}; held: {', '.join(held) or 'none'}"
+    free = [name for name in available if name not in taken]
+    reserved = 0 if role_of(folder.name) is Role.TRAINER else _reserved_for_trainer(folder.parent, holders, spec)
+    if len(free) - reserved < wanted:
+        held = (f"{','.join(names)} by {path.parents[1].name}/{path.name}" for path, names in holders.items())
+        note = f" ({reserved} reserved for the trainer)" if reserved else ""
+        counts = f"needs {wanted} GPUs, but {len(free)} of {len(available)} are free{note}"
+        message = f"{folder.name} {counts}; in use: {', '.join(held) or 'none'}"
         raise CloudRefused(Refusal.NO_CAPACITY, message)
     return free[:wanted]
 
 
-def _for_trainer(machines: Path, holders: Mapping[Path, Sequence[str]], spec: RunSpec) -> int:
-    """What rollout nodes may not take, for without a trainer they are of no use."""
-    has_its_own = any(one.parent == machines and role_of(one.name) is Role.TRAINER for one in holders)
-    return 0 if has_its_own else gpus_of(Role.TRAINER, spec)
+def _reserved_for_trainer(machines: Path, holders: Mapping[Path, Sequence[str]], spec: RunSpec) -> int:
+    """Return how many GPUs rollout nodes must leave free: they are useless without a trainer."""
+    trainer_has_gpus = any(path.parent == machines and role_of(path.name) is Role.TRAINER for path in holders)
+    return 0 if trainer_has_gpus else gpus_of(Role.TRAINER, spec)
 
 
-def _given(machine: Path) -> list[str]:
+def _assigned(machine: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError):  # it is being terminated
         return (machine / GPUS).read_text().split(",")
     return []
 
 
-def _holds(machine: Path) -> bool:
-    """Whether a machine that was given GPUs still has them."""
-    if not _given(machine):
+def _holds_gpus(machine: Path) -> bool:
+    """Whether a machine still holds the GPUs that were assigned to it."""
+    if not _assigned(machine):
         return False
     if marked_processes(machine):
         return True
     with contextlib.suppress(FileNotFoundError):
-        # Its work has ended and it is up: its next attempt takes them.
-        return on_record(machine).exit_code is not None and not (machine / "gone").exists()
+        # The machine is up and its work has ended: the next attempt needs the GPUs.
+        return machine_record(machine).exit_code is not None and not (machine / "gone").exists()
     return False
 
 
-# A machine's processes: each carries the machine's mark in its environment.
+# A machine's processes. Each carries the machine's mark in its environment.
 
-MARK = "GRPO_ORCH_MACHINE"  # in the environment of every process of a machine: its folder
+MARK = "GRPO_ORCH_MACHINE"  # environment variable of every process of a machine; its value is the machine's folder
 
 
 def kill_all(folder: Path) -> None:
-    """SIGKILL every process that carries the machine's mark, until none is left."""
+    """SIGKILL the processes that carry the machine's mark until none is left."""
     while pids := marked_processes(folder):
         for pid in pids:
             try:
@@ -380,12 +382,12 @@ def kill_all(folder: Path) -> None:
 
 
 def marked_processes(folder: Path) -> list[int]:
-    """The pids of a machine."""
+    """Return the pids of a machine."""
     return [pid for pid in psutil.pids() if carries_mark(pid, folder)]
 
 
 def carries_mark(pid: int, folder: Path) -> bool:
-    """Whether the process belongs to the machine. A dead one does not, also while it waits to be reaped."""
+    """Whether the process belongs to the machine. False for a zombie."""
     mark = os.fsencode(f"{MARK}={folder}")
     with contextlib.suppress(OSError):
         for _ in range(BETWEEN_PROGRAMS_LOOKS):
@@ -397,9 +399,12 @@ def carries_mark(pid: int, folder: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OnRecord:
-    """A machine's newest attempt. `exit_code` is None until it has ended, `pid` is the machine's own process and
-    `reason` the last line of the work that ended."""
+class MachineRecord:
+    """A machine's newest attempt.
+
+    `exit_code` is None until it ends, `pid` is the machine's own process, `reason` the last output line of the
+    work.
+    """
 
     attempt: int
     pid: int
@@ -407,17 +412,17 @@ class OnRecord:
     reason: str = ""
 
 
-_DIED = OnRecord(0, 0)  # no process has the pid 0
+_DEAD = MachineRecord(0, 0)  # no process has the pid 0
 
 
-def on_record(folder: Path) -> OnRecord:
+def machine_record(folder: Path) -> MachineRecord:
     """Read the machine's record. Raises FileNotFoundError.
 
-    A damaged record counts as that of a machine whose process died: a power cut, which ends the processes too, may
-    leave it empty. The daemon reads it in every tick, and launches of other runs read it.
+    A damaged record counts as a dead machine: a power failure, which also ends the processes, may leave it empty.
+    Raising would stop every tick of the daemon and the launches of other runs, which read it as well.
     """
     data = (folder / MACHINE).read_bytes()
     try:
-        return from_json(data, OnRecord, str(folder / MACHINE))
+        return from_json(data, MachineRecord, str(folder / MACHINE))
     except Corrupt:
-        return _DIED
+        return _DEAD

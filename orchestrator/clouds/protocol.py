@@ -1,4 +1,4 @@
-"""What a cloud is to the controller. Every cloud passes the same conformance suite."""
+"""The interface between the controller and a cloud. Every cloud passes the same conformance suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.tick.snapshot import Machine
 
 
 class CloudRefused(Exception):
-    """A launch was refused. `refusal` says what a caller can do; `left`: a machine of it is there all the same."""
+    """A launch was refused. `refusal` is the kind of refusal; `left`: the launch created a machine anyway."""
 
     def __init__(self, refusal: Refusal, message: str, *, left: bool = False) -> None:
         super().__init__(message)
@@ -20,14 +20,15 @@ class CloudRefused(Exception):
 
 
 class CloudUnavailable(Exception):
-    """The cloud did not answer: nothing is known, try again."""
+    """The cloud did not answer. Its state is unknown; retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """One machine and the work to run on it.
 
-    `environment` holds secrets and is never written down; `redaction.NAMES_ENV` in it lists the user's by name.
+    `environment` holds secrets and is never stored; its `redaction.NAMES_ENV` lists the names of the user's
+    secrets.
     """
 
     node: str
@@ -35,73 +36,72 @@ class Order:
     market: Market
     attempt: int
     environment: dict[str, str] = field(repr=False)
-    pool: Pool | None = None  # there and nowhere else; None: wherever run.yaml's resources allow
+    pool: Pool | None = None  # the only pool allowed; None: any that run.yaml's resources allow
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one machine of a role would be and cost."""
+    """The machine that a role would get, and its price."""
 
     role: Role
     market: Market
     description: str
     price_usd_per_h: float
-    other_market_usd_per_h: float | None = None  # spot, if `market` is on demand; None: not to be had there
-    most_usd_per_h: float = 0.0  # of the dearest that it may be
-    other_market_most_usd_per_h: float | None = None  # of the dearest there; None: not to be had, or not known
+    other_market_usd_per_h: float | None = None  # spot, if `market` is on demand; None: unavailable there
+    most_usd_per_h: float = 0.0  # of the most expensive candidate
+    other_market_most_usd_per_h: float | None = None  # the same there; None: unavailable or unknown
 
 
 class Cloud(Protocol):
     """Machines of one run, by node id. All calls may block; the controller makes them outside its loop."""
 
     def machines(self) -> dict[str, Machine]:
-        """Every machine of this run that exists or is still on record as lost. Raises CloudUnavailable."""
+        """Return every machine of this run that exists or is recorded as lost. Raises CloudUnavailable."""
 
     def launch(self, order: Order) -> None:
-        """See that the machine exists and that attempt `order.attempt` of its work was started.
+        """Ensure that the machine exists and that attempt `order.attempt` of its work was started.
 
-        Launching twice is launching once. Raises CloudRefused, CloudUnavailable.
+        Idempotent. Raises CloudRefused, CloudUnavailable.
         """
 
     def terminate(self, node: str) -> None:
-        """See that the machine is gone and its record cleared. No error when there is none."""
+        """Ensure that the machine is gone and its record cleared. No error if it does not exist."""
 
     def confirm(self, node: str) -> None:
-        """Have `machines` tell the truth about this machine soon, however long asking the cloud takes.
+        """Refresh what `machines` returns for this machine, however long the cloud takes to answer.
 
-        Called for a machine that should be up and is not heard from, again and again while it stays silent.
-        Raises CloudUnavailable.
+        Called repeatedly for a machine that should be up and is silent. Raises CloudUnavailable.
         """
 
     def offers(self) -> list[Offer]:
-        """What the run's machines would be, the trainer first."""
+        """Return the machines that the run would get, the trainer's first."""
 
     def without_quota(self) -> list[str]:
-        """The kinds of machine that would be offered and that the account may not have, a line each.
+        """Return a line for each offered kind of machine for which the account has no quota.
 
-        Empty also where that cannot be told.
+        Empty also where quotas are unknown.
         """
 
     def pools(self) -> list[PoolOffer]:
-        """Where the run's machines may be bought, on either market; empty where there is nothing to choose.
+        """Return the pools of both markets that the run may buy from; empty where there is no choice.
 
         Raises CloudRefused, CloudUnavailable.
         """
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
-        """Lines of the log of a node, of a slot's newest node, or of `daemon`; with `follow`, on as they come.
+        """Yield the log lines of a node, of a slot's newest node, or of `daemon`; `follow` waits for new ones.
 
         Raises KeyError when there is no such log.
         """
 
     def logged_nodes(self) -> list[str]:
-        """Every name that `log` knows."""
+        """Return every name that `log` accepts."""
 
     def clean_up(self) -> None:
-        """See that nothing is left of what the run's machines shared. Called when none of them is left.
+        """Ensure that nothing remains of what the run's machines shared. Called after the last one is gone.
 
-        Raises CloudUnavailable also when something is still there; it may be gone a minute later.
+        Raises CloudUnavailable also when something remains; it may be gone a minute later.
         """
 
     def close(self) -> None:
-        """Stop looking. The machines stay as they are."""
+        """Stop watching. The machines stay as they are."""

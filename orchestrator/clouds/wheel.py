@@ -1,9 +1,8 @@
-"""This project as a wheel, made from the packages that run: nodes get exactly the controller's version.
+"""Build this project as a wheel from the running packages, so that nodes get exactly the controller's version.
 
-It is put together from the files themselves, of a source checkout as of an installed package, without a build
-backend, network or git. Equal files make equal bytes, whoever builds and when; the wheel lies in a folder that is
-named by the digest of those bytes, so that a checkout that was edited is another wheel, though its version number
-is the same.
+The wheel is assembled from the files of a source checkout or of an installed package, without a build backend,
+network or git. The build is reproducible. The wheel's folder is named by its digest, so an edited checkout makes
+another wheel under the same version number.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import orchestrator
 PROJECT = "grpo-orch"
 PACKAGES = ("checkpoint", "orchestrator", "policies", "tasks")
 DIGEST_CHARS = 16
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can name
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date in a zip file
 _WHEEL = "Wheel-Version: 1.0\nGenerator: grpo-orch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 class NotInstalled(Exception):
-    """The project runs from a folder that was never installed: its requirements are not known."""
+    """The project runs from a folder that was never installed, so its requirements are unknown."""
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel as `folder/DIGEST/grpo_orch-VERSION-py3-none-any.whl` unless it is there; return its path.
+    """Build the wheel as `folder/DIGEST/grpo_orch-VERSION-py3-none-any.whl` unless it exists; return its path.
 
-    It installs as any wheel does, its extras included. Raises NotInstalled.
+    It has the project's extras. Raises NotInstalled.
     """
     distribution = _distribution()
     stem = f"{PROJECT.replace('-', '_')}-{distribution.version}"
@@ -49,19 +48,19 @@ def build_wheel(folder: Path) -> Path:
 
 
 def _distribution() -> metadata.Distribution:
-    """The installed project. A checkout may offer its build's leftovers, too, which come second."""
+    """Return the installed distribution; a checkout may also hold stale build metadata, which comes second."""
     found = list(metadata.distributions(name=PROJECT))
     if not found:
         raise NotInstalled(f"{PROJECT} is not installed here; install it with `pip install -e .`")
-    return next((one for one in found if one.read_text("METADATA")), found[0])
+    return next((distribution for distribution in found if distribution.read_text("METADATA")), found[0])
 
 
 def _files(distribution: metadata.Distribution, info: str) -> dict[str, bytes]:
-    """The wheel's content by name, but for its record."""
+    """Return the wheel's content by name, without its RECORD."""
     root = Path(orchestrator.__file__).parent.parent
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)}
-    about = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    files[f"{info}/METADATA"] = about.encode()
+    requirements = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    files[f"{info}/METADATA"] = requirements.encode()
     files[f"{info}/WHEEL"] = _WHEEL.encode()
     files[f"{info}/entry_points.txt"] = (distribution.read_text("entry_points.txt") or "").encode()
     return files
@@ -85,12 +84,12 @@ def _digest(data: bytes) -> str:
 
 
 def _zipped(files: dict[str, bytes]) -> bytes:
-    """Not compressed: two versions of zlib would make two wheels of the same files."""
+    """Return an uncompressed zip: compressed bytes depend on the version of zlib."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name in sorted(files, key=lambda name: (".dist-info/" in name, name)):  # as wheels have it: about last
+        for name in sorted(files, key=lambda name: (".dist-info/" in name, name)):  # wheels put dist-info last
             entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.create_system = 3  # Unix, wherever it is built: installers read the mode below
+            entry.create_system = 3  # Unix on every platform: installers read the mode below
             entry.external_attr = 0o100644 << 16
             archive.writestr(entry, files[name])
     return buffer.getvalue()

@@ -20,7 +20,7 @@ import yaml
 from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.clouds.local import carries_mark, kill_all, marked_processes, on_record
+from orchestrator.clouds.local import carries_mark, kill_all, machine_record, marked_processes
 from policies.model.node_contract import MACHINE
 from policies.model.state import RunState
 from tests.budget import HANG_S
@@ -119,7 +119,7 @@ class Run:
         found = {}
         for path in Path(self.env["GRPO_ORCH_HOME"]).glob(f"*/machines/*/{MACHINE}"):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
-                pid = on_record(path.parent).pid
+                pid = machine_record(path.parent).pid
                 if carries_mark(pid, path.parent):
                     found[path.parent.name] = pid
         return found

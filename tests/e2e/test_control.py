@@ -106,7 +106,7 @@ def test_machines_end_by_themselves_when_nobody_is_left(tmp_path: Path) -> None:
 
 MISTAKES = {
     ("status", "s3-bucket/typo"): "expected a store URL",
-    ("status", "nowhere://x/y"): "expected a URL that fsspec knows",
+    ("status", "nowhere://x/y"): "expected a URL that fsspec supports",
     ("resume", "file:///tmp/there-is-no-run-here"): "no run in file:///tmp/there-is-no-run-here",
     ("logs", "rollout-9"): "no log of 'rollout-9'; available logs: ",
     ("up", "missing.yaml"): "missing.yaml",

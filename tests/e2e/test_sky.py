@@ -72,7 +72,7 @@ def test_a_dead_host_that_its_cloud_calls_running_is_given_up_and_a_lack_of_capa
     machine = run.instance(dead).id
     sky_rig.crash(machine)
     run.replaced("rollout-0", dead)
-    run.told(dead, "it does not answer, though its cloud calls it running")
+    run.told(dead, "it does not answer, but its cloud lists it as running")
     run.until("another is refused", lambda: any(e.get("refusal") == "no_capacity" for e in run.events()))
     run.until("the dead one is returned", lambda: machine not in {instance.id for instance in run.running()})
     run.stepped()

@@ -1,6 +1,6 @@
 """Real processes in the place of API servers, for a PID namespace of their own: what is tested there kills.
 
-`python -m tests.rigs.sky_server FOLDER STORY` prints what `end_orphans` ended and what lives on, by name.
+`python -m tests.rigs.sky_server FOLDER STORY` prints what `kill_orphans` ended and what lives on, by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.clouds.sky.calls import end_orphans
+from orchestrator.clouds.sky.calls import kill_orphans
 from tests.budget import HANG_S
 
 # A server starts an executor, which ignores SIGTERM and starts a tool. Server and executor have the server's log
@@ -74,7 +74,7 @@ def main() -> None:
         one.kill()
         other.kill()
     pids = one.pids | other.pids
-    ended = end_orphans(one.state)
+    ended = kill_orphans(one.state)
     deadline = time.monotonic() + HANG_S
     while any(map(is_alive, ended)):
         assert time.monotonic() < deadline
@@ -82,7 +82,7 @@ def main() -> None:
     found = {
         "ended": [name for name, pid in pids.items() if pid in ended],
         "living": [name for name, pid in pids.items() if is_alive(pid)],
-        "ended again": end_orphans(one.state),
+        "ended again": kill_orphans(one.state),
     }
     print(json.dumps(found))
 

@@ -27,7 +27,7 @@ from checkpoint.records.documents import MachineReport, RunRecord
 from checkpoint.store.run_store import OPTIONS_ENV, Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
 from orchestrator import clouds
-from orchestrator.clouds.local import LocalCloud, marked_processes, on_record
+from orchestrator.clouds.local import LocalCloud, machine_record, marked_processes
 from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky import cloud as sky_cloud
 from orchestrator.clouds.sky import watch
@@ -149,7 +149,7 @@ class Table:
     def as_cluster(self, instance: Instance) -> Cluster:
         return replace(self.elsewhere[instance.name], unrecorded=True)
 
-    def end(self, instances: Iterable[Instance]) -> None:
+    def terminate_instances(self, instances: Iterable[Instance]) -> None:
         for instance in instances:
             del self.elsewhere[instance.name]
             self.asked.append(f"end {instance.name.removeprefix(PREFIX)}")
@@ -222,7 +222,7 @@ class LocalWorld:
         return [int(line.removeprefix("attempt ")) for line in said]
 
     def kill(self, node: str) -> None:
-        machine = on_record(self._folder / node).pid  # not the lowest of its processes: pids wrap
+        machine = machine_record(self._folder / node).pid  # not the lowest of its processes: pids wrap
         os.kill(machine, signal.SIGKILL)
 
     def notice(self, node: str) -> None:

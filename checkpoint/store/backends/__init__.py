@@ -1,8 +1,8 @@
-"""The interface that a store needs, with one implementation for each library that talks to stores.
+"""The interface of a store's backend, with one implementation for each library.
 
-`folder` serves file, `obstore_backend` s3, gs, az and memory, `fsspec_backend` any other scheme that fsspec knows,
-and any scheme at all if the options say `driver: fsspec`. A backend makes each call once and lets its library's
-exceptions out; `fault` says what they mean. Only `checkpoint.store.run_store` retries.
+`obstore_backend` serves file, s3, gs, az and memory; `fsspec_backend` fsspec's other schemes, and any scheme with
+the option `driver: fsspec`. A backend makes each call once and lets its library's exceptions pass; `fault`
+classifies them. Only `checkpoint.store.run_store` retries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object of a listing; `key` is relative to the run."""
+    """An object in a listing. `key` is relative to the run."""
 
     key: str
     size_bytes: int
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What an exception of a backend's library means to the caller; `text` and `hint` hold no secret."""
+    """The classification of an exception of a backend's library. `text` and `hint` contain no secret."""
 
     kind: type[StoreError]
     text: str
@@ -42,38 +42,38 @@ class Backend(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Where they are files; None elsewhere. It may not be there yet."""
+        """Return the folder of a file store, which may not exist yet; None for others."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions that `fault` explains."""
+        """Return the exceptions that `fault` classifies."""
 
     def get(self, key: str) -> memoryview:
-        """The object's bytes, not copied where the library allows it."""
+        """Return the object's bytes, without a copy if the library allows it."""
 
     def put(self, key: str, data: BytesLike) -> None:
-        """Write in one request, so that nothing is left behind by one that is cut off."""
+        """Write in one request, so that an interrupted write leaves nothing behind."""
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        """Write an object of any size from its parts, one after another, in as many requests as it takes."""
+        """Write an object of any size from its parts, in several requests."""
 
     def create(self, key: str, data: BytesLike) -> None:
-        """As `put`, only if there is no object of that name."""
+        """As `put`, only if the object does not exist."""
 
     def secure(self, keys: Sequence[str]) -> None:
-        """Return once these objects would survive a power cut. Created and small ones do at once."""
+        """Return once these objects would survive a power failure. Created and small ones always do."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete all of them, in few requests if the store can; missing ones are no error."""
+        """Delete the objects, in few requests if the store allows; missing ones are not an error."""
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:
-        """Every object below `prefix/`, in any order; with `after`, at least those beyond that key."""
+        """Return every object below `prefix/`, in any order; with `after`, at least those after that key."""
 
     def folders(self, prefix: str) -> list[str]:
-        """The keys directly below `prefix/` that have objects below them, in any order."""
+        """Return the keys directly below `prefix/` that have objects below them, in any order."""
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Remove what interrupted writes left below `prefix/` and no listing shows."""
+        """Remove unlisted remains of interrupted writes below `prefix/`."""
 
     def fault(self, error: Exception) -> Fault | None:
-        """What the exception means; None for one that is a mistake in this project."""
+        """Classify the exception; None for a bug in this project."""

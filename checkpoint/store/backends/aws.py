@@ -1,6 +1,6 @@
-"""Where S3 is and with which credentials, found as AWS's own tools do: options, environment, then `~/.aws`.
+"""Find S3's endpoint, region and credentials as AWS's own tools do: options, environment, then `~/.aws`.
 
-obstore reads options and environment itself. Profiles are read by botocore, imported only if there are any.
+obstore reads options and environment itself; botocore, imported only if needed, reads profiles.
 """
 
 from __future__ import annotations
@@ -36,83 +36,83 @@ _IN_PROFILE = (
     "login_session",
 )
 
-# botocore renews credentials that have less than 15 minutes left. Each call reads the files again, to see those
-# that another tool wrote.
+# botocore renews credentials 15 minutes before they expire. Each call reads the files again, since another tool
+# may have changed them.
 _TTL = timedelta(minutes=5)
 
 
 def aws_settings(options: Options) -> tuple[dict[str, Any], Provider | None]:
-    """The options for obstore's S3Store, and what provides its credentials if options and environment do not.
+    """Return the options for obstore's S3Store, and a provider of credentials if none are set otherwise.
 
-    Payloads are signed only if the options or the environment say so: whatever is read back is checked against
-    BLAKE3 digests, and signing nearly halves the speed. An http:// endpoint allows http.
+    Payloads are signed only if the options or the environment request it: signing nearly halves the speed, and
+    reads are verified by BLAKE3 digests. An http:// endpoint allows http.
 
     Raises:
-        StoreUnusable: there is no such profile.
+        StoreUnusable: the profile does not exist.
         StoreDenied: the profile that the options name has no credentials.
     """
     config = {key.lower().removeprefix("aws_"): value for key, value in options.items()}
-    asked = config.pop("profile", None)
+    name = config.pop("profile", None)
     provider = None
-    if profile := _profile(asked):
-        if not _named(config, _REGION, ("AWS_REGION", "AWS_DEFAULT_REGION")) and "region" in profile:
+    if profile := _profile(name):
+        if not _first_set(config, _REGION, ("AWS_REGION", "AWS_DEFAULT_REGION")) and "region" in profile:
             config["region"] = profile["region"]
-        if not _named(config, _ENDPOINT, _ENDPOINT_ENV) and "endpoint_url" in profile:
+        if not _first_set(config, _ENDPOINT, _ENDPOINT_ENV) and "endpoint_url" in profile:
             config["endpoint"] = profile["endpoint_url"]
-        if asked or not _named(config, _CREDENTIALS, _CREDENTIALS_ENV):
-            provider = _provider(asked) if any(key in profile for key in _IN_PROFILE) else None
-    if asked and provider is None:
-        raise StoreDenied(f"AWS profile {asked!r} has no credentials", "add them to ~/.aws/credentials")
+        if name or not _first_set(config, _CREDENTIALS, _CREDENTIALS_ENV):
+            provider = _provider(name) if any(key in profile for key in _IN_PROFILE) else None
+    if name and provider is None:
+        raise StoreDenied(f"AWS profile {name!r} has no credentials", "add them to ~/.aws/credentials")
     if "unsigned_payload" not in config and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
         config["unsigned_payload"] = "true"
-    if str(_named(config, _ENDPOINT, _ENDPOINT_ENV) or "").startswith("http://"):
+    if str(_first_set(config, _ENDPOINT, _ENDPOINT_ENV) or "").startswith("http://"):
         config.setdefault("allow_http", "true")
     return config, provider
 
 
-def _named(config: Mapping[str, Any], keys: tuple[str, ...], variables: tuple[str, ...]) -> Any:
-    """The first of these in the options, or else in the environment."""
+def _first_set(config: Mapping[str, Any], keys: tuple[str, ...], variables: tuple[str, ...]) -> Any:
+    """Return the first of these in the options, or else in the environment."""
     return next((config[key] for key in keys if key in config), None) or next(
         (os.environ[name] for name in variables if os.environ.get(name)), None
     )
 
 
-def _profile(asked: str | None) -> Mapping[str, Any]:
-    """The AWS profile `asked` for, named by AWS_PROFILE, or the default one; empty if there is none."""
+def _profile(name: str | None) -> Mapping[str, Any]:
+    """Return the AWS profile `name`, or that of AWS_PROFILE, or the default one; empty if there is none."""
     files = (
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"),
     )
-    wanted = asked or os.environ.get("AWS_PROFILE")
+    wanted = name or os.environ.get("AWS_PROFILE")
     if not wanted and not any(Path(file).expanduser().exists() for file in files):
         return {}
     from botocore.exceptions import BotoCoreError
 
     try:
-        return dict(_session(asked).get_scoped_config())
+        return dict(_session(name).get_scoped_config())
     except BotoCoreError as error:
-        raise StoreUnusable(f"AWS profile {wanted or 'default'!r}: {error}", "see ~/.aws/config") from error
+        raise StoreUnusable(f"AWS profile {wanted or 'default'!r}: {error}", "check ~/.aws/config") from error
 
 
-def _provider(asked: str | None) -> Provider:
+def _provider(name: str | None) -> Provider:
     def credentials() -> dict[str, Any]:
-        found = _session(asked).get_credentials()
+        found = _session(name).get_credentials()
         if found is None:
             raise ValueError(
-                f"AWS profile {asked or os.environ.get('AWS_PROFILE', 'default')!r} has no credentials"
+                f"AWS profile {name or os.environ.get('AWS_PROFILE', 'default')!r} has no credentials"
             )
-        now = found.get_frozen_credentials()
+        frozen = found.get_frozen_credentials()
         return {
-            "access_key_id": now.access_key,
-            "secret_access_key": now.secret_key,
-            "token": now.token,
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
             "expires_at": datetime.now(UTC) + _TTL,
         }
 
     return credentials
 
 
-def _session(asked: str | None) -> Any:
+def _session(name: str | None) -> Any:
     from botocore.session import Session
 
-    return Session(profile=asked)
+    return Session(profile=name)

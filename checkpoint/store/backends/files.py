@@ -1,8 +1,7 @@
-"""Objects as files in a folder: one writer wins a name, readers see whole files, and finished writes survive a
-power cut.
+"""Objects as files with atomic and create-only writes that survive a power failure.
 
-A file is written beside its place as NAME#DIGITS, which obstore takes for unfinished and does not list, then moved
-there. Neither obstore nor fsspec syncs: without that a file may be empty or missing after a power cut.
+A file is written in its folder as NAME#DIGITS, which obstore does not list, and then renamed. Neither obstore nor
+fsspec syncs files, which may leave them empty or missing after a power failure.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from pathlib import Path
 
 from checkpoint.store.backends import BytesLike
 
-# Documents are synced one by one. Anything larger belongs to something that exists only through a document: it can
-# wait for `secure`, so that publishing a policy at each step does not wait for the disk.
+# Documents are synced immediately. Larger files are valid only once a document refers to them, so they wait for
+# `secure`: publishing a policy at each step must not wait for the disk.
 DOCUMENT_BYTES = 1 << 20
-TRIES = 5  # to open a file: whoever deletes a folder's last file removes the folder
+TRIES = 5  # to open a file: deleting a folder's last file removes the folder
 
 _STAGED = re.compile(r"#\d+$")
 
 
 def write(path: Path, data: BytesLike, *, create: bool) -> None:
-    """Write a file atomically; with `create`, only if there is none.
+    """Write a file atomically; with `create`, only if it does not exist.
 
-    When this returns it is durable if it was created or has at most DOCUMENT_BYTES. Raises FileExistsError,
-    OSError.
+    On return it is durable if it was created or has at most DOCUMENT_BYTES. Raises FileExistsError, OSError.
     """
     durable = create or memoryview(data).nbytes <= DOCUMENT_BYTES
     staged = _stage(path, data, durable=durable)
@@ -41,22 +39,22 @@ def write(path: Path, data: BytesLike, *, create: bool) -> None:
             os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
-        # Also if it exists: it may be the writer's own, from a try that was cut off before this.
+        # Also if it exists: it may be the writer's own, from an attempt that was interrupted before this.
         if durable:
             _sync_folder(path.parent)
 
 
 def check(root: Path) -> None:
-    """Raise OSError where the folder of a store that was found or made is not there any more.
+    """Raise OSError if the folder of an opened store has disappeared.
 
-    It is not made anew: what was mounted or moved comes back, and must not find the beginning of another run.
+    It is not created again: an unmounted or moved folder may return, and must not meet the start of another run.
     """
     if not root.is_dir():
-        raise OSError(errno.ESTALE, f"{root} is not there any more")
+        raise OSError(errno.ESTALE, f"{root} no longer exists")
 
 
 def secure(paths: Iterable[Path]) -> None:
-    """Wait until these files are on disk, whoever wrote them. Raises FileNotFoundError, OSError."""
+    """Sync these files to disk. Raises FileNotFoundError, OSError."""
     folders = set()
     for path in paths:
         _sync(path, os.O_RDONLY)
@@ -66,12 +64,12 @@ def secure(paths: Iterable[Path]) -> None:
 
 
 def is_staged(name: str) -> bool:
-    """Whether the file is still being written, or was left by a killed writer."""
+    """Whether the file is being written, or was left by a killed writer."""
     return _STAGED.search(name) is not None
 
 
 def sweep(folder: Path, older_than_s: float) -> None:
-    """Remove what killed writers left."""
+    """Remove unfinished files of killed writers."""
     for path in folder.rglob("*#*"):
         with contextlib.suppress(FileNotFoundError):
             if is_staged(path.name) and time.time() - path.stat().st_mtime > older_than_s:
@@ -79,7 +77,7 @@ def sweep(folder: Path, older_than_s: float) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make a folder and its parents, each durably. Raises OSError."""
+    """Create a folder and its parents durably. Raises OSError."""
     if folder.is_dir():
         return
     make(folder.parent)
@@ -98,12 +96,12 @@ def remove_empty(folders: Iterable[Path], root: Path) -> None:
 
 def _stage(path: Path, data: BytesLike, *, durable: bool) -> Path:
     staged = path.with_name(f"{path.name}#{secrets.randbits(62)}")
-    for left in reversed(range(TRIES)):
+    for tries_left in reversed(range(TRIES)):
         try:
             out = staged.open("xb", buffering=0)
             break
         except FileNotFoundError:
-            if not left:
+            if not tries_left:
                 raise
             make(path.parent)
     try:

@@ -1,9 +1,8 @@
-"""Stores through fsspec: the fallback for every scheme that obstore does not speak, and a second way into S3.
+"""Stores through fsspec: for schemes that obstore does not support, and optionally for S3.
 
-Bytes pass through Python and are copied. Most of fsspec's filesystems have no create-only write of their own, and
-the one they inherit is not atomic: such a store cannot hold a run. `checkpoint.store.probe` tests the others
-before a run begins. Whether readers see unfinished objects depends on the filesystem; files are written as with
-obstore.
+Bytes are copied in Python. Most of fsspec's filesystems inherit a create-only write that is not atomic; such a
+store cannot hold a run. `checkpoint.store.probe` tests the others before a run begins. Whether readers see
+unfinished objects depends on the filesystem; files are written as with obstore.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
-from checkpoint.store.backends.answers import CREATE_ONLY, of_answer, of_errno, one_line
+from checkpoint.store.backends.answers import CREATE_ONLY, RIGHTS, of_answer, of_errno, one_line
 from checkpoint.store.errors import (
     AlreadyExists,
     NotFound,
@@ -35,13 +34,13 @@ from checkpoint.store.errors import (
 )
 
 S3_SCHEMES = ("s3", "s3a")
-READ_TIMEOUT_S = 120  # also runs during an upload: 16 MiB at 140 KB/s
-ONE_PUT_BYTES = 5 << 30  # S3's limit; s3fs begins a multipart upload beyond twice its chunk size
+READ_TIMEOUT_S = 120  # includes uploads: 16 MiB at 140 KB/s
+ONE_PUT_BYTES = 5 << 30  # S3's limit; s3fs uses a multipart upload above twice its chunk size
 PART_BYTES = 16 << 20  # S3 allows 10,000 parts
 BULK_KEYS = 1000
 _memory = threading.Lock()
 _TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
-# What the libraries below fsspec raise besides OSError (which every TimeoutError is), by module.
+# Exceptions of fsspec's libraries besides OSError (the base of TimeoutError), by module.
 _RAISED = {
     "aiohttp": ("ClientError",),
     "aiohttp.http_exceptions": ("HttpProcessingError",),
@@ -53,16 +52,16 @@ _RAISED = {
     "azure.core.exceptions": ("AzureError",),
 }
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")
-_STILL_EXPIRED = "Credentials were refreshed, but"  # botocore's RuntimeError, known by its message alone
+_STILL_EXPIRED = "Credentials were refreshed, but"  # botocore's RuntimeError, identified by its message
 
 
 class FsspecBackend:
-    """One fsspec filesystem, below one of its folders."""
+    """A folder of an fsspec filesystem."""
 
     def __init__(self, filesystem: Any, root: str, is_s3: bool) -> None:
         self._fs = filesystem
         self.folder = Path(root) if isinstance(filesystem, LocalFileSystem) else None
-        self._creates = _creates(filesystem)
+        self._can_create = _can_create(filesystem)
         self._root = root.rstrip("/")
         self._is_s3 = is_s3
         self._put_options = {"chunksize": ONE_PUT_BYTES} if is_s3 else {}
@@ -85,10 +84,10 @@ class FsspecBackend:
                 out.write(bytes(part))
 
     def create(self, key: str, data: BytesLike) -> None:
-        if not self._creates:
+        if not self._can_create:
             name = type(self._fs).__name__
-            raise StoreUnusable(f"fsspec's {name} does not create atomically", CREATE_ONLY)
-        # A process's own memory has one writer at a time.
+            raise StoreUnusable(f"fsspec's {name} has no atomic create-only write", CREATE_ONLY)
+        # The process's memory needs a lock.
         with _memory if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
             self._write(key, data, "create")
 
@@ -97,7 +96,7 @@ class FsspecBackend:
             files.secure(self.folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
-        # Bulk deletion takes names for patterns: those with pattern characters are deleted one by one.
+        # Bulk deletion expands patterns: names with pattern characters are deleted one by one.
         bulk = [key for key in keys if self._is_s3 and not set(key) & set("*?[")]
         for start in range(0, len(bulk), BULK_KEYS):
             self._fs.rm([self._path(key) for key in bulk[start : start + BULK_KEYS]])
@@ -133,7 +132,7 @@ class FsspecBackend:
         ]
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        """Only for files: what other filesystems leave behind shows in their listings."""
+        """Sweep files; other filesystems list the remains of interrupted writes."""
         if self.folder is not None:
             files.sweep(self.folder / prefix, older_than_s)
 
@@ -144,19 +143,17 @@ class FsspecBackend:
             return Fault(StoreUnavailable, text, "renew the credentials") if expired else None
         answer = _answer(error)
         if answer is not None:
-            told = answer.get("Error", {})
+            details = answer.get("Error", {})
             status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             bucket = self._root.partition("/")[0]
-            return of_answer(status, str(told.get("Code", "")), str(told.get("Message", "")), bucket)
+            return of_answer(status, str(details.get("Code", "")), str(details.get("Message", "")), bucket)
         match error:
             case FileExistsError():
-                return Fault(AlreadyExists, "it exists")
+                return Fault(AlreadyExists, "the object exists")
             case FileNotFoundError():
-                return Fault(NotFound, "there is no such object")
+                return Fault(NotFound, "no such object")
             case PermissionError():
-                return Fault(
-                    StoreDenied, one_line(str(error)), "check the credentials and their rights to this store"
-                )
+                return Fault(StoreDenied, one_line(str(error)), RIGHTS)
             case OSError():
                 return of_errno(error.errno, error.strerror or str(error) or type(error).__name__)
         if type(error).__name__ in _NO_CREDENTIALS:
@@ -167,13 +164,13 @@ class FsspecBackend:
         if self.folder is not None:
             files.write(self.folder / key, data, create=mode == "create")
             return
-        # Copied: the libraries below only take bytes.
+        # Copied: the libraries accept only bytes.
         path, content = self._path(key), bytes(data)
         try:
             self._fs.pipe_file(path, content, mode=mode, **self._put_options)
         except FileNotFoundError:
             if self._is_s3:
-                raise  # the bucket is missing, and is not ours to make
+                raise  # the bucket is missing; the user creates it
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, content, mode=mode)
 
@@ -185,7 +182,7 @@ class FsspecBackend:
 
 
 def open_fsspec(url: str, options: Options) -> FsspecBackend:
-    """The backend of a URL that fsspec knows; `options` are its filesystem's arguments. Raises StoreUnusable."""
+    """Open the backend of an fsspec URL; `options` are its filesystem's arguments. Raises StoreUnusable."""
     shown = one_line(url)
     is_s3 = url.partition("://")[0] in S3_SCHEMES
     arguments = {key: _decoded(value) for key, value in options.items()}
@@ -194,35 +191,35 @@ def open_fsspec(url: str, options: Options) -> FsspecBackend:
     try:
         filesystem, root = url_to_fs(url, skip_instance_cache=True, **arguments)
         if is_s3:
-            filesystem.retries = 1  # tries in all: retrying is checkpoint.store.run_store's
+            filesystem.retries = 1  # attempts in total: only checkpoint.store.run_store retries
             _check_s3(filesystem, root)
     except _raised(ImportError, ValueError, TypeError) as error:
         raise StoreUnusable(
-            f"store {shown!r}: {one_line(str(error))}", "expected a URL that fsspec knows"
+            f"store {shown!r}: {one_line(str(error))}", "expected a URL that fsspec supports"
         ) from error
     return FsspecBackend(filesystem, root, is_s3)
 
 
 def _raised(*also: type[Exception]) -> tuple[type[Exception], ...]:
-    """The errors of a failing store. Looked up as one is raised: a library that is not loaded raised none."""
+    """Return the exceptions of a failing store, of the libraries loaded so far."""
     loaded = {name: sys.modules[name] for name in _RAISED if name in sys.modules}
     return OSError, *also, *(getattr(module, kind) for name, module in loaded.items() for kind in _RAISED[name])
 
 
 def _check_s3(filesystem: Any, root: str) -> None:
-    """Find a wrong bucket name or endpoint now: s3fs would raise a plain ValueError at a request."""
+    """Detect a wrong bucket name or endpoint: s3fs would raise a plain ValueError at a request."""
     from botocore.handlers import VALID_BUCKET, VALID_S3_ARN
 
     bucket, _, _ = filesystem.split_path(root)
     if not VALID_BUCKET.search(bucket) and not VALID_S3_ARN.search(bucket):
-        raise ValueError(f"no bucket can be named {bucket!r}")
+        raise ValueError(f"{bucket!r} is not a valid bucket name")
     filesystem.connect()
 
 
-def _creates(filesystem: Any) -> bool:
-    """Whether a filesystem has an atomic create: files and memory with our help, others if they define one.
+def _can_create(filesystem: Any) -> bool:
+    """Whether a filesystem may have an atomic create: files and memory do, others if they define one.
 
-    The method inherited from fsspec looks for the object before it writes. The probe tests the rest.
+    The method inherited from fsspec checks for the object before it writes. The probe tests the others.
     """
     if isinstance(filesystem, LocalFileSystem | MemoryFileSystem):
         return True
@@ -234,7 +231,7 @@ def _creates(filesystem: Any) -> bool:
 
 
 def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for s3fs, over our defaults. s3fs itself ignores those that it does not know."""
+    """Return the arguments for s3fs over our defaults. Reject unknown ones, which s3fs would ignore."""
     from s3fs import S3FileSystem
 
     known = inspect.signature(S3FileSystem.__init__).parameters
@@ -249,12 +246,12 @@ def _s3_arguments(shown: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "response_checksum_validation": "when_required",
     }
     config = ours | arguments.get("config_kwargs", {})
-    # One range at a time: an object replaced while its ranges are read would come out mixed.
+    # One range at a time: concurrent ranges of an object that is being replaced would be mixed.
     return {"use_listings_cache": False, "max_concurrency": 1, **arguments, "config_kwargs": config}
 
 
 def _decoded(value: Any) -> Any:
-    """Options come as text: true, false and JSON objects are decoded, anything else stays text."""
+    """Decode true, false and JSON objects in an option's text; return other text unchanged."""
     if isinstance(value, str) and (value in ("true", "false") or value.startswith("{")):
         try:
             return json.loads(value)
@@ -270,13 +267,13 @@ def _time_of(info: dict[str, Any]) -> datetime:
             return value if value.tzinfo else value.replace(tzinfo=UTC)
         if isinstance(value, int | float):
             return datetime.fromtimestamp(value, UTC)
-    raise StoreUnusable(f"{info.get('name')}: no modification time is listed", "use another kind of store")
+    raise StoreUnusable(f"{info.get('name')}: the listing has no modification time", "use another kind of store")
 
 
 def _answer(error: BaseException) -> dict[str, Any] | None:
-    """The answer that botocore attaches to its errors, which s3fs wraps in OSErrors."""
-    for one in (error, error.__cause__):
-        response = getattr(one, "response", None)
+    """Return the response that botocore attaches to its errors, which s3fs wraps in OSErrors."""
+    for source in (error, error.__cause__):
+        response = getattr(source, "response", None)
         if isinstance(response, dict) and "Error" in response:
             return response
     return None

@@ -1,4 +1,4 @@
-"""Stores through obstore: s3, gs, az, file and memory. Bytes move outside Python and are not copied in it."""
+"""Stores through obstore: s3, gs, az, file and memory. Bytes are not copied in Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno
 from checkpoint.store.backends.aws import aws_settings
 from checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 
-# Slow is not dead: an answer that keeps coming may take SLOW_TIMEOUT (16 MiB at 56 KB/s), one that stops is given
-# up after HANG_TIMEOUT. That clock also runs during an upload, so large uploads have only the first.
+# A response that keeps arriving may take SLOW_TIMEOUT (16 MiB at 56 KB/s); one that stalls fails after
+# HANG_TIMEOUT. The latter also runs during an upload, so large uploads have only the former.
 HANG_TIMEOUT = "30s"
 SLOW_TIMEOUT = "300s"
 CONNECT_TIMEOUT = "10s"
@@ -58,7 +58,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CAUSE = re.compile(r'^ *(?:message|error): "([^"\n]+)"', re.MULTILINE)
-_ASKED = re.compile(r"uri: Some\(\s*(\w+://[^/\s@]+)/")
+_ADDRESS = re.compile(r"uri: Some\(\s*(\w+://[^/\s@]+)/")
 _METADATA_SERVICE = "http://169.254.169.254/"
 
 _REFUSED = (raw.BaseError, ValueError, TypeError)
@@ -70,10 +70,10 @@ class ObstoreBackend:
     """One of obstore's stores.
 
     Args:
-        quick: gives up on an answer that stops coming.
-        slow: for large uploads, which get no answer for long; may be the same.
-        bucket: named in hints.
-        keeps_input: the store would keep the caller's memory as the object.
+        quick: a client with a timeout for stalled responses.
+        slow: a client for large uploads, whose responses come late; may be the same.
+        bucket: for hints.
+        keeps_input: the store would use the caller's memory as the object.
         folder: of a file store.
     """
 
@@ -114,14 +114,14 @@ class ObstoreBackend:
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
-            # Files, GCS and Azure may stop at the first missing object, and do not say which it is.
+            # Files, GCS and Azure may stop at the first missing object without naming it.
             if len(keys) > 1:
                 for key in keys:
                     self.delete([key])
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:
         pages = obstore.list(self._quick, prefix, offset=after, chunk_size=1000)
-        return [Entry(one["path"], one["size"], one["last_modified"]) for page in pages for one in page]
+        return [Entry(item["path"], item["size"], item["last_modified"]) for page in pages for item in page]
 
     def folders(self, prefix: str) -> list[str]:
         return list(obstore.list_with_delimiter(self._quick, prefix)["common_prefixes"])
@@ -144,7 +144,7 @@ class ObstoreBackend:
 
 
 def fault_of(error: Exception, bucket: str) -> Fault | None:
-    """What an exception of obstore means; `bucket` is named in hints. None for a mistake in this project."""
+    """Classify an exception of obstore; `bucket` is for hints. None for a bug in this project."""
     text = str(error)
     if _METADATA_SERVICE in text:
         return _no_credentials(text)
@@ -159,9 +159,9 @@ def fault_of(error: Exception, bucket: str) -> Fault | None:
         return of_errno(int(number[1]), text)
     match error:
         case raw.AlreadyExistsError():
-            return Fault(AlreadyExists, "it exists")
+            return Fault(AlreadyExists, "the object exists")
         case FileNotFoundError():
-            return Fault(NotFound, "there is no such object")
+            return Fault(NotFound, "no such object")
         case raw.PermissionDeniedError() | raw.UnauthenticatedError():
             return Fault(StoreDenied, one_line(text), RIGHTS)
         case raw.InvalidPathError() | raw.NotSupportedError():
@@ -169,23 +169,23 @@ def fault_of(error: Exception, bucket: str) -> Fault | None:
         case OSError():
             return of_errno(error.errno, str(error.strerror))
         case _:
-            return _unreached(text)
+            return _connection_fault(text)
 
 
 def open_obstore(url: str, options: Options) -> ObstoreBackend:
-    """The backend of a URL whose scheme is memory, s3, gs or az. Raises StoreUnusable, StoreDenied."""
+    """Open the backend of a memory, s3, gs or az URL. Raises StoreUnusable, StoreDenied."""
     scheme = url.partition("://")[0]
     if scheme != "memory":
         return _remote(url, scheme, options)
     if options:
-        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "memory:// has no options")
+        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "memory:// takes no options")
     memory = _memory.setdefault(url, MemoryStore())
     return ObstoreBackend(memory, memory, keeps_input=True)
 
 
 def _remote(url: str, scheme: str, options: Options) -> ObstoreBackend:
     if not urlparse(url).netloc:
-        raise StoreUnusable(f"store {url!r} names no bucket")
+        raise StoreUnusable(f"store {url!r} names no bucket", f"expected {scheme}://BUCKET/PREFIX")
     config, provider = aws_settings(options) if scheme == "s3" else (dict(options), None)
     client = {key: config.pop(key) for key in list(config) if key in CLIENT_KEYS}
     # Only checkpoint.store.run_store retries.
@@ -198,7 +198,7 @@ def _remote(url: str, scheme: str, options: Options) -> ObstoreBackend:
     try:
         stores = [_raw(url, config=config, client_options=client, **settings) for client in (quick, slow)]
     except _REFUSED as error:
-        raise StoreUnusable(f"store {one_line(url)!r}: {_culprit(url, config, client, error)}") from None
+        raise StoreUnusable(f"store {one_line(url)!r}: {_wrong_option(url, config, client, error)}") from None
     return ObstoreBackend(stores[0], stores[1], urlparse(url).netloc)
 
 
@@ -214,76 +214,77 @@ def _raw(url: str, **settings: Any) -> Any:
             return AzureStore.from_url(url, **settings)
 
 
-def _culprit(url: str, config: dict[str, Any], client: dict[str, Any], error: Exception) -> str:
-    """Which option is wrong. obstore names a wrong key but not the key of a wrong value, so each one is tried."""
+def _wrong_option(url: str, config: dict[str, Any], client: dict[str, Any], error: Exception) -> str:
+    """Find the wrong option by trying each: obstore names a wrong key, but not the key of a wrong value."""
     for kind, settings in (("config", config), ("client_options", client)):
         for key, value in settings.items():
             try:
                 _raw(url, **{kind: {key: value}})
             except _REFUSED as refusal:
                 if str(refusal) != str(error):
-                    continue  # it only needs the others
+                    continue  # it is wrong only without the others
                 return f"option {key!r}: {one_line(str(refusal)).removeprefix('Generic Config error: ')}"
     return one_line(str(error))
 
 
-def _unreached(text: str) -> Fault:
-    """No answer, or none that is understood: its cause stands deep in what obstore tells, and where it asked."""
-    said, cause, asked = one_line(text.partition(" - ")[2] or text), _CAUSE.findall(text), _ASKED.search(text)
-    if not cause or not asked:
-        return Fault(StoreUnavailable, said)
-    return Fault(StoreUnavailable, one_line(f"{cause[-1]}, asking {asked[1]}"), REACH)
+def _connection_fault(text: str) -> Fault:
+    """Classify a request without a valid response: obstore's message contains the cause and the address."""
+    message, causes = one_line(text.partition(" - ")[2] or text), _CAUSE.findall(text)
+    address = _ADDRESS.search(text)
+    if not causes or not address:
+        return Fault(StoreUnavailable, message)
+    return Fault(StoreUnavailable, one_line(f"{causes[-1]}, connecting to {address[1]}"), REACH)
 
 
 def _no_credentials(text: str) -> Fault:
-    """Without credentials, obstore asks the machine's metadata service for them."""
+    """Classify a failed request to the machine's metadata service, which obstore makes without credentials."""
     status = _STATUS.search(text)
     kind = StoreDenied if status and int(status[1]) < 500 else StoreUnavailable
-    return Fault(kind, "no credentials, and this machine has none of its own", "set them in the environment")
+    return Fault(kind, "no credentials are set, and this machine provides none", "set them in the environment")
 
 
-# Stores in a folder. The first write makes it; whoever only looks finds nothing there, and leaves nothing.
+# Stores in a folder. The first write creates the folder; reads of a missing folder find nothing.
 
 
 class FolderBackend:
-    """Objects below a folder that may not be there yet."""
+    """Objects below a folder that may not exist yet."""
 
     errors = ObstoreBackend.errors
 
     def __init__(self, url: str, path: str) -> None:
         self._url = url
         self.folder = Path(path)
-        self._opened: ObstoreBackend | None = None  # kept: a folder that vanishes later is not made anew
-        with contextlib.suppress(*self.errors):  # whoever reads or writes is told
-            self._found()
+        self._opened: ObstoreBackend | None = None  # kept: a folder that disappears later is not created again
+        with contextlib.suppress(*self.errors):  # reads and writes raise it
+            self._open_existing()
 
     def get(self, key: str) -> memoryview:
-        if (found := self._found()) is None:
+        if (found := self._open_existing()) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return found.get(key)
 
     def put(self, key: str, data: BytesLike) -> None:
-        self._made().put(key, data)
+        self._open_or_create().put(key, data)
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        self._made().put_parts(key, parts)
+        self._open_or_create().put_parts(key, parts)
 
     def create(self, key: str, data: BytesLike) -> None:
-        self._made().create(key, data)
+        self._open_or_create().create(key, data)
 
     def secure(self, keys: Sequence[str]) -> None:
         files.secure(self.folder / key for key in keys)
 
     def delete(self, keys: Sequence[str]) -> None:
-        if (found := self._found()) is not None:
+        if (found := self._open_existing()) is not None:
             found.delete(keys)
 
     def entries(self, prefix: str, after: str | None) -> list[Entry]:
-        found = self._found()
+        found = self._open_existing()
         return [] if found is None else found.entries(prefix, after)
 
     def folders(self, prefix: str) -> list[str]:
-        found = self._found()
+        found = self._open_existing()
         return [] if found is None else found.folders(prefix)
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
@@ -292,16 +293,16 @@ class FolderBackend:
     def fault(self, error: Exception) -> Fault | None:
         return fault_of(error, "")
 
-    def _found(self) -> ObstoreBackend | None:
-        """The store, once somebody has made its folder. Raises OSError."""
+    def _open_existing(self) -> ObstoreBackend | None:
+        """Return the store if its folder exists. Raises OSError."""
         if self._opened is None and self.folder.is_dir():
             local = LocalStore(prefix=self.folder, automatic_cleanup=True)
             self._opened = ObstoreBackend(local, local, folder=self.folder)
         return self._opened
 
-    def _made(self) -> ObstoreBackend:
-        """The store, for a write. Raises StoreUnusable, OSError."""
-        if (found := self._found()) is not None:
+    def _open_or_create(self) -> ObstoreBackend:
+        """Return the store for a write. Raises StoreUnusable, OSError."""
+        if (found := self._open_existing()) is not None:
             return found
         try:
             files.make(self.folder)
@@ -309,11 +310,11 @@ class FolderBackend:
             raise StoreUnusable(
                 f"store {self._url!r}: {error.strerror}", "name a folder that can be written"
             ) from error
-        return self._made()
+        return self._open_or_create()
 
 
 def open_folder(url: str, options: Options) -> FolderBackend:
-    """The backend of a `file://` URL. Raises StoreUnusable."""
+    """Open the backend of a `file://` URL. Raises StoreUnusable."""
     if options:
-        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "file:// has no options")
+        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "file:// takes no options")
     return FolderBackend(url, url.partition("://")[2])

@@ -1,7 +1,7 @@
-"""Calls of SkyPilot and its API server: with a deadline for the caller, and our errors. Imports no SkyPilot.
+"""Calls of SkyPilot and its API server with deadlines and our errors. Imports no SkyPilot.
 
-Waiting for the API server has no timeout of its own, so it is done in a thread that may be abandoned. The
-request is then cancelled, even if it is submitted only after the deadline.
+SkyPilot's waiting for the API server has no timeout, so it runs in a thread that may be abandoned. The request is
+then cancelled, even if it is submitted only after the deadline.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import psutil
 import structlog
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, one_line, understand
+from orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, classify, one_line
 
 log = structlog.get_logger()
 Result = TypeVar("Result")
 
-# SkyPilot tries zone after zone within one launch, and sets the machine up; a launch that is cut off here goes on
-# where it was, for the next one has the same name.
+# One launch tries zone after zone and sets the machine up. After a timeout the next launch of the same name
+# continues.
 LAUNCH_TIMEOUT_S = 1800.0
-CALL_TIMEOUT_S = 300.0  # any other that waits for machines
+CALL_TIMEOUT_S = 300.0  # other calls that wait for machines
 CANCEL_TIMEOUT_S = 5.0
 FIND_TIMEOUT_S = 60.0
 LOGGED_FROM_S = 0.1  # shorter calls are not in the log
@@ -40,7 +40,7 @@ LOGGED_FROM_S = 0.1  # shorter calls are not in the log
 
 @contextlib.contextmanager
 def timed(call: str, cluster: str) -> Iterator[None]:
-    """Log how long the call inside took, however it ended, unless it was short."""
+    """Log the duration of a call unless it is short, also if the call fails."""
     began_s = time.monotonic()
     try:
         yield
@@ -50,28 +50,28 @@ def timed(call: str, cluster: str) -> Iterator[None]:
 
 
 def restore_tracebacks() -> None:
-    """Undo what SkyPilot does before it raises: it limits them to nothing, for the whole process."""
+    """Restore tracebacks: before it raises, SkyPilot sets their limit to 0 for the whole process."""
     vars(sys).pop("tracebacklimit", None)
 
 
 class Call(threading.Thread, Generic[Result]):
-    """`submit` returns the id that `fetch` waits for and `cancel` calls off."""
+    """A call with a deadline. `submit` returns the request id that `fetch` waits for and `cancel` cancels."""
 
     def __init__(
         self, submit: Callable[[], str], fetch: Callable[[str], Result], cancel: Callable[[str], object]
     ) -> None:
         super().__init__(name="skypilot-call", daemon=True)
         self._submit, self._fetch, self._cancel = submit, fetch, cancel
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         self._result: list[Result] = []
         self._error: Exception | None = None
         self.id: str | None = None
 
     def run(self) -> None:
-        """Submit, wait, keep what came."""
+        """Submit the request and keep its result."""
         try:
             self.id = self._submit()
-            if self._given_up.is_set():
+            if self._abandoned.is_set():
                 self._cancel(self.id)
             else:
                 self._result.append(self._fetch(self.id))
@@ -81,51 +81,51 @@ class Call(threading.Thread, Generic[Result]):
             restore_tracebacks()
 
     def result(self, timeout_s: float) -> Result:
-        """Make the call. Raises TimeoutError at the deadline, and whatever the call raised."""
+        """Make the call. Raises TimeoutError at the deadline, and the call's own error."""
         self.start()
         self.join(max(0.0, timeout_s))
         if self.is_alive():
-            self._give_up()
+            self._abandon()
             raise TimeoutError
         if self._error is not None:
             raise self._error
         return self._result[0]
 
-    def _give_up(self) -> None:
-        self._given_up.set()
+    def _abandon(self) -> None:
+        self._abandoned.set()
         if (submitted := self.id) is not None:
             canceller = threading.Thread(target=self._try_cancel, args=(submitted,), daemon=True)
             canceller.start()
             canceller.join(CANCEL_TIMEOUT_S)
 
     def _try_cancel(self, submitted: str) -> None:
-        # What cannot be cancelled goes on; its result is on record, where the next call finds it.
+        # A request that cannot be cancelled continues; the next call finds its result in SkyPilot's records.
         with contextlib.suppress(Exception):
             self._cancel(submitted)
 
 
-def ask_cloud(function: Callable[[], Result], timeout_s: float) -> Result:
-    """Call what asks clouds and catalogs from this process. Raises CloudRefused, CloudUnavailable."""
+def call_cloud(function: Callable[[], Result], timeout_s: float) -> Result:
+    """Call a function that queries clouds or catalogs from this process. Raises CloudRefused, CloudUnavailable."""
     call = Call(lambda: "", lambda _: function(), lambda _: None)
     try:
         return call.result(timeout_s)
     except TimeoutError:
-        raise CloudUnavailable(f"a cloud has not answered within {timeout_s:g} s; try again") from None
+        raise CloudUnavailable(f"a cloud did not answer within {timeout_s:g} s; try again") from None
     except (CloudRefused, CloudUnavailable):
         raise
     except Exception as error:
-        raise understand(failure_of(error)) from error
+        raise classify(failure_of(error)) from error
 
 
-def find_out(function: Callable[[], Result]) -> Result:
-    """Call what asks a cloud for no machine, so that nothing is refused. Raises CloudUnavailable."""
-    with nothing_refused():
-        return ask_cloud(function, FIND_TIMEOUT_S)
+def query_cloud(function: Callable[[], Result]) -> Result:
+    """Call a function that queries a cloud and requests no machine. Raises CloudUnavailable."""
+    with refusals_as_unavailable():
+        return call_cloud(function, FIND_TIMEOUT_S)
 
 
 @contextlib.contextmanager
-def nothing_refused() -> Iterator[None]:
-    """Where no machine is asked for, a refusal is no answer: it is raised as CloudUnavailable."""
+def refusals_as_unavailable() -> Iterator[None]:
+    """Raise CloudUnavailable instead of CloudRefused, for calls that request no machine."""
     try:
         yield
     except CloudRefused as refused:
@@ -133,19 +133,19 @@ def nothing_refused() -> Iterator[None]:
 
 
 def failure_of(error: Exception, log: str = "") -> Failure:
-    """What is known of a failure; `log` is the request's."""
-    history = tuple((type(one).__name__, str(one)) for one in getattr(error, "failover_history", ()))
+    """Describe an error; `log` is the request's."""
+    history = tuple((type(cause).__name__, str(cause)) for cause in getattr(error, "failover_history", ()))
     return Failure(type(error).__name__, str(error), history, log)
 
 
-# A log as lines, while a call writes it. SkyPilot can yield lines itself, but reports nothing then when there is
-# no log: the reason comes with the end of the call that writes.
+# Log lines, while a call writes them. SkyPilot's own iterator hides the error of a missing log; the writing call
+# raises it.
 
 _END = None
 
 
 class _Sink(io.TextIOBase):
-    """Where the call writes, line by line."""
+    """A stream that queues the written lines."""
 
     def __init__(self) -> None:
         self.lines: SimpleQueue[str | None] = SimpleQueue()
@@ -158,26 +158,26 @@ class _Sink(io.TextIOBase):
 
 
 def lines_from(name: str, call: Callable[[io.TextIOBase], object]) -> Iterator[str]:
-    """Lines of the log of cluster `name`, without colours, as `call` writes them.
+    """Yield the log lines of cluster `name` without colours, as `call` writes them.
 
-    Raises CloudUnavailable, after what has been written, when the call fails.
+    Raises CloudUnavailable after the last line if the call fails.
     """
     sink = _Sink()
 
     def write() -> None:
         try:
             call(sink)
-        except Exception as error:  # noqa: BLE001 whoever reads the lines raises it
+        except Exception as error:  # noqa: BLE001 the reader raises it
             sink.error = error
         finally:
             restore_tracebacks()
             sink.lines.put(_END)
 
-    # It may wait for more for ever, and is abandoned then.
+    # The call may wait for more lines forever; then the thread is abandoned.
     threading.Thread(target=write, name="skypilot-log", daemon=True).start()
     yield from iter(sink.lines.get, _END)
     if sink.error is not None:
-        raise CloudUnavailable(f"the log of {name} broke off: {one_line(str(sink.error))}") from sink.error
+        raise CloudUnavailable(f"cannot read the log of {name}: {one_line(str(sink.error))}") from sink.error
 
 
 # Requests to the API server, and the server itself.
@@ -187,7 +187,13 @@ LOG_LINES = 400
 
 
 class Requests:
-    """`sdk`: `sky.client.sdk`; `server`: `sky.server.common`; `log`: returns where a server of our own logs to."""
+    """Requests to the API server.
+
+    Args:
+        sdk: `sky.client.sdk`.
+        server: `sky.server.common`.
+        log: returns the log file of a local server.
+    """
 
     def __init__(self, sdk: Any, server: Any, log: Callable[[], Path]) -> None:
         self._sdk = sdk
@@ -195,57 +201,59 @@ class Requests:
         self._log = log
         self._starting = threading.Lock()
 
-    def ask(self, submit: Callable[[], str], timeout_s: float) -> Any:
-        """Have a request done. Raises CloudRefused, CloudUnavailable."""
+    def perform(self, submit: Callable[[], str], timeout_s: float) -> Any:
+        """Submit a request and return its result. Raises CloudRefused, CloudUnavailable."""
 
-        def see_server_and_submit() -> str:
-            self.see_server()
+        def ensure_server_and_submit() -> str:
+            self.ensure_server()
             return submit()
 
         call = Call(
-            see_server_and_submit, self._sdk.get, lambda request: self._sdk.api_cancel([request], silent=True)
+            ensure_server_and_submit, self._sdk.get, lambda request: self._sdk.api_cancel([request], silent=True)
         )
         try:
             return call.result(timeout_s)
         except TimeoutError:
-            late = f"SkyPilot has not done it within {timeout_s:g} s; it is tried again, see `sky api status`"
-            raise CloudUnavailable(late) from None
+            message = (
+                f"SkyPilot did not complete the request within {timeout_s:g} s; retrying, see `sky api status`"
+            )
+            raise CloudUnavailable(message) from None
         except CloudUnavailable:
             raise
         except Exception as error:
-            self._server.get_api_server_status_response.cache_clear()  # it may be the server that is gone
+            self._server.get_api_server_status_response.cache_clear()  # the server may be gone
             log = self._log_of(call.id) if type(error).__name__ == HAS_LOG and call.id else ""
-            raise understand(failure_of(error, log)) from error
+            raise classify(failure_of(error, log)) from error
 
-    def look(self, submit: Callable[[], str], timeout_s: float) -> Any:
-        """Have a request done that gives no machine, so that nothing is refused. Raises CloudUnavailable."""
-        with nothing_refused():
-            return self.ask(submit, timeout_s)
+    def query(self, submit: Callable[[], str], timeout_s: float) -> Any:
+        """Submit a request for no machine and return its result. Raises CloudUnavailable."""
+        with refusals_as_unavailable():
+            return self.perform(submit, timeout_s)
 
-    def see_server(self) -> None:
-        """See that the API server answers, and start one where that is ours to do. Raises CloudUnavailable."""
+    def ensure_server(self) -> None:
+        """Ensure that the API server answers; start a local one if needed. Raises CloudUnavailable."""
         server = self._server
         status = server.get_api_server_status().status
         if status is server.ApiServerStatus.HEALTHY:
             return
-        server.get_api_server_status_response.cache_clear()  # the next call asks anew
+        server.get_api_server_status_response.cache_clear()  # the next call queries the server again
         url = server.redact_url_password(server.get_server_url())
         if status is server.ApiServerStatus.NEEDS_AUTH:
-            raise CloudUnavailable(f"the API server at {url} wants a login: run `sky api login -e {quote(url)}`")
+            message = f"SkyPilot's API server at {url} requires a login; run `sky api login -e {quote(url)}`"
+            raise CloudUnavailable(message)
         if status is server.ApiServerStatus.VERSION_MISMATCH:
-            message = f"the API server at {url} is of another version: run `sky api stop`, or upgrade it"
+            message = f"SkyPilot's API server at {url} has another version; run `sky api stop`, or upgrade it"
             raise CloudUnavailable(message)
         if not server.is_api_server_local():
-            raise CloudUnavailable(
-                f"the API server at {url} does not answer; see `curl {quote(f'{url}/api/health')}`"
-            )
+            check = f"curl {quote(f'{url}/api/health')}"
+            raise CloudUnavailable(f"SkyPilot's API server at {url} does not answer; check it with `{check}`")
         with self._starting:
             if server.get_api_server_status().status is not server.ApiServerStatus.HEALTHY:
                 start_server(self._log())
                 server.get_api_server_status_response.cache_clear()
 
     def _log_of(self, request: str) -> str:
-        """The end of a request's log: it alone has the words in which a cloud refused a machine."""
+        """Return the end of a request's log, the only place with the cloud's message of a refusal."""
         text = io.StringIO()
 
         def stream() -> None:
@@ -253,24 +261,21 @@ class Requests:
 
         try:
             Call(lambda: "", lambda _: stream(), lambda _: None).result(LOG_TIMEOUT_S)
-        except Exception:  # noqa: BLE001 without it the failure is still told, only less exactly
+        except Exception:  # noqa: BLE001 without the log the error message is only less exact
             return ""
         return text.getvalue()
 
 
-# Starts a SkyPilot API server on this machine, and ends what a dead one has left.
-# The server leads a session of its own. When it is killed its executors live on: they ignore SIGTERM, hold port
-# 50011, without which no new server starts, and go on with the launch they were at. Nothing they know is needed:
-# what they have made is on record, and launching the same name again takes it up.
+# Starting a SkyPilot API server on this machine, after killing the orphans of a dead one. The server leads its own
+# session. Its executors survive it: they ignore SIGTERM, hold port 50011, which a new server needs, and continue
+# their launch. Killing them is safe: SkyPilot's records have what they created, and launching the same name again
+# continues it.
 START_TIMEOUT_S = 120.0
 
 
 def start_server(log: Path) -> None:
-    """Start an API server that logs to `log`, beside this process and not below it: it outlives this one.
-
-    Raises CloudUnavailable.
-    """
-    end_orphans(log.parent)
+    """Start an API server that logs to `log` and outlives this process. Raises CloudUnavailable."""
+    kill_orphans(log.parent)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPO_ORCH_")}
     command = [sys.executable, "-P", "-c", "import sky; sky.api_start()"]
     try:
@@ -283,31 +288,32 @@ def start_server(log: Path) -> None:
             timeout=START_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise CloudUnavailable(f"SkyPilot's API server does not start; see {log}") from None
+        message = f"SkyPilot's API server did not start within {START_TIMEOUT_S:g} s; see {log}"
+        raise CloudUnavailable(message) from None
     if started.returncode:
-        raise CloudUnavailable(f"SkyPilot's API server does not start; see {log}, then `sky api stop`")
+        raise CloudUnavailable(f"SkyPilot's API server did not start; see {log}, then run `sky api stop`")
 
 
-def end_orphans(state: Path) -> list[int]:
-    """SIGKILL what outlived a dead API server whose files are below `state`. Returns the pids, none on a Mac.
+def kill_orphans(state: Path) -> list[int]:
+    """SIGKILL the orphans of a dead API server whose files are below `state`. Return their pids; empty on macOS.
 
-    A process is such an orphan when the leader of its session is dead and it has a file below `state` open, or
-    when one of those started it. A session that was begun outside of this container has number 0: nothing is known
-    of its leader.
+    A process is an orphan if the leader of its session is dead and it has a file below `state` open, or if an
+    orphan started it. A session from outside this container has number 0; its leader is unknown.
     """
-    ended = []
-    while pids := [pid for pid in _orphans(state.resolve()) if pid not in ended]:
+    killed = []
+    while pids := [pid for pid in _orphans(state.resolve()) if pid not in killed]:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        ended += pids
-    return ended
+        killed += pids
+    return killed
 
 
 def _orphans(state: Path) -> list[int]:
-    parents = {one.pid: one.info["ppid"] for one in psutil.process_iter(["ppid"]) if _has_lost_its_leader(one.pid)}
+    processes = psutil.process_iter(["ppid"])
+    parents = {process.pid: process.info["ppid"] for process in processes if _has_lost_its_leader(process.pid)}
     found = [pid for pid in parents if _has_open_below(pid, state)]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid and child not in found]
@@ -315,7 +321,7 @@ def _orphans(state: Path) -> list[int]:
 
 
 def _has_lost_its_leader(pid: int) -> bool:
-    """Whether a process lives, and the leader of its session does not."""
+    """Whether a process is alive and the leader of its session is dead."""
     try:
         session = os.getsid(pid)
     except OSError:
@@ -331,9 +337,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _has_open_below(pid: int, folder: Path) -> bool:
-    """Whether it has a file below `folder` open, also one that was deleted, which psutil leaves out."""
+    """Whether the process has a file below `folder` open, including deleted files, which psutil omits."""
     try:
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
-        return False  # it has ended, or is another user's
+        return False  # the process has ended or belongs to another user
     return any(link.startswith(f"{folder}/") for link in links)

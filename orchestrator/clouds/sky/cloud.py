@@ -1,7 +1,7 @@
-"""A run's machines through SkyPilot: one cluster a node, named so that launching twice is launching once.
+"""A run's machines through SkyPilot: one cluster per node, whose name makes a launch idempotent.
 
-SkyPilot's calls take from a second to a minute, so the controller's loop makes none: it reads what the actuator's
-calls and a thread (`watch`) have found. What becomes of a machine's work the machine itself says in the store.
+SkyPilot's calls take from a second to a minute, so the controller's loop makes none: it reads the results of the
+actuator's calls and of a thread (`watch`). A machine reports the state of its work in the store.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-IDLE_EVERY_S = 30.0  # a look at a machine's jobs costs that machine seconds of a core
-REST = 4.0  # after such a look none is due for so many times as long as it took
-SILENCE_GAP_S = 20.0  # not asked about for longer: it was heard from in between
+IDLE_EVERY_S = 30.0  # listing a machine's jobs costs the machine seconds of a core
+IDLE_REST_FACTOR = 4.0  # times the duration of such a check: the pause after it
+SILENCE_GAP_S = 20.0  # no `confirm` for this long: the machine reported in between
 REGION_WAIT_S = 5.0
 
 
@@ -60,7 +60,7 @@ class SkyCloud:
         self._spec = record.spec
         self._prefix = f"{nodes_name(record.run_id)}-"
         self._clusters = Clusters()
-        self._silences: dict[str, tuple[float, float]] = {}  # by node: since when, and when last asked about
+        self._silences: dict[str, tuple[float, float]] = {}  # by node: start, last `confirm`
         self._unrecorded = UnrecordedClusters(sky, self._prefix, places(self._spec.trainer.resources))
         self._failed = FailedLaunches(sky, self._unrecorded, self._clusters)
         self._suspicions = Suspicions(self._unrecorded, self._clusters)
@@ -72,13 +72,13 @@ class SkyCloud:
         """See `Cloud.machines`."""
         self._watch.start()
         self._watch.check_fresh()
-        # What is being launched is there already: it has to be taken down, should nobody want it any more.
-        being_made = (name.removeprefix(self._prefix) for name in self._clusters.being_made())
-        found = {node: Machine(node, MachineState.STARTING, attempt=0) for node in being_made}
+        # A launch in progress counts as a machine: it must be taken down if it is no longer wanted.
+        launching = (name.removeprefix(self._prefix) for name in self._clusters.launching())
+        machines = {node: Machine(node, MachineState.STARTING, attempt=0) for node in launching}
         for name, entry in self._clusters.entries().items():
             node = name.removeprefix(self._prefix)
-            found[node] = _machine(node, entry, self._watch.reports.said.get(node))
-        return found
+            machines[node] = _machine(node, entry, self._watch.reports.by_node.get(node))
+        return machines
 
     def launch(self, order: Order) -> None:
         """See `Cloud.launch`."""
@@ -88,36 +88,36 @@ class SkyCloud:
             if entry is not None and (entry.lost or self._attempt(order.node, entry) >= order.attempt):
                 return
             if entry is not None and entry.cluster.unrecorded:
-                self._clusters.lose(name, ELSEWHERE)
+                self._clusters.mark_lost(name, ELSEWHERE)
                 return
             work = self._work_for(order)
             try:
-                # Only a machine that this process set up has this version of the project for sure.
+                # Only a machine that this process set up certainly has this version of the project.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
                     with timed("run_again", name):
                         self._sky.run_again(name, work, CALL_TIMEOUT_S)
                 else:
                     with timed("launch", name):
                         cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
-                    self._clusters.saw(cluster)
+                    self._clusters.record(cluster)
             except Exception as error:
-                failed = self._failed.what_to_raise(name, error)
-                if entry is None and not (isinstance(failed, CloudRefused) and failed.left):
-                    self._clusters.forget(name)  # the next look says what was left of it
-                if failed is error:
+                classified = self._failed.classify(name, error)
+                if entry is None and not (isinstance(classified, CloudRefused) and classified.left):
+                    self._clusters.forget(name)  # the next scan finds what remains of it
+                if classified is error:
                     raise
-                raise failed from error
+                raise classified from error
             finally:
-                self._failed.ended(name)
-            self._clusters.submitted(name, order.attempt)
+                self._failed.launch_ended(name)
+            self._clusters.mark_submitted(name, order.attempt)
 
     def terminate(self, node: str) -> None:
-        """See `Cloud.terminate`. A launch of the same machine that is under way is ended by it."""
+        """See `Cloud.terminate`. Also ends a launch of the same machine that is in progress."""
         name = self._prefix + node
-        is_launched = name in self._clusters.being_made()
+        is_launching = name in self._clusters.launching()
         with self._clusters.call(name), timed("down", name):
-            if is_launched:
-                self._failed.call_off(name)
+            if is_launching:
+                self._failed.cancel(name)
             self._unrecorded.down(name, CALL_TIMEOUT_S)
             self._watch.forget(node)
             self._clusters.forget(name)
@@ -125,16 +125,16 @@ class SkyCloud:
     def confirm(self, node: str) -> None:
         """See `Cloud.confirm`."""
         name = self._prefix + node
-        if self._suspicions.look(name):
-            self._look_for_silent_end(name, node)
+        if self._suspicions.check(name):
+            self._check_unreported_end(name, node)
 
     def offers(self) -> list[Offer]:
         """See `Cloud.offers`. Raises CloudRefused when SkyPilot knows no machine that fits."""
-        of_role = {
+        by_role = {
             Role.TRAINER: self._offer(Role.TRAINER, self._spec.trainer.resources),
             Role.ROLLOUT: self._offer(Role.ROLLOUT, self._spec.rollout.resources),
         }
-        return [of_role[role] for role, _, _ in wanted_slots(self._spec)]
+        return [by_role[role] for role, _, _ in wanted_slots(self._spec)]
 
     def without_quota(self) -> list[str]:
         """See `Cloud.without_quota`."""
@@ -142,8 +142,8 @@ class SkyCloud:
         lines = []
         for role in dict.fromkeys(role for role, _, _ in wanted_slots(self._spec)):
             market = market_of(role, self._spec)
-            asked = resources_for(self._resources(role), role, market, region)
-            lines += quota_lines(self._sky, role, asked, market)
+            resources = resources_for(self._resources(role), role, market, region)
+            lines += quota_lines(self._sky, role, resources, market)
         return lines
 
     def pools(self) -> list[PoolOffer]:
@@ -151,36 +151,37 @@ class SkyCloud:
         region = sole_region(self._spec)
         roles = {role for role, _, _ in wanted_slots(self._spec)}
         if any(names_markets(self._resources(role)) for role in roles):
-            return []  # from one market to the other SkyPilot goes by itself
-        found = [
-            offers_of(role, self._resources(role), region, lambda asked, spot: self._sky.offers(asked, spot=spot))
-            for role in sorted(roles)
-        ]
-        return [one for offers in found for one in offers] if all(found) else []
+            return []  # SkyPilot switches between the markets on its own
+
+        def query(resources: dict[str, Any], spot: bool) -> list[SkyOffer]:
+            return self._sky.offers(resources, spot=spot)
+
+        by_role = [offers_of(role, self._resources(role), region, query) for role in sorted(roles)]
+        return [offer for offers in by_role for offer in offers] if all(by_role) else []
 
     def _resources(self, role: Role) -> dict[str, Any]:
         return self._spec.trainer.resources if role is Role.TRAINER else self._spec.rollout.resources
 
     def _work_for(self, order: Order) -> Work:
         if order.pool is None:
-            return work_for(order, self._spec, self._shipped(), self._region_for(order))
+            return work_for(order, self._spec, self._project_wheel(), self._region_for(order))
         pinned = resources_in(self._resources(order.role), order.role, order.pool)
-        return work_for(order, self._spec, self._shipped(), None, pinned)
+        return work_for(order, self._spec, self._project_wheel(), None, pinned)
 
     def _offer(self, role: Role, resources: dict[str, Any]) -> Offer:
         market = market_of(role, self._spec)
         resources = resources_for(resources, role, market, sole_region(self._spec))
         offers = self._sky.offers(resources, spot=market is Market.SPOT)
         best, most = offers[0], offers[-1].price_usd_per_h
-        what = f"{best.infra} {best.instance_type} {best.accelerators}".strip()
+        description = f"{best.infra} {best.instance_type} {best.accelerators}".strip()
         try:
             others = self._sky.offers(resources, spot=market is not Market.SPOT)
         except CloudRefused:
-            return Offer(role, market, what, best.price_usd_per_h, most_usd_per_h=most)
-        cheapest, dearest = others[0].price_usd_per_h, others[-1].price_usd_per_h
-        if names_markets(resources):  # a launch may fall back to the other one
-            most = max(most, dearest)
-        return Offer(role, market, what, best.price_usd_per_h, cheapest, most, dearest)
+            return Offer(role, market, description, best.price_usd_per_h, most_usd_per_h=most)
+        other_least, other_most = others[0].price_usd_per_h, others[-1].price_usd_per_h
+        if names_markets(resources):  # a launch may fall back to the other market
+            most = max(most, other_most)
+        return Offer(role, market, description, best.price_usd_per_h, other_least, most, other_most)
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
         """See `Cloud.log`."""
@@ -210,7 +211,7 @@ class SkyCloud:
         return [cluster.name.removeprefix(self._prefix) for cluster in self._sky.clusters(self._prefix)]
 
     def _newest(self, name: str) -> str:
-        """The node that `name`, a node or a slot, means. Raises KeyError."""
+        """Return the node `name`, or the newest node of slot `name`. Raises KeyError."""
         nodes = self._nodes()
         in_slot = [node for node in nodes if slot_and_incarnation(node)[0] == name]
         if name not in nodes and not in_slot:
@@ -218,20 +219,20 @@ class SkyCloud:
         return max(in_slot, key=lambda node: slot_and_incarnation(node)[1], default=name)
 
     def _attempt(self, node: str, entry: KnownCluster) -> int:
-        report = self._watch.reports.said.get(node)
+        report = self._watch.reports.by_node.get(node)
         return max(entry.attempt, report.attempt if report else 0)
 
-    def _shipped(self) -> Path:
-        """The wheel of this very version of the project."""
+    def _project_wheel(self) -> Path:
+        """Return the wheel of this version of the project, built once."""
         with self._building:
             if self._wheel is None:
                 self._wheel = build_wheel(run_dir(self._record.run_id) / "wheel")
         return self._wheel
 
     def _region_for(self, order: Order) -> str | None:
-        """Where the machine has to be: nodes talk over private addresses, which do not reach another region.
+        """Return the region of the run's machines: private addresses do not work across regions.
 
-        Raises CloudUnavailable while no machine of the run is up, of which the trainer is the first.
+        Raises CloudUnavailable for a rollout node while no machine of the run is up; the trainer comes first.
         """
         if region := sole_region(self._spec):
             return region
@@ -240,14 +241,16 @@ class SkyCloud:
         self._clusters.wait_for_change(REGION_WAIT_S)
         if region := self._present_region():
             return region
-        raise CloudUnavailable(f"{order.node} waits for the trainer's region")
+        raise CloudUnavailable(
+            f"{order.node} waits until the trainer's machine is up, to launch in the same region"
+        )
 
     def _present_region(self) -> str | None:
         up = (entry for entry in self._clusters.entries().values() if entry.is_up)
         return next((region_of(entry.cluster.infra) for entry in up if entry.cluster.infra), None)
 
-    def _look_for_silent_end(self, name: str, node: str) -> None:
-        """See whether the work has ended without a word, as when its set-up failed: then it has failed."""
+    def _check_unreported_end(self, name: str, node: str) -> None:
+        """Mark the work as failed if it ended without a report, as when its set-up failed."""
         now_s = time.monotonic()
         since_s, last_s = self._silences.get(node, (now_s, now_s))
         if now_s - last_s > SILENCE_GAP_S:
@@ -259,17 +262,17 @@ class SkyCloud:
         with timed("is_idle", name):
             is_idle = self._unrecorded.is_idle(name, CALL_TIMEOUT_S)
         if not is_idle:
-            # A machine that answers slowly is busy, maybe with answering.
-            rested_s = time.monotonic() + REST * (time.monotonic() - now_s)
-            self._silences[node] = (rested_s, rested_s)
+            # A slow answer means a busy machine; the check itself may keep it busy.
+            next_s = time.monotonic() + IDLE_REST_FACTOR * (time.monotonic() - now_s)
+            self._silences[node] = (next_s, next_s)
             return
-        self._watch.read()  # the machine speaks before its job ends
-        entry, report = self._clusters.entries().get(name), self._watch.reports.said.get(node)
+        self._watch.read()  # the machine reports before its job ends
+        entry, report = self._clusters.entries().get(name), self._watch.reports.by_node.get(node)
         if entry is None or (report and report.attempt >= entry.attempt and report.exit_code is not None):
             return
         if self._attempt(node, entry) > 0 and not entry.failed:
-            log.warning("work_ended_silently", node=node, hint=f"see `grpo-orch logs {node}`")
-            self._clusters.failed(name)
+            log.warning("work_ended_without_report", node=node, hint=f"see `grpo-orch logs {node}`")
+            self._clusters.mark_failed(name)
 
 
 def _machine(node: str, entry: KnownCluster, report: MachineReport | None) -> Machine:
@@ -290,36 +293,36 @@ def _machine(node: str, entry: KnownCluster, report: MachineReport | None) -> Ma
         price_usd_per_h=entry.cluster.price_usd_per_h or 0.0,
         on_demand_usd_per_h=entry.cluster.on_demand_usd_per_h,
         where=f"{entry.cluster.infra} {entry.cluster.machine}".strip(),
-        # With neither, what it may cost at most goes on counting.
+        # Without a pool and a price the maximum price of its request keeps counting.
         pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
         rebalance_recommended=bool(report and report.rebalance_recommended),
     )
 
 
-# What a launch that failed has brought: a machine that is there is paid for, and one that never was is not.
+# Failed launches: a machine that was created nevertheless is paid for.
 
 
 class FailedLaunches:
-    """Asked by the threads that launch and take down the clusters of one run."""
+    """Finds out whether a failed launch left a machine. Used by the threads that launch and take down clusters."""
 
     def __init__(self, sky: SkyPilot, unrecorded: UnrecordedClusters, clusters: Clusters) -> None:
         self._sky, self._unrecorded, self._clusters = sky, unrecorded, clusters
-        self._unbought: set[str] = set()  # launches that are called off, and have brought nothing
+        self._unbought: set[str] = set()  # cancelled launches that created no machine
 
-    def call_off(self, name: str) -> None:
-        """A launch that is under way is about to be ended. SkyPilot will not say what it had come to."""
+    def cancel(self, name: str) -> None:
+        """Note that a launch is about to be cancelled; SkyPilot does not report how far it got."""
         if self._sky.is_bought(name) is False:
             self._unbought.add(name)
 
-    def ended(self, name: str) -> None:
-        """A launch has ended, one way or another."""
+    def launch_ended(self, name: str) -> None:
+        """Note that a launch has succeeded or failed."""
         self._unbought.discard(name)
 
-    def what_to_raise(self, name: str, error: Exception) -> Exception:
-        """Return what is to be raised for the failure of a launch, by what the cloud has of it."""
+    def classify(self, name: str, error: Exception) -> Exception:
+        """Return the error to raise for a failed launch, depending on what the cloud has of it."""
         match error:
             case CloudUnavailable() if name in self._unbought:
-                return CloudRefused(Refusal.UNKNOWN, "it was called off before its cloud had a machine")
+                return CloudRefused(Refusal.UNKNOWN, "the launch was cancelled before the cloud created a machine")
             case CloudRefused():
                 return self._refused(name, error)
             case _:
@@ -327,39 +330,39 @@ class FailedLaunches:
 
     def _refused(self, name: str, error: CloudRefused) -> CloudRefused | CloudUnavailable:
         try:
-            left = self._unrecorded.confirm(name, CALL_TIMEOUT_S)
+            cluster = self._unrecorded.confirm(name, CALL_TIMEOUT_S)
         except CloudUnavailable as unknown:
-            return CloudUnavailable(f"{error}; whether it left a machine is not known: {unknown}")
-        if left is None:
+            return CloudUnavailable(f"{error}; cannot determine whether a machine was created: {unknown}")
+        if cluster is None:
             return error
-        self._clusters.saw(left)
+        self._clusters.record(cluster)
         return CloudRefused(error.refusal, str(error), left=True)
 
 
-# Quotas of zero: AWS and GCP report them.
+# Quotas of zero. AWS and GCP report them.
 
 QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
-ASKED_MAX = 8  # of a role: a machine that may be anywhere has dozens of regions, a second or so each
+QUOTA_CHECKS_MAX = 8  # per role: without a named place there are dozens of regions, at about 1 s each
 
 
 def quota_lines(sky: SkyPilot, role: Role, resources: dict[str, Any], market: Market) -> list[str]:
-    """Which of the kinds that SkyPilot offers for these resources, the cheapest first, have a quota of zero.
+    """Return a line for each instance type with a quota of zero, among SkyPilot's cheapest offers.
 
-    A quota is a kind's on a market of a region. Empty also where no offers or quotas can be told.
+    A quota belongs to an instance type, market and region. Empty also where offers or quotas are unknown.
     """
     try:
         offers = sky.offers(resources, spot=market is Market.SPOT)
         kinds: dict[tuple[str, str], SkyOffer] = {}
         for offer in offers:
             kinds.setdefault((region_of(offer.infra), offer.instance_type), offer)
-        asked = list(kinds.items())[:ASKED_MAX]
-        lacking = [kind for kind, offer in asked if not sky.has_quota(offer)]
+        checked = list(kinds.items())[:QUOTA_CHECKS_MAX]
+        lacking = [kind for kind, offer in checked if not sky.has_quota(offer)]
     except (CloudRefused, CloudUnavailable):
         return []
-    words = market.replace("_", " ")
-    return [f"{role}: {zero_quota(kind, words, region)}" for region, kind in lacking]
+    market_name = market.replace("_", " ")
+    return [f"{role}: {zero_quota(kind, market_name, region)}" for region, kind in lacking]
 
 
 def zero_quota(kind: str, market: str, places: str) -> str:
-    """What to tell of a quota of zero."""
-    return f"the account's quota for {kind} {market} is zero in {places}; ask for more: {QUOTA_HELP}"
+    """Return the message for a quota of zero."""
+    return f"the account's quota for {kind} {market} is zero in {places}; request more: {QUOTA_HELP}"

@@ -1,7 +1,7 @@
-"""What SkyPilot's failures mean to a run: pure functions of the messages; imports no SkyPilot.
+"""Classify SkyPilot's failures by their messages. Pure functions; imports no SkyPilot.
 
-An exception's type tells little: every cloud's refusal comes as "resources unavailable", and the cloud's own
-message, which tells a lack of capacity from a quota, is in the request's log alone.
+The exception's type is too coarse: every cloud's refusal is "resources unavailable". Only the request's log has
+the cloud's own message, which distinguishes a capacity shortage from a quota.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DETAIL_CHARS = 240
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call that failed: the exception's type and words, those of each place tried, the request's log."""
+    """A failed call: the exception's type and message, those of each place tried, and the request's log."""
 
     kind: str
     message: str
@@ -26,8 +26,8 @@ class Failure:
     log: str = ""
 
 
-HAS_LOG = "ResourcesUnavailableError"  # what clouds said is in the log of the request
-AWAY = frozenset(
+HAS_LOG = "ResourcesUnavailableError"  # the clouds' messages are in the request's log
+UNREACHABLE = frozenset(
     {
         "ApiServerConnectionError",
         "ClusterDoesNotExist",
@@ -45,7 +45,7 @@ AWAY = frozenset(
         "SkyletUnavailableError",
     }
 )
-CUT_OFF = frozenset(  # by the HTTP client
+CONNECTION_LOST = frozenset(  # as the HTTP client raises it
     {
         "ChunkedEncodingError",
         "ConnectTimeout",
@@ -79,7 +79,7 @@ NOT_OFFERED = frozenset(
     }
 )
 MALFORMED = frozenset({"InvalidClusterNameError", "InvalidSkyPilotConfigError", "TypeError", "ValueError"})
-_CAPACITY_WORDS = (
+_CAPACITY_PATTERNS = (
     # AWS
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -91,7 +91,7 @@ _CAPACITY_WORDS = (
     "does not have enough resources available to fulfill",
     "no more capacity in the zone",
     "Insufficient reserved capacity",
-    "UNSUPPORTED_OPERATION",  # it was preempted while it was made
+    "UNSUPPORTED_OPERATION",  # preempted during creation
     # Azure
     "AllocationFailed",
     "OverconstrainedAllocationRequest",
@@ -102,7 +102,7 @@ _CAPACITY_WORDS = (
     r"Insufficient (nvidia\.com/gpu|cpu|memory|pods)",
     "insufficient-capacity",
 )
-_QUOTA_WORDS = (
+_QUOTA_PATTERNS = (
     # AWS
     "MaxSpotInstanceCountExceeded",
     "VcpuLimitExceeded",
@@ -122,7 +122,7 @@ _QUOTA_WORDS = (
     "exceeded quota",
     "Found no quota for",
 )
-_CREDENTIALS_WORDS = (
+_CREDENTIALS_PATTERNS = (
     # AWS
     "UnauthorizedOperation",
     "AuthFailure",
@@ -150,7 +150,7 @@ _CREDENTIALS_WORDS = (
     "invalid cloud c(redentials|onfig)",
     "not enabled",
 )
-_BUSY_WORDS = (
+_BUSY_PATTERNS = (
     "RequestLimitExceeded",
     "Throttling",
     "RESOURCE_OPERATION_RATE_EXCEEDED",
@@ -159,91 +159,94 @@ _BUSY_WORDS = (
     "Could not connect to the endpoint URL",
     "Read timeout on endpoint URL",
     "ENDPOINT_CONNECTION_ERROR",
-    # two launches that make what all of a user's clusters share, at the same time
+    # two concurrent launches create the resources that all clusters of a user share
     "InvalidPermission.Duplicate",
     "InvalidGroup.Duplicate",
-    # the API server, restarted or short of memory
+    # the API server restarted or is short of memory
     "Failed to get request",
     "Failed to process response from SkyPilot API server",
     "BrokenProcessPool",
 )
-# In this order: where one place has no capacity and another no quota, waiting helps.
-_WORDS = (
-    (re.compile("|".join(_CAPACITY_WORDS)), Refusal.NO_CAPACITY),
-    (re.compile("|".join(_QUOTA_WORDS)), Refusal.QUOTA),
-    (re.compile("|".join(_CREDENTIALS_WORDS)), Refusal.CREDENTIALS),
-    (re.compile("|".join(_BUSY_WORDS)), None),
+# Capacity first: if one place has no capacity and another no quota, waiting helps.
+_PATTERNS = (
+    (re.compile("|".join(_CAPACITY_PATTERNS)), Refusal.NO_CAPACITY),
+    (re.compile("|".join(_QUOTA_PATTERNS)), Refusal.QUOTA),
+    (re.compile("|".join(_CREDENTIALS_PATTERNS)), Refusal.CREDENTIALS),
+    (re.compile("|".join(_BUSY_PATTERNS)), None),
 )
-_CLOUD_SAID = re.compile(r"An error occurred \([\w.]+\).*")
-_LOGGED = re.compile(r"^[DIWE] \d\d-\d\d \S+ PID=\d+ \S+\] ")
+_CLOUD_MESSAGE = re.compile(r"An error occurred \([\w.]+\).*")
+_LOG_PREFIX = re.compile(r"^[DIWE] \d\d-\d\d \S+ PID=\d+ \S+\] ")
 _PASSWORD = re.compile(r"//[^/\s@]+@")
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-AGAIN = "it is tried again"
+RETRIED = "retrying"
 REMEDY = {
-    Refusal.NO_CAPACITY: "it is asked for again; more regions or machines in `resources.any_of` find it sooner",
-    Refusal.QUOTA: "ask the cloud for more quota, or name another region or machine in `resources`",
-    Refusal.CREDENTIALS: "see `grpo-orch doctor` and the rights of your cloud account",
-    Refusal.UNKNOWN: f"{AGAIN}; see `sky logs --provision` and ~/.sky/api_server/server.log",
+    Refusal.NO_CAPACITY: f"{RETRIED}; list more regions or machines in `resources.any_of` to find capacity sooner",
+    Refusal.QUOTA: "request more quota from the cloud, or name another region or machine in `resources`",
+    Refusal.CREDENTIALS: "run `grpo-orch doctor` and check the permissions of your cloud account",
+    Refusal.UNKNOWN: f"{RETRIED}; see `sky logs --provision` and ~/.sky/api_server/server.log",
 }
 OTHER_MACHINE = "name another region or machine in `resources`; see `sky gpus list` and `grpo-orch doctor`"
 CORRECT = "correct `resources` in run.yaml"
 
 
-def understand(failure: Failure) -> CloudRefused | CloudUnavailable:
-    """What to raise for a failure: one line that says what the cloud said and what helps."""
-    said = one_line(failure.message).rstrip(". ") or failure.kind
-    if failure.kind in AWAY:
-        return CloudUnavailable(f"{said}; {AGAIN}")
-    if failure.kind in CUT_OFF:
-        return CloudUnavailable(f"SkyPilot's API server broke off: {said}; {AGAIN}, see `sky api info`")
+def classify(failure: Failure) -> CloudRefused | CloudUnavailable:
+    """Return the error to raise for a failure: one line with the cloud's message and a remedy."""
+    message = one_line(failure.message).rstrip(". ") or failure.kind
+    if failure.kind in UNREACHABLE:
+        return CloudUnavailable(f"{message}; {RETRIED}")
+    if failure.kind in CONNECTION_LOST:
+        return CloudUnavailable(
+            f"lost the connection to SkyPilot's API server: {message}; {RETRIED}, see `sky api info`"
+        )
     if failure.kind in FORBIDDEN:
-        return _refused(Refusal.CREDENTIALS, said)
+        return _refused(Refusal.CREDENTIALS, message)
     if failure.kind in MALFORMED:
-        return CloudRefused(Refusal.CREDENTIALS, f"{said}; {CORRECT}")
+        return CloudRefused(Refusal.CREDENTIALS, f"{message}; {CORRECT}")
     if failure.kind in NOT_OFFERED:
-        return CloudRefused(Refusal.QUOTA, f"{said}; {OTHER_MACHINE}")
-    return _by_words(failure) or _unknown(failure, said)
+        return CloudRefused(Refusal.QUOTA, f"{message}; {OTHER_MACHINE}")
+    return _by_pattern(failure) or _unknown(failure, message)
 
 
-def _by_words(failure: Failure) -> CloudRefused | CloudUnavailable | None:
+def _by_pattern(failure: Failure) -> CloudRefused | CloudUnavailable | None:
     lines = _lines(failure)
-    for words, refusal in _WORDS:
+    for pattern, refusal in _PATTERNS:
         for line in lines:
-            if words.search(line):
-                said = _what_the_cloud_said(line) or one_line(line)
-                return CloudUnavailable(f"{said}; {AGAIN}") if refusal is None else _refused(refusal, said)
+            if pattern.search(line):
+                message = _cloud_message(line) or one_line(line)
+                return CloudUnavailable(f"{message}; {RETRIED}") if refusal is None else _refused(refusal, message)
     return None
 
 
-def _unknown(failure: Failure, said: str) -> CloudRefused:
-    told = [words for line in _lines(failure) if (words := _what_the_cloud_said(line))]
-    if told:
-        return _refused(Refusal.UNKNOWN, told[-1])
+def _unknown(failure: Failure, message: str) -> CloudRefused:
+    cloud_messages = [found for line in _lines(failure) if (found := _cloud_message(line))]
+    if cloud_messages:
+        return _refused(Refusal.UNKNOWN, cloud_messages[-1])
     if failure.kind != HAS_LOG:
-        return _refused(Refusal.UNKNOWN, f"{failure.kind}: {said}")
+        return _refused(Refusal.UNKNOWN, f"{failure.kind}: {message}")
     if failure.history:
         return _refused(Refusal.NO_CAPACITY, one_line(failure.history[-1][1]).rstrip(". "))
-    return CloudRefused(Refusal.QUOTA, f"{said}; {OTHER_MACHINE}")
+    return CloudRefused(Refusal.QUOTA, f"{message}; {OTHER_MACHINE}")
 
 
-def _refused(refusal: Refusal, said: str) -> CloudRefused:
-    return CloudRefused(refusal, f"{said}; {REMEDY[refusal]}")
+def _refused(refusal: Refusal, message: str) -> CloudRefused:
+    return CloudRefused(refusal, f"{message}; {REMEDY[refusal]}")
 
 
 def _lines(failure: Failure) -> list[str]:
-    """Everything that was said, the cloud's own words first."""
-    texts: Iterable[str] = (failure.log, *(f"{kind}: {words}" for kind, words in failure.history), failure.message)
-    return [_LOGGED.sub("", COLOUR.sub("", line)) for text in texts for line in text.splitlines()]
+    """Return all lines of the failure, the request's log first."""
+    history = (f"{kind}: {message}" for kind, message in failure.history)
+    texts: Iterable[str] = (failure.log, *history, failure.message)
+    return [_LOG_PREFIX.sub("", COLOUR.sub("", line)) for text in texts for line in text.splitlines()]
 
 
-def _what_the_cloud_said(line: str) -> str:
-    found = _CLOUD_SAID.search(line)
+def _cloud_message(line: str) -> str:
+    found = _CLOUD_MESSAGE.search(line)
     return one_line(found[0]).rstrip(". ") if found else ""
 
 
 def one_line(text: str) -> str:
-    """The first line that is not empty, shortened, without colours and a URL's password."""
+    """Return the first non-empty line, shortened, without colours and passwords in URLs."""
     plain = _PASSWORD.sub("//", COLOUR.sub("", text))
     lines = (" ".join(line.split()) for line in plain.splitlines())
     line = next((line for line in lines if line), "")

@@ -1,8 +1,8 @@
-"""The types of SkyPilot's adapter, and how SkyPilot's own records are decoded into them. Imports no SkyPilot.
+"""The types of SkyPilot's adapter, and the decoding of SkyPilot's records into them. Imports no SkyPilot.
 
-SkyPilot reads its records of clusters all at once, here and on its server: one that it cannot read, as after a
-change of its version, or a price that its catalog has twice, is an error for all of them. Here a record that
-cannot be decoded affects its own cluster only.
+SkyPilot decodes its cluster records together, here and on its server: one unreadable record (after a change of
+version, say) or a duplicate price in its catalog is an error for all of them. Here a record that cannot be
+decoded affects only its own cluster.
 """
 
 from __future__ import annotations
@@ -30,35 +30,41 @@ class ClusterState(StrEnum):
 
 
 def nodes_name(run_id: str) -> str:
-    """How the names of the clusters begin that are a run's nodes; also the name of their security group."""
+    """Return the prefix of the cluster names of a run's nodes, which also names their security group."""
     return f"grpo-{run_id}"
 
 
 def controller_name(run_id: str) -> str:
-    """The cluster of a run's controller machine. With a node's prefix a daemon elsewhere would take it down."""
+    """Return the cluster name of a run's controller machine.
+
+    It lacks the nodes' prefix, with which a daemon elsewhere would take the machine down.
+    """
     return f"grpo-controller-{run_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster on SkyPilot's record. `infra` is `cloud/region/zone`, as far as they are known, and `machine` the
-    cloud's name for its kind. A price of None is not known; one of 0 is that of a machine of one's own."""
+    """A cluster in SkyPilot's records.
+
+    `infra` is `cloud/region/zone` as far as known, `machine` the instance type. A price of None is unknown; the
+    user's own machines have a price of 0.
+    """
 
     name: str
     state: ClusterState
     infra: str
     spot: bool
     price_usd_per_h: float | None
-    ssh_address: tuple[str, int] | None  # as SkyPilot reaches it from here; None where it goes another way
+    ssh_address: tuple[str, int] | None  # for a direct connection from here; None: not direct
     machine: str = ""
-    on_demand_usd_per_h: float = 0.0  # 0: not known, too
+    on_demand_usd_per_h: float = 0.0  # 0: also if unknown
     accelerators: str = ""  # as in SkyOffer
-    unrecorded: bool = False  # SkyPilot here has no record of it
+    unrecorded: bool = False  # the local SkyPilot has no record of it
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A machine as AWS has it. `name` is its cluster's, as on its label."""
+    """A machine as AWS reports it. `name` is the cluster name on its label."""
 
     id: str
     name: str
@@ -72,7 +78,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class SkyOffer:
-    """A machine that could be asked for now. `accelerators` is `NAME:COUNT` or empty."""
+    """A machine that could be launched now. `accelerators` is `NAME:COUNT` or empty."""
 
     infra: str
     instance_type: str
@@ -83,7 +89,7 @@ class SkyOffer:
 
 @dataclass(frozen=True, slots=True)
 class ListPrice:
-    """A machine with GPUs in one region, as SkyPilot's catalog has it; a price is None on a market without it."""
+    """A GPU machine in one region of SkyPilot's catalog. A price is None on a market that lacks the machine."""
 
     cloud: str
     region: str
@@ -97,8 +103,10 @@ class ListPrice:
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """Prices of several clouds. `dates`: when each cloud's list was fetched, as 2026-11-23; `missing`: why others
-    have none."""
+    """Prices of several clouds.
+
+    `dates`: when each cloud's list was fetched, as 2026-11-23; `missing`: why a cloud has no list.
+    """
 
     prices: tuple[ListPrice, ...]
     dates: Mapping[str, str]
@@ -107,7 +115,7 @@ class PriceList:
 
 @dataclass(frozen=True, slots=True)
 class CloudCheck:
-    """Whether machines can be had of a cloud, and why not."""
+    """Whether a cloud's machines are available, and why not."""
 
     name: str
     enabled: bool
@@ -116,86 +124,86 @@ class CloudCheck:
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """The API server that SkyPilot's client talks to; `endpoint` without a password."""
+    """The API server of SkyPilot's client. `endpoint` has no password."""
 
     endpoint: str
     version: str
     local: bool
 
 
-# Decoding each record by itself.
+# Decoding records separately.
 
 log = structlog.get_logger()
 
-_KINDS_OF_TROUBLE = 1024
+_WARNINGS_MAX = 1024
 INIT = "INIT"
 
 
-@functools.lru_cache(maxsize=_KINDS_OF_TROUBLE)
-def say_once(event: str, what: str, why: str) -> None:
-    """Warn of what a record does not tell, the first time that this process meets it."""
-    log.warning(event, what=what, why=why)
+@functools.lru_cache(maxsize=_WARNINGS_MAX)
+def warn_once(event: str, subject: str, reason: str) -> None:
+    """Log a warning unless this process has logged the same one."""
+    log.warning(event, subject=subject, reason=reason)
 
 
-def why_not(error: Exception) -> str:
-    """An error as the reason of `say_once`: SkyPilot's assertions end with a whole table."""
+def first_line(error: Exception) -> str:
+    """Return an error's type and first line, for `warn_once`: SkyPilot's assertions end with a whole table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def decode_each(
+def decode_separately(
     decode: Callable[[list[dict[str, Any]]], list[Any]],
 ) -> Callable[[list[dict[str, Any]]], list[Any]]:
-    """SkyPilot's `decode` of a list of records, made to decode each by itself, as far as it can be."""
+    """Make SkyPilot's `decode` of a list decode each record separately, and as much of it as possible."""
 
-    def decode_all(answer: list[dict[str, Any]]) -> list[Any]:
-        return [_decoded(decode, said) for said in answer]
+    def decode_all(records: list[dict[str, Any]]) -> list[Any]:
+        return [_decoded(decode, record) for record in records]
 
     return decode_all
 
 
-def _decoded(decode: Callable[[list[dict[str, Any]]], list[Any]], said: dict[str, Any]) -> Any:
-    why = ""
-    for left_out in ({}, {"status": INIT}, {"handle": None}):
+def _decoded(decode: Callable[[list[dict[str, Any]]], list[Any]], encoded: dict[str, Any]) -> Any:
+    reason = ""
+    for replaced in ({}, {"status": INIT}, {"handle": None}):
         try:
-            (record,) = decode([{**said, **left_out}])
-        except Exception as error:  # noqa: BLE001 whatever it is, this one record is not whole
-            why = why or why_not(error)
+            (record,) = decode([{**encoded, **replaced}])
+        except Exception as error:  # noqa: BLE001 an error of any kind leaves this record incomplete
+            reason = reason or first_line(error)
             continue
-        if why:
-            say_once("cluster_half_read", said["name"], why)
+        if reason:
+            warn_once("cluster_record_incomplete", encoded["name"], reason)
         return record
-    return unread(said["name"], why)
+    return undecoded_cluster(encoded["name"], reason)
 
 
-def read_each(ask: Callable[[Sequence[str]], list[Any]], names: Sequence[str]) -> list[Any]:
-    """The records of these clusters, asked for together and, where the server fails at one of them, apart.
+def read_separately(read: Callable[[Sequence[str]], list[Any]], names: Sequence[str]) -> list[Any]:
+    """Read the records of these clusters together, or by bisection if the server fails on one of them.
 
     Raises CloudUnavailable when the server does not answer.
     """
     try:
-        return ask(names) if names else []
+        return read(names) if names else []
     except CloudUnavailable as error:
-        if not was_answered(error):
+        if not is_refusal(error):
             raise
         if len(names) == 1:
-            return [unread(names[0], str(error))]
+            return [undecoded_cluster(names[0], str(error))]
     half = len(names) // 2
-    return [*read_each(ask, names[:half]), *read_each(ask, names[half:])]
+    return [*read_separately(read, names[:half]), *read_separately(read, names[half:])]
 
 
-def was_answered(error: CloudUnavailable) -> bool:
-    """Whether it was the answer to a question, and not that none came."""
+def is_refusal(error: CloudUnavailable) -> bool:
+    """Whether the server answered with an error, as opposed to not answering."""
     return isinstance(error.__cause__, CloudRefused)
 
 
-def unread(name: str, why: str) -> Any:
-    """In place of a record of which only this is known: there is one."""
-    say_once("cluster_not_read", name, why)
+def undecoded_cluster(name: str, reason: str) -> Any:
+    """Return a placeholder for a cluster record that cannot be decoded."""
+    warn_once("cluster_record_unreadable", name, reason)
     return SimpleNamespace(name=name, status=SimpleNamespace(value=INIT), handle=None)
 
 
-# SkyPilot's objects in our types, and our labels in its resources.
+# SkyPilot's objects as our types, and our labels in its resources.
 
 LABEL = "grpo-orch"  # on every machine, with the cluster's name
 HOUR_S = 3600
@@ -204,27 +212,27 @@ SSH_PORT = 22
 _STATES = {
     "INIT": ClusterState.STARTING,
     "PENDING": ClusterState.STARTING,
-    "AUTOSTOPPING": ClusterState.STARTING,  # it takes itself down, and is not to be reached any more
+    "AUTOSTOPPING": ClusterState.STARTING,  # it is shutting itself down and cannot be reached
     "UP": ClusterState.UP,
     "STOPPED": ClusterState.STOPPED,
 }
 
 
 def cluster_of(record: Any) -> Cluster:
-    """The cluster that a record of `sky.status` is of. One that cannot be read whole hides none of the others."""
+    """Convert a record of `sky.status`; one that cannot be read completely hides no other."""
     state = _STATES.get(record.status.value, ClusterState.STARTING)
     try:
         return cluster_at(record.name, state, record.handle)
-    except Exception as error:  # noqa: BLE001 whatever it is, only this one record is odd
-        say_once("cluster_half_read", record.name, why_not(error))
+    except Exception as error:  # noqa: BLE001 an error of any kind concerns only this record
+        warn_once("cluster_record_incomplete", record.name, first_line(error))
         return cluster_at(record.name, state, None)
 
 
 def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
-    """The cluster that SkyPilot has launched and holds by this handle; what that does not tell is left open."""
+    """Convert SkyPilot's handle of a cluster; what the handle lacks stays unknown."""
     launched = None if handle is None else handle.launched_resources
     if launched is None:
-        say_once("cluster_without_machine", name, "SkyPilot has no more of it on record than its name")
+        warn_once("cluster_without_machine", name, "SkyPilot's record has only its name")
         return Cluster(name, state, infra="", spot=False, price_usd_per_h=None, ssh_address=None)
     addresses, ports = handle.cached_external_ips, handle.cached_external_ssh_ports
     return Cluster(
@@ -241,9 +249,9 @@ def cluster_at(name: str, state: ClusterState, handle: Any) -> Cluster:
 
 
 def cluster_on_aws(instance: Instance, kind: Callable[[bool], Any]) -> Cluster:
-    """The cluster that is this machine of AWS. `kind`: its kind as `sky.Resources`, on spot or on demand.
+    """Convert a machine that AWS reports. `kind(spot)` returns its instance type as `sky.Resources`.
 
-    SkyPilot may know no such kind: whoever launched it may have had a newer list of them.
+    The local SkyPilot may not know the type: another one with a newer catalog may have launched the machine.
     """
     return Cluster(
         name=instance.name,
@@ -260,7 +268,7 @@ def cluster_on_aws(instance: Instance, kind: Callable[[bool], Any]) -> Cluster:
 
 
 def clouds_with_machines(workspaces: Mapping[str, Mapping[str, Collection[str]]]) -> set[str]:
-    """The clouds that can give machines: `workspaces` are `sky check`'s, with what each cloud can do there."""
+    """Return the clouds that provide machines; `workspaces` is the result of `sky check`."""
     return {
         name.partition("/")[0].lower()
         for workspace in workspaces.values()
@@ -270,7 +278,7 @@ def clouds_with_machines(workspaces: Mapping[str, Mapping[str, Collection[str]]]
 
 
 def offer_of(machine: Any) -> SkyOffer | None:
-    """The offer that a launchable `sky.Resources` is; None where no price is known: SkyPilot launches none."""
+    """Convert a launchable `sky.Resources`; None without a price, since SkyPilot does not launch it then."""
     place = machine.infra.to_str()
     market = "spot" if machine.use_spot else "on demand"
     price = _usd_per_h(lambda: machine, f"{place} {machine.instance_type} {market}")
@@ -279,24 +287,27 @@ def offer_of(machine: Any) -> SkyOffer | None:
     return SkyOffer(place, machine.instance_type, _accelerators(machine), machine.use_spot, price)
 
 
-def _usd_per_h(machine: Callable[[], Any], what: str) -> float | None:
-    """None, which is said once, where SkyPilot's catalog has no price (ValueError), two (AssertionError) or one
-    that is no number: a price is added up, compared and journalled, and JSON has no NaN."""
+def _usd_per_h(machine: Callable[[], Any], subject: str) -> float | None:
+    """Return the price of a machine, or warn and return None where SkyPilot's catalog has no usable one.
+
+    The catalog may have no price (ValueError), two (AssertionError) or NaN. Prices are added up, compared and
+    journalled, and JSON has no NaN.
+    """
     try:
         price = float(machine().get_cost(HOUR_S))
         if not 0.0 <= price < math.inf:
             raise ValueError(f"a price of {price}")
         return price
-    except Exception as error:  # noqa: BLE001 whatever it is, this one price is not known
-        say_once("price_not_known", what, why_not(error))
+    except Exception as error:  # noqa: BLE001 an error of any kind leaves only this price unknown
+        warn_once("price_unknown", subject, first_line(error))
         return None
 
 
-def _accelerators_of(machine: Callable[[], Any], what: str) -> str:
+def _accelerators_of(machine: Callable[[], Any], subject: str) -> str:
     try:
         return _accelerators(machine())
     except Exception as error:  # noqa: BLE001 as above
-        say_once("machine_not_known", what, why_not(error))
+        warn_once("instance_type_unknown", subject, first_line(error))
         return ""
 
 
@@ -305,12 +316,12 @@ def _accelerators(machine: Any) -> str:
 
 
 def labelled(resources: dict[str, Any], name: str) -> dict[str, Any]:
-    """The resources with the cluster's name on every alternative.
+    """Return the resources with the cluster's name as a label on every alternative.
 
-    Labels above the alternatives are put into each: SkyPilot would mix those of all.
+    Labels above the alternatives are copied into each, since SkyPilot would mix the labels of all.
     """
     config = copy.deepcopy(resources)
-    above = config.pop("labels", {})
+    shared = config.pop("labels", {})
     for place in config.get("any_of") or config.get("ordered") or [config]:
-        place["labels"] = {**above, **place.get("labels", {}), LABEL: name}
+        place["labels"] = {**shared, **place.get("labels", {}), LABEL: name}
     return config

@@ -1,12 +1,12 @@
-"""The machine that the daemon lives on with `--remote`: small, on demand, provisioned by SkyPilot.
+"""The controller machine: with `--remote` the daemon runs on a small on-demand machine that SkyPilot provisions.
 
-On it SkyPilot has an API server and records of its own, and the run's machines are in those alone; here only this
-one machine is on record. What its daemon does is in the run's store, as ever.
+The machine has its own SkyPilot API server, whose records alone list the run's machines; the local SkyPilot lists
+only the controller machine. The daemon's actions are in the run's store as usual.
 
-It needs the user's credentials. SkyPilot 0.14 puts on every machine that it launches what the clouds' own
-programs keep in files, with these exceptions: AWS is left out with SSO, an assumed role or keys in the
-environment, and gives the machine a role of its own that may buy others, if the machine is on AWS itself; on
-Kubernetes a machine has its service account, and no kubeconfig; Slurm has nothing to put.
+The machine needs the user's credentials. SkyPilot 0.14 copies the credential files of the clouds' own programs to
+every machine that it launches, with these exceptions: on AWS with SSO, an assumed role or keys in the environment
+it copies none, and gives a machine on AWS an IAM role that can launch others; a machine on Kubernetes uses its
+service account and gets no kubeconfig; Slurm has no files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from policies.model.vocabulary import Market, Role
 if TYPE_CHECKING:
     from orchestrator.clouds.sky.skypilot import SkyPilot
 
-SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # an API server alone holds 1 GB
+SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # the API server uses 1 GB
 SKY_SETTINGS = "~/.sky/config.yaml"
-NO_USAGE_ENV = "SKYPILOT_DISABLE_USAGE_COLLECTION"  # a user who sets it means all machines
-FOLDER_ENV = "GRPO_ORCH_RUN_FOLDER"  # where the folder of run.yaml lies on a machine that got a copy of it
+NO_USAGE_ENV = "SKYPILOT_DISABLE_USAGE_COLLECTION"  # a user's setting applies to all machines
+FOLDER_ENV = "GRPO_ORCH_RUN_FOLDER"  # path of run.yaml's folder on a machine that got a copy of it
 
 
 class RemoteController:
-    """The controller machine of one run. All calls raise CloudUnavailable and may be made again."""
+    """The controller machine of one run. All calls are idempotent and raise CloudUnavailable."""
 
     def __init__(self, sky: SkyPilot, record: RunRecord, store: Store) -> None:
         self._sky = sky
@@ -51,72 +51,72 @@ class RemoteController:
         self.cluster, self.nodes = controller_name(record.run_id), nodes_name(record.run_id)
 
     def offer(self) -> SkyOffer:
-        """The cheapest machine that it could be. Raises CloudRefused when there is none."""
+        """Return the cheapest suitable machine. Raises CloudRefused when there is none."""
         return self._sky.offers(self._resources(), spot=False)[0]
 
     def launch(self, reason: str) -> None:
-        """See that the machine exists and that a daemon is watched over there, taking the run over for `reason`.
+        """Ensure that the machine exists and that its supervised daemon takes the run over for `reason`.
 
-        Nothing is done twice, however often it is called. Raises CloudRefused, NotVouched.
+        Idempotent. Raises CloudRefused, NotVouched.
         """
         known_run(self._store)
         before = documents.CONTROLLER.read(self._store)
         infra = before.infra if before else ""
-        # Before it is launched: a machine that is not known of is not returned.
-        asked_s = time.time()
+        # Recorded before the launch, so that `down` knows of the machine in any case.
+        requested_s = time.time()
         price = before.price_usd_per_h if before else self._likely_usd_per_h()
-        stays = documents.controller_stays(self._store, asked_s)
-        machine = ControllerMachine(self.cluster, infra, asked_s, price, stays)
+        stays = documents.controller_stays(self._store, requested_s)
+        machine = ControllerMachine(self.cluster, infra, requested_s, price, stays)
         documents.CONTROLLER.write(self._store, machine)
         try:
             found = self._sky.launch(self.cluster, self._work(reason), LAUNCH_TIMEOUT_S)
         except CloudRefused:
-            if not self._may_be_there():
+            if not self._may_exist():
                 documents.CONTROLLER.write(self._store, replace(machine, refused=True))
             raise
         known = price if found.price_usd_per_h is None else found.price_usd_per_h
         machine = replace(machine, infra=found.infra, price_usd_per_h=known)
         documents.CONTROLLER.write(self._store, machine)
 
-    def _may_be_there(self) -> bool:
-        """Whether there is a machine that costs something, as one from before, or that cannot be told."""
+    def _may_exist(self) -> bool:
+        """Whether the machine exists, as from an earlier launch, or cannot be ruled out."""
         try:
             return self.exists()
         except CloudUnavailable:
             return True
 
     def _likely_usd_per_h(self) -> float:
-        """What it costs unless its launch goes elsewhere; 0: not known, as the launch will be asked for anyway."""
+        """Return the price of the cheapest offer; 0: unknown, which does not prevent the launch."""
         try:
             return self.offer().price_usd_per_h
         except (CloudRefused, CloudUnavailable, IndexError):
             return 0.0
 
     def exists(self) -> bool:
-        """Whether the machine is there: its cloud is asked. False also where another SkyPilot launched it."""
+        """Ask the cloud whether the machine exists. False also if another SkyPilot launched it."""
         return self._sky.confirm(self.cluster, CALL_TIMEOUT_S) is not None
 
     def has_ended(self) -> bool:
-        """Whether nobody watches over a daemon there any more."""
+        """Whether the supervisor of the daemon has ended."""
         return self._sky.is_idle(self.cluster, CALL_TIMEOUT_S)
 
     def log(self, *, follow: bool) -> Iterator[str]:
-        """The lines of its log. Raises KeyError when SkyPilot has no such machine on record."""
+        """Yield the lines of the machine's log. Raises KeyError if SkyPilot has no record of the machine."""
         return self._sky.log(self.cluster, follow=follow)
 
     def last_words(self) -> str:
-        """The last line of its log. Raises KeyError when SkyPilot has no such machine on record."""
-        said = deque((line for line in self.log(follow=False) if line), maxlen=1)
-        return said[0] if said else "no output"
+        """Return the last non-empty line of the machine's log. Raises KeyError as `log` does."""
+        lines = deque((line for line in self.log(follow=False) if line), maxlen=1)
+        return lines[0] if lines else "no output"
 
     def down(self) -> None:
-        """Return the machine, and then forget it."""
+        """Terminate the machine, and then delete its record."""
         self._sky.down(self.cluster, CALL_TIMEOUT_S)
         documents.forget_controller(self._store, time.time())
         self._sky.drop_group(places(self._record.spec.trainer.resources), CALL_TIMEOUT_S)
 
     def _resources(self) -> dict[str, Any]:
-        """Where the trainer may be, which is where the credentials reach."""
+        """Return resources in the trainer's places, which the credentials cover."""
         named = places(self._record.spec.trainer.resources)
         if None in named:
             return dict(SIZE)
@@ -126,7 +126,7 @@ class RemoteController:
         return {**SIZE, "any_of": [{"infra": region} for region in regions]}
 
     def _clouds(self) -> list[str]:
-        """The clouds that its SkyPilot has to reach, by the names of SkyPilot's extras."""
+        """Return the clouds that the machine's SkyPilot must reach, by the names of SkyPilot's extras."""
         spec = self._record.spec
         candidates = [*places(spec.trainer.resources), *places(spec.rollout.resources)]
         named = {place.partition("/")[0].lower() for place in candidates if place}
@@ -135,14 +135,14 @@ class RemoteController:
         return sorted(named)
 
     def _work(self, reason: str) -> Work:
-        """A trainer's folder and files, which the daemon hands on to its nodes, and a daemon's scripts."""
-        known_as = kept_run_digest(self._store.url)
+        """Return the task: a trainer's folder and files, for the daemon's nodes, and the daemon's scripts."""
+        digest = kept_run_digest(self._store.url)
         settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
             RUN_ENV: self._store.url,
             "GRPO_ORCH_REASON": reason,
             "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
-            **({DIGEST_ENV: known_as} if known_as else {}),
+            **({DIGEST_ENV: digest} if digest else {}),
             **settings,
             **handed_on(all_secrets(self._record.spec, os.environ)),
         }
@@ -151,17 +151,17 @@ class RemoteController:
         work = work_for(order, self._record.spec, wheel, None)
         return replace(
             work,
-            # The second puts this project beside the environment that the first makes.
+            # The second script installs this project next to the environment of the first.
             setup=script("controller_setup.sh") + script("setup.sh"),
             run=script("controller_run.sh"),
             resources=self._resources(),
             hooks=(),
-            idle_min=None,  # it stays until `down`, for it alone knows the others' logs
+            idle_min=None,  # it stays until `down`: only it has the logs of the other machines
             files={**work.files, **self._settings()},
         )
 
     def _settings(self) -> dict[str, str]:
-        """The user's settings of SkyPilot as a file to ship, for they say in which network machines are."""
+        """Return the file with the user's SkyPilot settings to ship, such as the machines' network."""
         settings = settings_elsewhere(self._sky.settings())
         if not settings:
             return {}
@@ -172,30 +172,31 @@ class RemoteController:
 
 
 def as_shipped(record: RunRecord) -> RunRecord:
-    """The record with the run's folder as this machine has it: elsewhere than where run.yaml was written."""
+    """Return the record with the path of the run's folder on this machine."""
     folder = os.environ.get(FOLDER_ENV)
     return replace(record, spec=replace(record.spec, workdir=folder)) if folder else record
 
 
-# The user's settings of SkyPilot, `~/.sky/config.yaml`, for a machine that has a SkyPilot of its own.
-_LEFT_HERE = ("admin_policy", "api_server", "db")  # code, a server and a database that are not there
+# The user's settings of SkyPilot, `~/.sky/config.yaml`, for a machine with its own SkyPilot.
+_LOCAL_KEYS = ("admin_policy", "api_server", "db")  # code, a server and a database that the machine lacks
 _PROXY = "ssh_proxy_command"
 
 
 def settings_elsewhere(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that hold on a machine among those that it launches, as SkyPilot's own controllers get them.
+    """Return the settings for a machine next to those that it launches, as SkyPilot's own controllers get them.
 
-    It reaches them without a proxy. One that is named by region stays as the region's name: no other is used.
+    Such a machine needs no proxy. Proxies by region become a region without a proxy, so that the list of allowed
+    regions stays.
     """
-    return {key: _without_proxies(value) for key, value in settings.items() if key not in _LEFT_HERE}
+    return {key: _without_proxies(value) for key, value in settings.items() if key not in _LOCAL_KEYS}
 
 
 def _without_proxies(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_proxies(one) for one in value]
+        return [_without_proxies(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _no_proxy(one) if key == _PROXY else _without_proxies(one) for key, one in value.items()}
+    return {key: _no_proxy(item) if key == _PROXY else _without_proxies(item) for key, item in value.items()}
 
 
 def _no_proxy(command: Any) -> dict[str, None] | None:

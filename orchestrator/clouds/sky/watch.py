@@ -1,8 +1,7 @@
-"""What one process knows of a run's clusters: from SkyPilot's records, its own calls, the machines' reports,
-silence.
+"""What this process knows of a run's clusters, from SkyPilot's records, its own calls, and the machines' reports.
 
-Looks at all clusters and calls about one overlap, in threads. A look that began before a call about a cluster
-ended knows less of it than the call does, so what it found of that cluster does not count.
+Scans of all clusters and calls about one cluster overlap, in threads. For a cluster whose call ended after a scan
+began, the scan's result is older than the call's and is ignored.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KnownCluster:
-    """One cluster. `lost` says why it is no more; `attempt` is the last one that this process submitted to it."""
+    """A cluster. `lost` is why it is gone, if it is; `attempt` the last one that this process submitted to it."""
 
     cluster: Cluster
     was_up: bool
     attempt: int = 0
     lost: str = ""
-    failed: bool = False  # its newest attempt ended and the machine has not said so
+    failed: bool = False  # its newest attempt ended without a report
 
     @property
     def is_up(self) -> bool:
@@ -58,22 +57,22 @@ class Clusters:
         self._entries: dict[str, KnownCluster] = {}
         self._lock = threading.Condition()
         self._calls = 0
-        self._busy: Counter[str] = Counter()  # calls under way
+        self._busy: Counter[str] = Counter()  # calls in progress
         self._touched: dict[str, int] = {}  # the number of the last call about each cluster
 
     def entries(self) -> dict[str, KnownCluster]:
-        """A copy of what is known now."""
+        """Return a copy of the known clusters."""
         with self._lock:
             return {name: replace(entry) for name, entry in self._entries.items()}
 
-    def being_made(self) -> list[str]:
-        """The clusters of which only this is known: a call about them is under way."""
+    def launching(self) -> list[str]:
+        """Return the clusters known only by a call in progress."""
         with self._lock:
             return [name for name, calls in self._busy.items() if calls and name not in self._entries]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """While this call about the cluster lasts, nothing else that is said of it is believed."""
+        """Ignore scan results about the cluster during this call."""
         with self._lock:
             self._busy[name] += 1
         try:
@@ -84,40 +83,40 @@ class Clusters:
                 self._touch(name)
                 self._lock.notify_all()
 
-    def begin_look(self) -> int:
-        """A look at all clusters begins. Returns the `began` of `end_look`."""
+    def begin_scan(self) -> int:
+        """Begin a scan of all clusters. Returns the `began` of `end_scan`."""
         with self._lock:
             return self._calls
 
-    def end_look(self, began: int, clusters: Iterable[Cluster]) -> None:
-        """A look at all clusters found these, and no others."""
+    def end_scan(self, began: int, clusters: Iterable[Cluster]) -> None:
+        """Record the result of a scan: these clusters, and no others."""
         with self._lock:
             found = {cluster.name: cluster for cluster in clusters}
             for name in found.keys() | self._entries.keys():
                 if not self._busy[name] and self._touched.get(name, 0) <= began:
-                    self._believe(name, found.get(name))
+                    self._update(name, found.get(name))
             self._lock.notify_all()
 
-    def saw(self, cluster: Cluster) -> None:
-        """A call about one cluster found it so."""
+    def record(self, cluster: Cluster) -> None:
+        """Record the result of a call about one cluster."""
         with self._lock:
-            self._believe(cluster.name, cluster)
+            self._update(cluster.name, cluster)
             self._touch(cluster.name)
 
-    def submitted(self, name: str, attempt: int) -> None:
-        """An attempt of the cluster's work is with SkyPilot now."""
+    def mark_submitted(self, name: str, attempt: int) -> None:
+        """Record that an attempt of the cluster's work was submitted to SkyPilot."""
         with self._lock:
             if entry := self._entries.get(name):
                 entry.attempt, entry.failed = attempt, False
 
-    def failed(self, name: str) -> None:
-        """The newest attempt ended without a word from the machine."""
+    def mark_failed(self, name: str) -> None:
+        """Record that the newest attempt ended without a report from the machine."""
         with self._lock:
             if entry := self._entries.get(name):
                 entry.failed = True
 
-    def lose(self, name: str, why: str) -> None:
-        """The cluster is known to be no more."""
+    def mark_lost(self, name: str, why: str) -> None:
+        """Record that the cluster is gone."""
         with self._lock:
             entry = self._entries.get(name)
             if entry is not None and not entry.lost:
@@ -125,13 +124,13 @@ class Clusters:
             self._touch(name)
 
     def forget(self, name: str) -> None:
-        """The cluster was taken down and nothing of it is left."""
+        """Forget a cluster that was taken down completely."""
         with self._lock:
             self._entries.pop(name, None)
             self._touch(name)
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Return when something may be known that was not, or after `timeout_s`."""
+        """Return when the clusters may have changed, or after `timeout_s`."""
         with self._lock:
             self._lock.wait(timeout_s)
 
@@ -139,42 +138,41 @@ class Clusters:
         self._calls += 1
         self._touched[name] = self._calls
 
-    def _believe(self, name: str, cluster: Cluster | None) -> None:
+    def _update(self, name: str, cluster: Cluster | None) -> None:
         entry = self._entries.get(name)
         if cluster is None:
             if entry is not None and not entry.was_up:
-                del self._entries[name]  # it never came to be
+                del self._entries[name]  # it was never created
             elif entry is not None and not entry.lost:
                 entry.lost = preempted_or_gone(entry.cluster)
             return
-        up = cluster.state is ClusterState.UP
+        is_up = cluster.state is ClusterState.UP
         if entry is None:
-            entry = self._entries[name] = KnownCluster(cluster, up)
-        # SkyPilot calls a cluster `INIT` again when it cannot reach it, which may be its own network's fault: a
-        # machine that works is not given up for that.
-        # Of one that could not be read all else is as it was.
+            entry = self._entries[name] = KnownCluster(cluster, is_up)
+        # SkyPilot sets a cluster that it cannot reach back to `INIT`, also when its own network fails. So `was_up`
+        # stays true. Without `infra` the record was unreadable: keep everything but the state.
         entry.cluster = cluster if cluster.infra else replace(entry.cluster, state=cluster.state)
-        entry.was_up = entry.was_up or up
+        entry.was_up = entry.was_up or is_up
         if cluster.state is ClusterState.STOPPED and not entry.lost:
             entry.lost = "it was stopped"
 
 
 def preempted_or_gone(cluster: Cluster) -> str:
-    """Why a cluster that nobody here took down is no longer there."""
+    """Return why a cluster that this process did not take down is gone."""
     return "preempted" if cluster.spot else "the cloud no longer has it"
 
 
-# Machines that another SkyPilot launched: after `resume` on another machine, or once SkyPilot's records are lost.
-# The work on them goes on and reports to the store; AWS lists and terminates them. They get no new work, for
-# SkyPilot here does not have the key to them.
+# Machines that another SkyPilot launched, which occur after `resume` on another machine or when SkyPilot's records
+# are lost. Their work continues and reports to the store; AWS lists and terminates them. They get no new work,
+# because the local SkyPilot does not have their SSH key.
 
 AWS_EVERY_S = 60.0
-ELSEWHERE = "its work ended, and SkyPilot here did not launch it"
+ELSEWHERE = "its work ended, and another SkyPilot had launched it"
 _NODE = re.compile(r"(trainer|rollout)-\d+-i\d+")
 
 
 class UnrecordedClusters:
-    """Those among the clusters `PREFIX...`; `places`: see `Account`. All calls raise CloudUnavailable."""
+    """Clusters `PREFIX...` without a record here; `places`: see `Account`. All calls raise CloudUnavailable."""
 
     def __init__(self, sky: SkyPilot, prefix: str, places: Sequence[str | None]) -> None:
         self._sky = sky
@@ -183,131 +181,134 @@ class UnrecordedClusters:
         self._due_s = 0.0
         self._found: dict[str, Instance] = {}
 
-    def look(self) -> list[Cluster]:
-        """All of them. While there are none, AWS is asked only every AWS_EVERY_S."""
+    def scan(self) -> list[Cluster]:
+        """Return them all. While AWS lists none, it is queried only every AWS_EVERY_S."""
         if self._found or time.monotonic() >= self._due_s:
-            self._found = {one.name: one for one in self._ask()}
+            self._found = {instance.name: instance for instance in self._query()}
             self._due_s = time.monotonic() + AWS_EVERY_S
-        return [self._sky.as_cluster(one) for one in list(self._found.values())]
+        return [self._sky.as_cluster(instance) for instance in list(self._found.values())]
 
     def has_machines(self, name: str) -> bool | None:
         """As `SkyPilot.has_machines`, of any cluster."""
         if name not in self._found:
             return self._sky.has_machines(name)
-        return any(one.name == name for one in self._ask())
+        return any(instance.name == name for instance in self._query())
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
         """As `SkyPilot.confirm`, of any cluster."""
         if name not in self._found:
             return self._sky.confirm(name, timeout_s)
-        return next((self._sky.as_cluster(one) for one in self._ask() if one.name == name), None)
+        return next((self._sky.as_cluster(found) for found in self._query() if found.name == name), None)
 
     def is_idle(self, name: str, timeout_s: float) -> bool:
-        """As `SkyPilot.is_idle`, of any cluster; False for these, of which nothing is known."""
+        """As `SkyPilot.is_idle`, of any cluster; False for unrecorded ones, whose jobs are unknown."""
         return name not in self._found and self._sky.is_idle(name, timeout_s)
 
     def down(self, name: str, timeout_s: float) -> None:
-        """As `SkyPilot.down`, of any cluster, whoever launched it."""
+        """As `SkyPilot.down`, of any cluster."""
         deadline_s = time.monotonic() + timeout_s
         self._sky.down(name, timeout_s)
-        while name in self._found and (left := [one for one in self._ask() if one.name == name]):
-            self._sky.end(left)
+        while name in self._found and (left := [found for found in self._query() if found.name == name]):
+            self._sky.terminate_instances(left)
             if time.monotonic() > deadline_s:
-                raise CloudUnavailable(f"{name} was taken down, but AWS still has {', '.join(o.id for o in left)}")
+                ids = ", ".join(instance.id for instance in left)
+                raise CloudUnavailable(f"{name} was taken down, but AWS still has {ids}")
             time.sleep(GONE_EVERY_S)
-        self._found = {other: one for other, one in self._found.items() if other != name}
+        self._found = {other: instance for other, instance in self._found.items() if other != name}
 
     def clean_up(self) -> None:
-        """Take back what AWS still has of the run, and then the machines' security group."""
-        if left := self._ask():
-            self._sky.end(left)
-            raise CloudUnavailable(f"AWS still had {', '.join(sorted(one.name for one in left))}; try again")
+        """Terminate the run's remaining machines on AWS; once there are none, delete their security group."""
+        if left := self._query():
+            self._sky.terminate_instances(left)
+            names = ", ".join(sorted(instance.name for instance in left))
+            raise CloudUnavailable(f"AWS still had {names}, which are being terminated; try again")
         self._sky.drop_group(self._places, 0.0)
 
-    def _ask(self) -> list[Instance]:
+    def _query(self) -> list[Instance]:
         found = self._sky.unrecorded(self._prefix, self._places)
-        return [one for one in found if _NODE.fullmatch(one.name.removeprefix(self._prefix))]
+        return [instance for instance in found if _NODE.fullmatch(instance.name.removeprefix(self._prefix))]
 
 
-# Two threads keep it up to date, for both SkyPilot and the store are slow to answer.
+# Reports of the run's machines. With many machines, only changed reports are read.
 
-# What a run's machines last said of themselves, looked at again and again: of many, only what has changed.
-
-# Some stores date by the second. What is written twice in one, and read in between, is listed as it was: so it is
-# read once more when that second is over for certain.
+# Some stores list times with a resolution of 1 s: a second write in the same second, after the first was read,
+# does not change the listing. So each report is read again after this time.
 DATED_TO_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """How a report was listed as it was read, and when it is read once more; None: it has been."""
+    """The listing of a report when it was read, and when to read it again; None: already done."""
 
     entry: Entry
     again_at_s: float | None
 
 
 class Reports:
-    """`said`: by node, what was last read. One thread at a time may call it.
+    """The latest reports, `by_node`. Not thread-safe.
 
     Args:
         store: the run's.
-        clock: seconds on a clock of this machine that never goes back.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self.said: dict[str, MachineReport] = {}
+        self.by_node: dict[str, MachineReport] = {}
         self._store, self._clock = store, clock
-        self._read: dict[str, _Read] = {}
+        self._reads: dict[str, _Read] = {}
         self._unreadable = Unreadable()
 
-    def look(self, nodes: Collection[str]) -> None:
-        """Learn what these machines have said, and forget others. Raises StoreError."""
-        for node in self.said.keys() - nodes:
+    def update(self, nodes: Collection[str]) -> None:
+        """Read the reports of these machines, and forget others. Raises StoreError."""
+        for node in self.by_node.keys() - nodes:
             self.forget(node)
         if are_reports_listed(len(nodes)):
-            self._look_at_list(nodes)
+            self._read_changed(nodes)
             return
-        self._read.clear()
+        self._reads.clear()
         for node in nodes:
-            self._hear(node)
+            self._read(node)
 
     def forget(self, node: str) -> None:
-        """Know nothing of a machine."""
-        self.said.pop(node, None)
-        self._read.pop(node, None)
+        """Forget the report of a machine."""
+        self.by_node.pop(node, None)
+        self._reads.pop(node, None)
 
-    def _look_at_list(self, nodes: Collection[str]) -> None:
+    def _read_changed(self, nodes: Collection[str]) -> None:
         listed = {entry.key: entry for entry in self._store.entries(layout.MACHINES)}
         now_s = self._clock()
         for node in nodes:
-            entry, read = listed.get(layout.machine(node)), self._read.get(node)
+            entry, read = listed.get(layout.machine(node)), self._reads.get(node)
             if entry is None:
                 self.forget(node)
             elif read is None or entry != read.entry:
-                self._hear(node)
-                self._read[node] = _Read(entry, now_s + DATED_TO_S)
+                self._read(node)
+                self._reads[node] = _Read(entry, now_s + DATED_TO_S)
             elif read.again_at_s is not None and now_s >= read.again_at_s:
-                self._hear(node)
-                self._read[node] = _Read(entry, None)
+                self._read(node)
+                self._reads[node] = _Read(entry, None)
 
-    def _hear(self, node: str) -> None:
-        """Read one report. One that is damaged says nothing, and keeps none of the others from being heard."""
+    def _read(self, node: str) -> None:
+        """Read a report; a damaged one counts as missing."""
         report = documents.machine(node).read(self._store, self._unreadable)
         if report is None:
-            self.said.pop(node, None)
+            self.by_node.pop(node, None)
         else:
-            self.said[node] = report
+            self.by_node[node] = report
 
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 5.0  # at SkyPilot's records
-READ_EVERY_S = 1.0  # what the machines say
-STALE_S = 60.0  # what was known longer ago is not known any more
+LOOK_EVERY_S = 5.0  # between scans of SkyPilot's records
+READ_EVERY_S = 1.0  # between reads of the machines' reports
+STALE_S = 60.0  # maximum age of the last successful scan
 
 
 class Watch:
-    """Looks at the clusters `PREFIX...`, and reads the reports of their machines, from `start` to `close`."""
+    """Scans the clusters `PREFIX...` and reads their machines' reports, from `start` to `close`.
+
+    Two threads, since both SkyPilot and the store are slow.
+    """
 
     def __init__(
         self, sky: SkyPilot, unrecorded: UnrecordedClusters, clusters: Clusters, store: Store, prefix: str
@@ -319,8 +320,8 @@ class Watch:
         self._prefix = prefix
         self.reports = Reports(store)
         self._reading = threading.Lock()
-        self._looked_at_s: float | None = None
-        self._trouble = "SkyPilot has not been asked yet"
+        self._scanned_at_s: float | None = None
+        self._scan_error = "the first scan of SkyPilot's records has not finished"
         self._starting = threading.Lock()
         self._started = False
         self._closed = threading.Event()
@@ -331,78 +332,77 @@ class Watch:
             if self._started:
                 return
             self._started = True
-        threading.Thread(target=self._look_for_ever, name="watch-clusters", daemon=True).start()
-        threading.Thread(target=self._read_for_ever, name="read-reports", daemon=True).start()
+        threading.Thread(target=self._scan_loop, name="watch-clusters", daemon=True).start()
+        threading.Thread(target=self._read_loop, name="read-reports", daemon=True).start()
 
     def check_fresh(self) -> None:
-        """Raise CloudUnavailable, saying why, where the clusters have not been seen for STALE_S."""
-        if self._looked_at_s is None or time.monotonic() - self._looked_at_s > STALE_S:
-            raise CloudUnavailable(self._trouble)
+        """Raise CloudUnavailable, with the reason, if no scan succeeded within STALE_S."""
+        if self._scanned_at_s is None or time.monotonic() - self._scanned_at_s > STALE_S:
+            raise CloudUnavailable(self._scan_error)
 
     def read(self) -> None:
-        """Read what the machines of this run say. Raises StoreError."""
+        """Read the reports of the run's machines. Raises StoreError."""
         nodes = [name.removeprefix(self._prefix) for name in self._clusters.entries()]
         with self._reading:
-            self.reports.look(nodes)
+            self.reports.update(nodes)
 
     def forget(self, node: str) -> None:
-        """Drop a machine's report: the next one of that name has said nothing yet. Raises StoreError."""
+        """Delete a machine's report, so that the next machine of that name starts without. Raises StoreError."""
         with self._reading:
             documents.machine(node).drop(self._store)
             self.reports.forget(node)
 
     def close(self) -> None:
-        """End the threads, soon."""
+        """Stop the threads soon."""
         self._closed.set()
 
-    def _look_for_ever(self) -> None:
+    def _scan_loop(self) -> None:
         while not self._closed.is_set():
-            began = self._clusters.begin_look()
+            began = self._clusters.begin_scan()
             try:
-                unrecorded = {cluster.name: cluster for cluster in self._unrecorded.look()}
+                unrecorded = {cluster.name: cluster for cluster in self._unrecorded.scan()}
                 known = {cluster.name: cluster for cluster in self._sky.clusters(self._prefix)}
-                self._clusters.end_look(began, (unrecorded | known).values())
-                if self._looked_at_s is None:
-                    log.info(
-                        "machines_found", here=sorted(known), elsewhere=sorted(unrecorded.keys() - known.keys())
-                    )
-                    self.read()  # which attempts are under way must be known before any is started
-                self._looked_at_s = time.monotonic()
+                self._clusters.end_scan(began, (unrecorded | known).values())
+                if self._scanned_at_s is None:
+                    others = sorted(unrecorded.keys() - known.keys())
+                    log.info("machines_found", recorded=sorted(known), unrecorded=others)
+                    self.read()  # running attempts must be known before any is started
+                self._scanned_at_s = time.monotonic()
             except (CloudUnavailable, StoreError) as error:
-                self._trouble = str(error)
-                log.warning("clusters_not_seen", error=str(error))
+                self._scan_error = str(error)
+                log.warning("cluster_list_failed", error=str(error))
             except Exception as error:
-                self._trouble = repr(error)
-                log.exception("watch_failed")
+                self._scan_error = repr(error)
+                log.exception("cluster_scan_failed")
             self._closed.wait(LOOK_EVERY_S)
 
-    def _read_for_ever(self) -> None:
+    def _read_loop(self) -> None:
         while not self._closed.wait(READ_EVERY_S):
             try:
                 self.read()
             except StoreError as error:
-                log.warning("reports_not_read", error=str(error))
+                log.warning("machine_reports_failed", error=str(error))
             except Exception:
-                log.exception("read_failed")
+                log.exception("report_reader_failed")
 
 
-# Silent machines: whether one is lost, before money is spent on another. Its cloud is asked: directly where this
-# process can, else through SkyPilot, which first tries to reach the machine for some 20 s. A machine that died
-# while its cloud calls it running is given up when its SSH port, which answered this process before, has been
-# silent for DEAD_AFTER_S. Where that port was never reached from here, SkyPilot has to fail twice in a row to
-# reach the machine; it fails for a busy one, too. While this process is cut off itself the cloud cannot be asked,
-# and nothing is concluded.
+# Silent machines: decide whether a machine is lost before a replacement is bought. The cloud is queried: directly
+# if possible, else through SkyPilot, which first tries to reach the machine for about 20 s. If the cloud lists the
+# machine as running, it is lost once its SSH port, which answered this process before, has been silent for
+# DEAD_AFTER_S. If that port was never reached from here, SkyPilot has to fail twice in a row to reach the machine;
+# it also fails for a busy one. While this process has no network the cloud cannot be queried, and nothing is
+# concluded.
 
-ASK_EVERY_S = 5.0  # between two questions about one machine
-ASK_TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s about a machine that does not answer
-CONNECT_S = 3.0  # two lost packets and their repetition
+ASK_EVERY_S = 5.0  # between two checks of a machine
+ASK_TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s for a machine that does not answer
+CONNECT_S = 3.0  # enough to repeat two lost packets
 DEAD_AFTER_S = 8.0
-UNREACHED_MAX = 2  # times in a row that SkyPilot cannot talk to a machine
-DEAD = "it does not answer, though its cloud calls it running"
+UNREACHED_MAX = 2  # consecutive failures of SkyPilot to reach a machine
+DEAD = "it does not answer, but its cloud lists it as running"
 
 
 class Suspicions:
-    """What is known of silent machines, by cluster name. `answers` says whether an address takes connections."""
+    """Checks silent machines, by cluster name. `answers` returns whether an address accepts connections."""
 
     def __init__(
         self,
@@ -418,8 +418,8 @@ class Suspicions:
         self._unreached: Counter[str] = Counter()
         self._silent_since_s: dict[str, float] = {}
 
-    def look(self, name: str) -> bool:
-        """Find out about a silent machine and record it in the clusters. Returns whether it is there and answers.
+    def check(self, name: str) -> bool:
+        """Check a silent machine and record the result in the clusters. Return whether it exists and answers.
 
         Raises CloudUnavailable.
         """
@@ -427,44 +427,44 @@ class Suspicions:
             return False
         self._asked_at_s[name] = time.monotonic()
         try:
-            return self._look(name)
+            return self._check(name)
         finally:
             self._asked_at_s[name] = time.monotonic()
 
-    def _look(self, name: str) -> bool:
+    def _check(self, name: str) -> bool:
         entry = self._clusters.entries().get(name)
         if entry is None or entry.lost:
             return False
-        if self._reached(entry.cluster):
+        if self._can_connect(entry.cluster):
             return True
         with timed("has_machines", name):
-            there = self._sky.has_machines(name)
-        if there is False:
-            self._clusters.lose(name, preempted_or_gone(entry.cluster))
-        elif there and name in self._answered:
+            exists = self._sky.has_machines(name)
+        if exists is False:
+            self._clusters.mark_lost(name, preempted_or_gone(entry.cluster))
+        elif exists and name in self._answered:
             silent_since_s = self._silent_since_s.setdefault(name, time.monotonic())
             if time.monotonic() - silent_since_s >= DEAD_AFTER_S:
-                self._clusters.lose(name, DEAD)
+                self._clusters.mark_lost(name, DEAD)
         else:
-            return self._look_through_skypilot(name, entry)
+            return self._check_through_skypilot(name, entry)
         return False
 
-    def _look_through_skypilot(self, name: str, entry: KnownCluster) -> bool:
+    def _check_through_skypilot(self, name: str, entry: KnownCluster) -> bool:
         with timed("confirm", name):
             cluster = self._sky.confirm(name, ASK_TIMEOUT_S)
         if cluster is None:
-            self._clusters.lose(name, preempted_or_gone(entry.cluster))
+            self._clusters.mark_lost(name, preempted_or_gone(entry.cluster))
             return False
-        self._clusters.saw(cluster)
-        if cluster.state is not ClusterState.STARTING or not entry.was_up or self._reached(cluster):
+        self._clusters.record(cluster)
+        if cluster.state is not ClusterState.STARTING or not entry.was_up or self._can_connect(cluster):
             self._unreached[name] = 0
             return cluster.state is ClusterState.UP
         self._unreached[name] += 1
         if self._unreached[name] >= UNREACHED_MAX:
-            self._clusters.lose(name, DEAD)
+            self._clusters.mark_lost(name, DEAD)
         return False
 
-    def _reached(self, cluster: Cluster) -> bool:
+    def _can_connect(self, cluster: Cluster) -> bool:
         if cluster.ssh_address is None or not self._answers(cluster.ssh_address):
             return False
         self._answered.add(cluster.name)
@@ -474,7 +474,7 @@ class Suspicions:
 
 
 def accepts_connections(address: tuple[str, int]) -> bool:
-    """Whether a TCP connection to `(host, port)` comes about."""
+    """Whether a TCP connection to `(host, port)` succeeds."""
     with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_S):
         return True
     return False

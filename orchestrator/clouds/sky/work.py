@@ -1,8 +1,6 @@
-"""What SkyPilot is asked to do for one node: resources, scripts, files, environment, and credentials that stay
-here.
+"""SkyPilot's task for one node: resources, scripts, files, environment, and withheld credentials.
 
-Calls nothing of SkyPilot's and imports none of it. Secrets are apart from the rest of the environment, for
-SkyPilot hides them in what it writes and prints.
+Imports no SkyPilot. Secrets are separate from the rest of the environment because SkyPilot redacts them.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from policies.model.vocabulary import Market, Refusal, Role
 REMOTE_WORKDIR = "~/sky_workdir"  # where SkyPilot puts a task's workdir
 REMOTE_WHEELS = ".grpo-orch/wheels"  # below the home folder
 _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
-_PLACES = ("infra", "cloud", "region", "zone")  # the latter three are the older way to say the first
-_OPEN_END = re.compile(r"(/\*)+$")  # `aws/*/*` is `aws`
+_PLACES = ("infra", "cloud", "region", "zone")  # the last three are the older form of the first
+_TRAILING_WILDCARDS = re.compile(r"(/\*)+$")  # `aws/*/*` is `aws`
 _ALIASES = {"k8s": "kubernetes"}
-_PODS = ("kubernetes", "ssh")  # SkyPilot's SSH pools are a Kubernetes of its own
-_POD_LEAVES_S = 60  # of a pod that is told to end: its terminationGracePeriodSeconds, which is 30 without
+_PODS = ("kubernetes", "ssh")  # SkyPilot runs a Kubernetes on its SSH pools
+_POD_GRACE_S = 60  # terminationGracePeriodSeconds of a pod; the default is 30
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to run on a cluster of one machine, and what that machine is to be."""
+    """The task and the resources of a cluster of one machine."""
 
     setup: str  # bash
     run: str  # bash
@@ -45,8 +43,8 @@ class Work:
     secrets: dict[str, str] = field(repr=False)
     files: dict[str, str]  # path on the machine: path here
     workdir: str | None
-    idle_min: int | None = None  # the machine ends itself once its work has ended for so long; None: never
-    hooks: tuple[dict[str, Any], ...] = ()  # SkyPilot's: what runs on the machine when
+    idle_min: int | None = None  # the machine shuts down this long after its work ended; None: never
+    hooks: tuple[dict[str, Any], ...] = ()  # SkyPilot's hooks: scripts and their events
 
 
 def work_for(
@@ -58,38 +56,38 @@ def work_for(
         order: the node and its environment, secrets included.
         spec: the run, of `cloud: sky`.
         wheel: this project, as `build_wheel` made it.
-        pinned: where the machine has to be, as in `aws/us-east-1`; None: wherever the role's resources allow.
-        resources: in place of what follows from the role's and `pinned`.
+        pinned: the required place, as in `aws/us-east-1`; None: any that the role's resources allow.
+        resources: replace the role's resources and `pinned`.
 
     Raises:
-        CloudRefused: no candidate is where it has to be, or the folder of run.yaml is not on this machine.
+        CloudRefused: no candidate is in the required place, or the folder of run.yaml is not on this machine.
     """
     section: TrainerSpec | RolloutSpec = spec.trainer if order.role is Role.TRAINER else spec.rollout
     shipped = f"{REMOTE_WHEELS}/{wheel.parent.name}/{wheel.name}"
     environment = {**order.environment, "GRPO_ORCH_ROLE": order.role.value, "GRPO_ORCH_WHEEL": shipped}
     named = secret_names(environment)
-    asked = resources or resources_for(section.resources, order.role, order.market, pinned)
+    resources = resources or resources_for(section.resources, order.role, order.market, pinned)
     hidden = {name for name in environment if name in named or is_secret(name)}
     return Work(
         setup=script("setup.sh"),
         run=script("run.sh"),
-        resources=asked,
+        resources=resources,
         env={name: value for name, value in environment.items() if name not in hidden},
         secrets={name: value for name, value in environment.items() if name in hidden},
         files={f"~/{shipped}": str(wheel), **_named_files(order.role, spec)},
         workdir=_workdir(spec),
         idle_min=math.ceil(spec.policies.fleet.dead_man_min) or None,
-        hooks=_hooks(order.node, asked),
+        hooks=_hooks(order.node, resources),
     )
 
 
 def _hooks(node: str, resources: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Where the machine may be a pod, whose work hears nothing of its end otherwise."""
+    """Return the preemption hook if the machine may be a pod: its work gets no other notice."""
     clouds = {_parts(place)[0] for place in places(resources) if place}
     if clouds.isdisjoint(_PODS):
         return ()
     run = f"NODE={shlex.quote(node)}\n{script('notice.sh')}"
-    return ({"run": run, "events": ["preemption"], "timeout": _POD_LEAVES_S},)
+    return ({"run": run, "events": ["preemption"], "timeout": _POD_GRACE_S},)
 
 
 def is_secret(name: str) -> bool:
@@ -98,39 +96,39 @@ def is_secret(name: str) -> bool:
 
 
 def resources_for(wanted: dict[str, Any], role: Role, market: Market, pinned: str | None) -> dict[str, Any]:
-    """Return SkyPilot's `resources`, on that market unless an entry says its own, and nowhere but in `pinned`.
+    """Return SkyPilot's `resources` in `pinned`, on that market unless an entry names its own.
 
     Raises CloudRefused.
     """
     use_spot = {"use_spot": market is Market.SPOT}
-    # An entry that names its market keeps it: `ordered` spot, then on demand, is how a user says so.
+    # An entry that names its market keeps it, as in `ordered: [spot, on demand]`.
     kept = [{**use_spot, **entry} for entry in _candidates(wanted, pinned)]
     if not kept:
-        message = f"{role}.resources names no place in {pinned}, and a run's machines are in one region"
-        raise CloudRefused(Refusal.QUOTA, f"{message}; add it there, or leave the place out")
-    key = _alternatives(wanted)
-    # An entry says its place itself now: one for all of them would contradict it.
+        message = f"{role}.resources names no place in {pinned}, but all machines of a run are in one region"
+        raise CloudRefused(Refusal.QUOTA, f"{message}; add an entry in {pinned}, or name no place")
+    key = _alternatives_key(wanted)
+    # Each entry has its own place now; a common one would contradict it.
     return {**_without(wanted, *_PLACES, *ALTERNATIVES), **use_spot, key: kept} if key else kept[0]
 
 
 def names_markets(wanted: dict[str, Any]) -> bool:
-    """Whether candidates say for themselves on which market they are."""
-    key = _alternatives(wanted)
+    """Whether candidates name their own market."""
+    key = _alternatives_key(wanted)
     return key is not None and any("use_spot" in entry for entry in wanted[key])
 
 
 def region_of(infra: str) -> str:
-    """`aws/us-east-1` of `aws/us-east-1/us-east-1a`. Within a region private addresses reach each other."""
+    """Return `aws/us-east-1` of `aws/us-east-1/us-east-1a`. Private addresses work only within a region."""
     return "/".join(_parts(infra)[:2])
 
 
 def places(wanted: dict[str, Any]) -> list[str | None]:
-    """Where each candidate of a role may be, as in `aws/us-east-1`; None: anywhere."""
+    """Return the place of each candidate of a role, as in `aws/us-east-1`; None: anywhere."""
     return [entry.get("infra") for entry in _candidates(wanted, None)]
 
 
 def sole_region(spec: RunSpec) -> str | None:
-    """The one region that a role allows, the trainer's first; None where each allows several."""
+    """Return the only region that a role allows, the trainer's first; None if both allow several."""
     for wanted in (spec.trainer.resources, spec.rollout.resources):
         regions = {region_of(entry.get("infra", "*")) for entry in _candidates(wanted, None)}
         if len(regions) == 1 and "*" not in (only := _parts(regions.pop())) and len(only) == 2:
@@ -139,43 +137,43 @@ def sole_region(spec: RunSpec) -> str | None:
 
 
 def alternatives(wanted: dict[str, Any], pinned: str | None) -> list[tuple[int, dict[str, Any]]]:
-    """Each candidate of a role by itself, whole, in `pinned`, with its place in `ordered` (0 in `any_of`)."""
-    key = _alternatives(wanted)
+    """Return each complete candidate of a role in `pinned`, with its index in `ordered` (0 in `any_of`)."""
+    key = _alternatives_key(wanted)
     shared = _without(wanted, *_PLACES, *ALTERNATIVES) if key else {}
     entries = enumerate({**shared, **entry} for entry in _candidates(wanted, pinned))
-    return [(place if key == "ordered" else 0, entry) for place, entry in entries]
+    return [(index if key == "ordered" else 0, entry) for index, entry in entries]
 
 
 def _candidates(wanted: dict[str, Any], pinned: str | None) -> list[dict[str, Any]]:
-    """The entries of `any_of` or `ordered`, or what there is, each in `pinned` and saying so as `infra`."""
-    key = _alternatives(wanted)
+    """Return the entries of `any_of` or `ordered`, or `wanted` itself, narrowed to `pinned` by `infra`."""
+    key = _alternatives_key(wanted)
     place = {name: value for name, value in wanted.items() if name in _PLACES}
     entries = [{**place, **entry} for entry in wanted[key]] if key else [wanted]
     return [found for entry in entries if (found := in_place(entry, pinned)) is not None]
 
 
-def _alternatives(wanted: dict[str, Any]) -> str | None:
+def _alternatives_key(wanted: dict[str, Any]) -> str | None:
     return next((key for key in ALTERNATIVES if wanted.get(key)), None)
 
 
 def in_place(candidate: dict[str, Any], pinned: str | None) -> dict[str, Any] | None:
-    """The candidate, its place narrowed to `pinned`; None where it is elsewhere."""
-    old_words = "/".join(str(candidate.get(name) or "*") for name in _PLACES if name != "infra")
-    places = (str(candidate.get("infra") or "*"), old_words, pinned or "*")
+    """Return the candidate with its place narrowed to `pinned`; None if it is elsewhere."""
+    older_form = "/".join(str(candidate.get(name) or "*") for name in _PLACES if name != "infra")
+    places = (str(candidate.get("infra") or "*"), older_form, pinned or "*")
     narrowed = []
     for parts in zip_longest(*map(_parts, places), fillvalue="*"):
         named = set(parts) - {"*"}
         if len(named) > 1:
             return None
         narrowed.append(named.pop() if named else "*")
-    infra = _OPEN_END.sub("", "/".join(narrowed))
+    infra = _TRAILING_WILDCARDS.sub("", "/".join(narrowed))
     rest = _without(candidate, *_PLACES)
     return rest if infra == "*" else {**rest, "infra": infra}
 
 
 def _parts(infra: str) -> list[str]:
-    """`aws/us-east-1/us-east-1a` in parts. What follows a Kubernetes or SSH cloud is one name, slashes and all."""
-    cloud, slash, rest = _OPEN_END.sub("", infra.strip().strip("/")).partition("/")
+    """Split `aws/us-east-1/us-east-1a`. After `kubernetes/` or `ssh/` follows one name, which may have slashes."""
+    cloud, slash, rest = _TRAILING_WILDCARDS.sub("", infra.strip().strip("/")).partition("/")
     cloud = _ALIASES.get(cloud.lower(), cloud.lower())
     if not slash:
         return [cloud]
@@ -188,40 +186,45 @@ def _without(keys: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _workdir(spec: RunSpec) -> str:
     if not Path(spec.workdir).is_dir():
-        message = f"the folder of run.yaml, {spec.workdir}, is not on this machine, and the nodes get a copy of it"
-        raise CloudRefused(Refusal.CREDENTIALS, f"{message}; put it there, or resume where it is")
+        message = (
+            f"the folder of run.yaml, {spec.workdir}, is not on this machine, but the nodes need a copy of it"
+        )
+        raise CloudRefused(Refusal.CREDENTIALS, f"{message}; copy it here, or resume on the machine that has it")
     return spec.workdir
 
 
 def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
-    """What run.yaml names below its folder: SkyPilot leaves out what git ignores, as models and data often are."""
+    """Return the files that run.yaml names below its folder.
+
+    SkyPilot skips files that git ignores, as models and data often are.
+    """
     names = [spec.trainer.model]
     if role is Role.TRAINER:
-        named = (spec.trainer.dataset, spec.trainer.eval_dataset)
-        names += [data.path for one in named for data in datasets_of(one)]
+        sections = (spec.trainer.dataset, spec.trainer.eval_dataset)
+        names += [data.path for section in sections for data in datasets_of(section)]
     paths = {name: Path(spec.workdir, name) for name in names if not name.startswith("/")}
-    here = {Path(name).as_posix(): path for name, path in paths.items() if path.exists()}
-    return {f"{REMOTE_WORKDIR}/{name}": str(path) for name, path in here.items() if name != "."}
+    existing = {Path(name).as_posix(): path for name, path in paths.items() if path.exists()}
+    return {f"{REMOTE_WORKDIR}/{name}": str(path) for name, path in existing.items() if name != "."}
 
 
 def script(name: str) -> str:
-    """One of the scripts in `tasks/sky`."""
+    """Return a script of `tasks/sky`."""
     return (package_data.files("tasks") / "sky" / name).read_text()
 
 
-# Credentials that no machine gets: SkyPilot puts those of every cloud that it finds on each machine.
+# Withheld credentials: by default SkyPilot copies those of every enabled cloud to each machine.
 
-# Those whose `remote_identity` SkyPilot's settings have. Files of others go along, and no setting keeps them.
+# Clouds with a `remote_identity` setting. SkyPilot always ships the files of the others.
 SETTABLE = frozenset({"aws", "azure", "gcp", "kubernetes", "nebius", "oci", "slurm", "ssh", "vast"})
 _SAME_FILE = frozenset({"kubernetes", "ssh"})  # both ship the kubeconfig
 _OF_STORE = {"s3": "aws", "gs": "gcp", "az": "azure"}
 
 
 def unused_clouds(places: Iterable[str | None], store_url: str) -> list[str]:
-    """The clouds that a run neither has machines on nor its store at; none where that cannot be told.
+    """Return the clouds that have neither machines of the run nor its store; empty if that is unknown.
 
     Args:
-        places: where its machines may be, as in `aws/us-east-1`; None: anywhere.
+        places: where the run's machines may be, as in `aws/us-east-1`; None: anywhere.
         store_url: as in `s3://bucket/run`.
     """
     named = {(place or "*").partition("/")[0].lower() for place in places}

@@ -32,7 +32,7 @@ def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> Non
 def test_a_take_over_after_an_epoch_is_refused_once_there_is_another(store: Store) -> None:
     Journal(store, "a").take_over(1.0, "h", 1, "up", 0)
     Journal(store, "b").take_over(2.0, "h", 2, "resume", 1)
-    with pytest.raises(Fenced, match="epoch 2 and not 1"):
+    with pytest.raises(Fenced, match="epoch 2 instead of 1"):
         Journal(store, "c").take_over(3.0, "h", 3, "resume", 1)
     assert [record.epoch for record in journal.read(store)] == [1, 2]
     Journal(store, "d").take_over(4.0, "h", 4, "resume")

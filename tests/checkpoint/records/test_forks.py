@@ -46,7 +46,7 @@ def test_writing_it_again_changes_nothing(store: Store) -> None:
 )
 def test_another_fork_of_that_number_is_refused(store: Store, other: Fork) -> None:
     write_fork(store, FIRST)
-    with pytest.raises(Corrupt, match=r"timelines/0001.json exists: from 0-120, 'KL grew 40 times'"):
+    with pytest.raises(Corrupt, match=r"timelines/0001.json already exists: from 0-120, 'KL grew 40 times'"):
         write_fork(store, other)
     assert read_forks(store) == (FIRST,)
 

@@ -19,7 +19,7 @@ import pytest
 from checkpoint import journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
-from checkpoint.security.redaction import BLANK, NAMES_ENV, Redactor
+from checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
 from checkpoint.store.run_store import Store
 from orchestrator.clouds.protocol import CloudRefused, Offer, Order
 from orchestrator.clouds.sky.work import work_for
@@ -159,7 +159,7 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     assert "OTHER_TOKEN" not in cloud.environment
     refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
     assert refusals
-    assert all(BLANK in said and cloud.environment["GRPO_ORCH_TOKEN"] not in said for said in refusals)
+    assert all(REPLACEMENT in said and cloud.environment["GRPO_ORCH_TOKEN"] not in said for said in refusals)
 
 
 def test_a_daemon_without_one_buys_nothing_and_says_which(
@@ -190,8 +190,8 @@ def test_a_nodes_process_prints_none() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PRINTS], env={**os.environ, **given}, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (1, f"token {BLANK}\n")
-    assert f"RuntimeError: the hub said no to {BLANK}" in done.stderr
+    assert (done.returncode, done.stdout) == (1, f"token {REPLACEMENT}\n")
+    assert f"RuntimeError: the hub said no to {REPLACEMENT}" in done.stderr
     assert not any(value in done.stderr for value in (HF, LICENCE, "the-run's-secret"))
 
 
@@ -214,13 +214,13 @@ def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]) -
     told = Redactor([KEY])(f"the server said {quoted(KEY)} is wrong")
     assert told.startswith("the server said ")
     assert told.endswith(" is wrong")
-    assert BLANK in told
+    assert REPLACEMENT in told
     assert not any(part in told for part in ("MIIabc", "def", "ghi", "PRIVATE"))
 
 
 def test_the_longest_is_blanked_first_and_what_is_short_is_no_secret() -> None:
     assert Redactor(["abcdefgh", "abcdefgh-more", "yes", ""])("yes abcdefgh-more abcdefgh") == (
-        f"yes {BLANK} {BLANK}"
+        f"yes {REPLACEMENT} {REPLACEMENT}"
     )
 
 

@@ -86,9 +86,9 @@ def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
         [sys.executable, "-m", module], env={**os.environ, **node}, capture_output=True, text=True
     )
     assert done.returncode == exit_codes.BAD_SPEC
-    assert [line for line in done.stderr.splitlines() if "somebody has changed it" in line] == (
-        done.stderr.splitlines()
-    ), "one line"
+    assert [
+        line for line in done.stderr.splitlines() if "run.json was changed after the run was started" in line
+    ] == (done.stderr.splitlines()), "one line"
     assert not (tmp_path / "done").exists()
 
 

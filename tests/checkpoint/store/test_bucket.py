@@ -144,11 +144,11 @@ def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:
 
 def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None:
     missing = Store("s3://no-such-bucket/run", options=moto.options())
-    with pytest.raises(RulesUnknown, match="GetBucketVersioning of the bucket 'no-such-bucket' is refused: NoS"):
+    with pytest.raises(RulesUnknown, match="GetBucketVersioning of the bucket 'no-such-bucket' was refused: NoS"):
         rules_of(missing.url, missing.options)
     google = Store("gs://ours/run", options={"skip_signature": "true"})
     (line,) = told(google)
-    assert line.startswith("the rules of a gs:// bucket cannot be read here; a bucket keeps deleted objects for 7")
+    assert line.startswith("the rules of a gs:// bucket cannot be read; a bucket keeps deleted objects for 7")
     assert "gcloud storage buckets update gs://ours --clear-soft-delete" in line
     assert "15 TB" in line
 

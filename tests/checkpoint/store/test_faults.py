@@ -165,15 +165,15 @@ def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
 @pytest.mark.parametrize(
     ("answer", "error", "hint"),
     [
-        (Answer(403, "AccessDenied"), StoreDenied, "rights"),
+        (Answer(403, "AccessDenied"), StoreDenied, "permissions"),
         (Answer(403, "SignatureDoesNotMatch"), StoreDenied, "access key"),
         (Answer(403, "InvalidAccessKeyId"), StoreDenied, "access key"),
         (Answer(400, "ExpiredToken"), StoreDenied, "expired"),
         (Answer(403, "RequestTimeTooSkewed"), StoreDenied, "clock"),
-        (Answer(401, "Unauthorized"), StoreDenied, "rights"),
+        (Answer(401, "Unauthorized"), StoreDenied, "permissions"),
         (Answer(400, "AuthorizationHeaderMalformed"), StoreUnusable, "region"),
         (Answer(501, "NotImplemented"), StoreUnusable, "lacks"),
-        (Answer(400, "EntityTooLarge"), StoreUnusable, "does not take"),
+        (Answer(400, "EntityTooLarge"), StoreUnusable, "rejects such requests"),
     ],
     ids=str,
 )
@@ -298,7 +298,7 @@ def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> 
         lambda: store.put_parts("blobs/a", lambda: [b"a"]),
     ]
     for write in writes:
-        with pytest.raises(StoreUnavailable, match=f"{folder} is not there any more"):
+        with pytest.raises(StoreUnavailable, match=f"{folder} no longer exists"):
             write()
     assert not folder.exists()
     elsewhere.rename(tmp_path / "mounted")

@@ -73,7 +73,7 @@ def test_whoever_only_looks_makes_no_folder_and_the_first_write_does(
         ("s3://bucket/run", {"driver": "boto"}, "driver 'boto'"),
         ("s3://bucket/run", {"driver": "fsspec", "kye": "a"}, "option 'kye'"),
         ("s3://bucket/run", {"driver": "fsspec", "endpoint_url": "nonsense"}, "Invalid endpoint: nonsense"),
-        ("s3://Bad_Bucket!/run", {"driver": "fsspec"}, "no bucket can be named 'Bad_Bucket!'"),
+        ("s3://Bad_Bucket!/run", {"driver": "fsspec"}, "'Bad_Bucket!' is not a valid bucket name"),
         ("s3://bucket/run", {"profile": "nobody"}, "profile 'nobody'"),
         ("file:///tmp/x", {"region": "eu"}, "option 'region'"),
     ],

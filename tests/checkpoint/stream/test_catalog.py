@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_blocks_collection_only_until_it_is_retired(folder:
     upload(store, folder, "ab", 1)
     damaged = revisions(store)[-1].checkpoints[0].manifest
     store.objects[damaged] = b"{}"
-    with pytest.raises(Corrupt, match="its digest is not the catalog's"):
+    with pytest.raises(Corrupt, match="its digest differs from the catalog's"):
         collect_all(store)
     upload(store, folder, "c", 2)
     collect_all(store)

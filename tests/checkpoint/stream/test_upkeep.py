@@ -81,7 +81,7 @@ def test_a_lost_or_cut_chunk_of_the_base_model_is_stored_again_for_all_checkpoin
 def test_wrong_bytes_of_the_right_size_are_found_in_turn(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 1)
+    monkeypatch.setattr(upkeep, "CHUNKS_READ", 1)
     machine.saves(10)
     wrong = machine.shared()[1]
     machine.store.put(wrong, bytes(CHUNK_BYTES))
@@ -94,7 +94,7 @@ def test_wrong_bytes_of_the_right_size_are_found_in_turn(
 def test_what_a_restore_found_damaged_is_stored_again_at_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 0)
+    monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
     machine.saves(10)
     wrong = machine.shared()[0].partition("/")[2]
     machine.store.put(f"{layout.BLOBS}/{wrong}", bytes(CHUNK_BYTES))
@@ -122,7 +122,7 @@ def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now
 
 
 def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "READ_AT_A_CHECK", 0)
+    monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
     names = [f"{number:064x}.0" for number in range(500)]
 
     class Stored(DictStore):
@@ -174,7 +174,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine:
     lost = machine.shared()[1]
     assert told == (
         f"none of the run's checkpoints can be restored: 0-40, 0-30, 0-20, 0-10: read {lost} in "
-        f"{machine.store.url}: there is no such object; restore the objects from a copy of the store or from "
+        f"{machine.store.url}: no such object; restore the objects from a copy of the store or from "
         "the bucket's older versions and run `grpo-orch resume`; `grpo-orch checkpoints verify` lists the damage"
     )
 

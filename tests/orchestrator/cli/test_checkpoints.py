@@ -164,7 +164,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
     assert broken.code == 1
     first, *damaged = broken.out.splitlines()
     assert first == "0-50 is intact, 16.0 MiB"
-    assert damaged[0].startswith(f"0-100 is damaged: blobs/{second.name}: its digest is not")
+    assert damaged[0].startswith(f"0-100 is damaged: blobs/{second.name}: its digest differs from the manifest's")
     assert damaged[1].startswith("0-150 is damaged: ")
     assert lost.name in damaged[1]
     assert broken.err.splitlines()[-1] == "damaged: 0-100, 0-150"
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: Kept, cli: Cli, tmp_path: Pat
     chunk.write_bytes(b"x" * 1000)
     answer = cli("export", "50", "out")
     assert answer.code == 1
-    assert "its digest is not the manifest's" in answer.err.splitlines()[-1]
+    assert "its digest differs from the manifest's" in answer.err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

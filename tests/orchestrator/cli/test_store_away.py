@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (Away(), "Connection refused, asking {endpoint}; check the endpoint, and that this machine reaches it"),
+        (Away(), "Connection refused, connecting to {endpoint}; check the endpoint and this machine's network"),
         (ROTATED, "403 InvalidAccessKeyId: {0.message}; check the access key and its secret"),
         (Answer(503, "SlowDown"), "503 SlowDown: told so by the test"),
     ],
@@ -57,4 +57,4 @@ def test_a_name_that_is_nobodys_is_named(moto: S3Server, grpo_orch: Cli, monkeyp
     monkeypatch.setenv(OPTIONS_ENV, json.dumps(moto.at(elsewhere).options()))
     answer = grpo_orch("status", moto.url("away"))
     assert answer.code == exit_codes.FAILED
-    assert f", asking {elsewhere}; check the endpoint" in answer.line
+    assert f", connecting to {elsewhere}; check the endpoint" in answer.line

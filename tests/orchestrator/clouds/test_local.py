@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.local import MARK, LocalCloud, carries_mark, marked_processes, on_record
+from orchestrator.clouds.local import MARK, LocalCloud, carries_mark, machine_record, marked_processes
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.control.lease import process_started
 from policies.model.linux import is_between_programs
@@ -151,7 +151,7 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    machine = on_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
+    machine = machine_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
     os.kill(machine, signal.SIGKILL)
     seen(cloud, node, lambda m: m.state is MachineState.GONE)
 

@@ -94,7 +94,7 @@ def test_each_node_has_gpus_of_its_own(here: Here) -> None:
     here.launch(TRAINER, *NODES[:2])
     assert [here.seen(node) for node in (TRAINER, *NODES[:2])] == ["0,1,2,3", "4,5", "6,7"]
     assert here.seen(TRAINER, "CUDA_DEVICE_ORDER") == "PCI_BUS_ID", "as the tool numbers them"
-    with pytest.raises(CloudRefused, match="rollout-2-i1 takes 2 of 8 GPUs and 0 are free") as caught:
+    with pytest.raises(CloudRefused, match="rollout-2-i1 needs 2 GPUs, but 0 of 8 are free") as caught:
         here.launch(NODES[2])
     assert caught.value.refusal is Refusal.NO_CAPACITY
     assert "0,1,2,3 by a-run/trainer-0-i1" in str(caught.value)
@@ -159,7 +159,7 @@ def test_what_the_trainer_needs_is_kept_for_it(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER, NODES[0])
     here.cloud().preempt(TRAINER, "preempted")
-    with pytest.raises(CloudRefused, match=r"takes 1 of 2 GPUs and 1 are free \(1 for the trainer\)"):
+    with pytest.raises(CloudRefused, match=r"needs 1 GPUs, but 1 of 2 are free \(1 reserved for the trainer\)"):
         here.launch(NODES[1])
     here.launch("trainer-0-i2")
     assert here.seen("trainer-0-i2") == "0"

@@ -82,7 +82,7 @@ def header_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (cut, "is cut off"),
+        (cut, "is truncated"),
         (header_alone, "unreadable files"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json is missing"),

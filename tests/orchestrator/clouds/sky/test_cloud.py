@@ -112,7 +112,7 @@ def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
 
     monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
     monkeypatch.setattr(clouds.sky, "is_idle", slowly)
-    monkeypatch.setattr(sky_cloud, "REST", 1000.0)
+    monkeypatch.setattr(sky_cloud, "IDLE_REST_FACTOR", 1000.0)
     cloud = running(clouds)
     for _ in range(3):
         cloud.confirm("trainer-0-i1")
@@ -212,14 +212,14 @@ def test_a_launch_is_not_refused_while_nobody_can_say_what_it_left(
 
     monkeypatch.setattr(clouds.sky, "confirm", confirm)
     monkeypatch.setattr(clouds.sky, "fails", CloudRefused(Refusal.UNKNOWN, "its set-up failed"))
-    with pytest.raises(CloudUnavailable, match="whether it left a machine is not known: the cloud"):
+    with pytest.raises(CloudUnavailable, match="cannot determine whether a machine was created: the cloud"):
         cloud.launch(order())
 
 
 def test_rollout_nodes_wait_for_the_trainers_region_and_go_there(clouds: SkyWorld) -> None:
     cloud = clouds.open()
     seen(cloud)
-    with pytest.raises(CloudUnavailable, match="waits for the trainer's region"):
+    with pytest.raises(CloudUnavailable, match="waits until the trainer's machine is up"):
         cloud.launch(order("rollout-0-i1"))
     cloud.launch(order())
     cloud.launch(order("rollout-0-i1"))
@@ -245,7 +245,7 @@ def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_m
     clouds.sky.no_quota = {True}
     (line,) = clouds.open().without_quota()
     assert line.startswith(
-        "rollout: the account's quota for p5.48xlarge spot is zero in aws/us-east-1; ask for more"
+        "rollout: the account's quota for p5.48xlarge spot is zero in aws/us-east-1; request more"
     )
     clouds.sky.no_quota = {True, False}
     trainer, rollout = clouds.open().without_quota()

@@ -27,7 +27,7 @@ def clusters() -> Clusters:
 
 
 def look(clusters: Clusters, *found: Cluster) -> None:
-    clusters.end_look(clusters.begin_look(), found)
+    clusters.end_scan(clusters.begin_scan(), found)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_what_looks_find_of_a_cluster(clusters: Clusters, looks: list[Cluster | 
 
 def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> None:
     look(clusters, UP)
-    clusters.lose(NAME, "preempted")
-    clusters.lose(NAME, "something else")
+    clusters.mark_lost(NAME, "preempted")
+    clusters.mark_lost(NAME, "something else")
     look(clusters, UP)
     assert clusters.entries()[NAME].lost == "preempted"
     clusters.forget(NAME)
@@ -61,10 +61,10 @@ def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> No
 
 
 def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clusters) -> None:
-    began = clusters.begin_look()
+    began = clusters.begin_scan()
     with clusters.call(NAME):
-        clusters.saw(UP)
-    clusters.end_look(began, [])
+        clusters.record(UP)
+    clusters.end_scan(began, [])
     assert clusters.entries()[NAME].is_up
     look(clusters)
     assert clusters.entries()[NAME].lost == "preempted"
@@ -72,10 +72,10 @@ def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clus
 
 def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(clusters: Clusters) -> None:
     look(clusters, UP)
-    began = clusters.begin_look()
+    began = clusters.begin_scan()
     with clusters.call(NAME):
         clusters.forget(NAME)
-    clusters.end_look(began, [UP])
+    clusters.end_scan(began, [UP])
     assert clusters.entries() == {}
 
 
@@ -90,20 +90,20 @@ def test_while_a_call_lasts_no_look_counts(clusters: Clusters) -> None:
 def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(clusters: Clusters) -> None:
     with clusters.call(NAME):
         with clusters.call(NAME):
-            assert clusters.being_made() == [NAME]
-        assert clusters.being_made() == [NAME]
-        clusters.saw(UP)
-        assert clusters.being_made() == []  # from now on by its entry
+            assert clusters.launching() == [NAME]
+        assert clusters.launching() == [NAME]
+        clusters.record(UP)
+        assert clusters.launching() == []  # from now on by its entry
         clusters.forget(NAME)
-    assert clusters.being_made() == []
+    assert clusters.launching() == []
 
 
 def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
     look(clusters, UP)
-    clusters.submitted(NAME, 1)
-    clusters.failed(NAME)
+    clusters.mark_submitted(NAME, 1)
+    clusters.mark_failed(NAME)
     assert clusters.entries()[NAME].failed
-    clusters.submitted(NAME, 2)
+    clusters.mark_submitted(NAME, 2)
     assert (clusters.entries()[NAME].attempt, clusters.entries()[NAME].failed) == (2, False)
 
 

@@ -57,14 +57,14 @@ class Fleet:
     def looks(self, seconds: int) -> None:
         for _ in range(seconds):
             self.store.now_s += 1.0
-            self.reports.look(self.nodes)
+            self.reports.update(self.nodes)
 
 
 @pytest.mark.parametrize("count", [9, 12, 13, 101, 1001])
 def test_a_quiet_fleet_asks_what_is_reckoned(count: int) -> None:
     fleet = Fleet(count)
     fleet.looks(10)
-    assert set(fleet.reports.said) == set(fleet.nodes)
+    assert set(fleet.reports.by_node) == set(fleet.nodes)
     fleet.store.gets = fleet.store.listings = 0
     fleet.looks(60)
     use = of_control(60.0, count)
@@ -78,17 +78,17 @@ def test_what_is_said_is_heard_at_the_next_look(count: int) -> None:
     fleet.looks(10)
     fleet.says(fleet.nodes[1], notice=True)
     fleet.looks(1)
-    assert [node for node, one in fleet.reports.said.items() if one.notice] == [fleet.nodes[1]]
+    assert [node for node, one in fleet.reports.by_node.items() if one.notice] == [fleet.nodes[1]]
 
 
 def test_what_is_said_twice_in_a_second_is_heard_though_the_list_does_not_tell() -> None:
     fleet = Fleet(40)
     fleet.looks(10)
     fleet.says(fleet.nodes[1], "z1")
-    fleet.reports.look(fleet.nodes)
+    fleet.reports.update(fleet.nodes)
     fleet.says(fleet.nodes[1], "z2")  # as long, and within the same second
     fleet.looks(int(DATED_TO_S) + 1)
-    assert fleet.reports.said[fleet.nodes[1]].exit_reason == "z2"
+    assert fleet.reports.by_node[fleet.nodes[1]].exit_reason == "z2"
 
 
 def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
@@ -96,10 +96,10 @@ def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
     fleet.looks(10)
     documents.machine(fleet.nodes[1]).drop(fleet.store)
     fleet.looks(1)
-    assert set(fleet.reports.said) == {*fleet.nodes} - {fleet.nodes[1]}
+    assert set(fleet.reports.by_node) == {*fleet.nodes} - {fleet.nodes[1]}
     fleet.says(fleet.nodes[1], "z3")
     fleet.looks(1)
-    assert fleet.reports.said[fleet.nodes[1]].exit_reason == "z3"
+    assert fleet.reports.by_node[fleet.nodes[1]].exit_reason == "z3"
 
 
 @pytest.mark.parametrize("count", [2, 40])
@@ -107,7 +107,7 @@ def test_a_damaged_report_keeps_none_of_the_others_from_being_heard(count: int) 
     fleet = Fleet(count)
     fleet.store.put(layout.machine(fleet.nodes[0]), b"{")
     fleet.looks(1)
-    assert set(fleet.reports.said) == set(fleet.nodes[1:])
+    assert set(fleet.reports.by_node) == set(fleet.nodes[1:])
 
 
 def test_what_was_read_before_the_fleet_grew_is_read_again() -> None:
@@ -117,5 +117,5 @@ def test_what_was_read_before_the_fleet_grew_is_read_again() -> None:
     fleet.says(nodes[1], "z4")
     fleet.nodes = nodes
     fleet.looks(1)
-    assert fleet.reports.said[nodes[1]].exit_reason == "z4"
-    assert len(fleet.reports.said) == 40
+    assert fleet.reports.by_node[nodes[1]].exit_reason == "z4"
+    assert len(fleet.reports.by_node) == 40

@@ -27,7 +27,7 @@ class World:
         self.has: bool | None = None  # whether the cloud has it; None: it cannot be asked from here
         self.asked = 0
         self.clusters = Clusters()
-        self.clusters.saw(UP)
+        self.clusters.record(UP)
         self.suspicions = Suspicions(self, self.clusters, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
@@ -44,7 +44,7 @@ class World:
         return self.has
 
     def look(self) -> bool:
-        return self.suspicions.look(NAME)
+        return self.suspicions.check(NAME)
 
     @property
     def lost(self) -> str:
@@ -83,7 +83,7 @@ def test_what_a_silent_machine_comes_to(
 
 def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
     world.clusters.forget(NAME)
-    world.clusters.saw(INIT)
+    world.clusters.record(INIT)
     world.answers, world.says = False, INIT
     for _ in range(3):
         world.look()
@@ -112,9 +112,9 @@ def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> N
 
 
 def test_what_is_lost_is_not_asked_about(world: World) -> None:
-    world.clusters.lose(NAME, "preempted")
+    world.clusters.mark_lost(NAME, "preempted")
     assert not world.look()
-    assert not world.suspicions.look("never-was")
+    assert not world.suspicions.check("never-was")
     assert world.asked == 0
 
 

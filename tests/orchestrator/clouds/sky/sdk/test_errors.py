@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.errors import DETAIL_CHARS, Failure, understand
+from orchestrator.clouds.sky.errors import DETAIL_CHARS, Failure, classify
 from policies.model.vocabulary import Refusal
 
 exceptions = pytest.importorskip(
@@ -65,7 +65,7 @@ def nowhere(*reasons: str) -> Any:
 
 
 def refusal_of(told: Failure) -> Refusal:
-    error = understand(told)
+    error = classify(told)
     assert isinstance(error, CloudRefused), error
     check_line(str(error))
     return error.refusal
@@ -88,7 +88,7 @@ def test_aws_tells_why_in_the_log_of_the_request(expected: str, told: str) -> No
     log = f"{LOGGED} create_instances: Attempt failed with {said}\x1b[0m"
     refused = failure(nowhere("Failed to acquire resources in us-east-1b for {AWS(p5.48xlarge[Spot])}. "), log)
     assert refusal_of(refused) == expected
-    assert str(understand(refused)).startswith(f"An error occurred ({code})")
+    assert str(classify(refused)).startswith(f"An error occurred ({code})")
 
 
 @pytest.mark.parametrize(("expected", "words"), rows(OTHERS))
@@ -97,7 +97,7 @@ def test_others_tell_in_the_history_or_the_log(expected: str, words: str) -> Non
     assert refusal_of(failure(nowhere(words))) == expected
     assert refusal_of(failure(exceptions.ResourcesUnavailableError(words))) == expected
     assert refusal_of(logged) == expected
-    assert str(understand(logged)).startswith(words[:20])
+    assert str(classify(logged)).startswith(words[:20])
 
 
 def test_waiting_helps_when_one_place_of_several_has_no_capacity() -> None:
@@ -113,7 +113,7 @@ def test_waiting_helps_when_one_place_of_several_has_no_capacity() -> None:
 def test_refused_everywhere_without_a_reason_is_no_capacity() -> None:
     told = failure(nowhere("Failed to acquire resources in us-east-1b for {AWS(m6i.large[Spot], mem=8.0)}. "))
     assert refusal_of(told) is Refusal.NO_CAPACITY
-    assert "us-east-1b" in str(understand(told))
+    assert "us-east-1b" in str(classify(told))
 
 
 def test_a_machine_that_no_cloud_has_is_for_the_user_to_change() -> None:
@@ -122,7 +122,7 @@ def test_a_machine_that_no_cloud_has_is_for_the_user_to_change() -> None:
         exceptions.ResourcesUnavailableError(words + "\nTo fix: relax or change the resource requirements.")
     )
     assert refusal_of(told) is Refusal.QUOTA
-    assert "`resources`" in str(understand(told))
+    assert "`resources`" in str(classify(told))
 
 
 OTHER_REFUSALS = {
@@ -179,12 +179,12 @@ def test_other_refusals(expected: Refusal, error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_nothing_is_known_when_nobody_answers(error: Exception) -> None:
-    told = understand(failure(error))
+    told = classify(failure(error))
     assert isinstance(told, CloudUnavailable)
     check_line(str(told))
 
 
 def test_a_password_in_the_api_servers_address_is_not_told() -> None:
-    told = str(understand(failure(exceptions.ApiServerConnectionError("https://me:open-sesame@sky.example:8080"))))
+    told = str(classify(failure(exceptions.ApiServerConnectionError("https://me:open-sesame@sky.example:8080"))))
     assert "sky.example" in told
     assert "sesame" not in told

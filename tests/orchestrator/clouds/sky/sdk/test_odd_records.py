@@ -23,7 +23,7 @@ SERVED = """
     from sky.server.requests.serializers import decoders, encoders
 
     warned, said, changed = [], {}, {}
-    structlog.configure(processors=[lambda _, __, event: warned.append([event["event"], event["what"]]) or ""],
+    structlog.configure(processors=[lambda _, __, event: warned.append([event["event"], event["subject"]]) or ""],
                         logger_factory=structlog.ReturnLoggerFactory())
 
     def get(asked):
@@ -35,7 +35,7 @@ SERVED = """
     skypilot.LOOK_TIMEOUT_S = calls.FIND_TIMEOUT_S = 1e4  # a busy machine is no server that is away
     os.environ["SKYPILOT_USER_ID"] = "aaaa"
     global_user_state.add_or_update_user(models.User("aaaa", "aaaa"))
-    skypilot._requests.see_server = lambda: None
+    skypilot._requests.ensure_server = lambda: None
     skypilot._requests._sdk = SimpleNamespace(get=get, api_cancel=lambda *_, **__: None)
     skypilot.sdk.status = lambda names, **words: {"cluster_names": names, **words}
 
@@ -132,7 +132,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(home, SERVED, UNREAD, HALF_READ, UNPRICED, TWICE)
 
 
-def said_once(found: dict[str, Any], event: str) -> list[str]:
+def warned_once(found: dict[str, Any], event: str) -> list[str]:
     what: list[str] = [what for kind, what in found["warned"] if kind == event]
     assert len(what) == len(set(what))
     return sorted(what)
@@ -143,7 +143,7 @@ def test_a_record_that_cannot_be_read_hides_no_other_and_its_machine_is_still_th
     unread = ["starting", "", None, 0.0]
     assert found["its own"] == [dict(zip("0123", [unread, unread, WHOLE, WHOLE], strict=True))] * 2
     assert found["recorded"] == ["a-0", "a-1", "a-2", "a-3"]
-    assert said_once(found, "cluster_not_read") == ["a-0", "a-1", "b-form"]
+    assert warned_once(found, "cluster_record_unreadable") == ["a-0", "a-1", "b-form"]
 
 
 def test_what_a_newer_server_says_of_one_cluster_is_read_as_far_as_it_can_be(found: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ def test_what_a_newer_server_says_of_one_cluster_is_read_as_far_as_it_can_be(fou
         "form": ["starting", "", None, 0.0],
     }
     assert set(found["asked"]) == {None}  # nothing is concluded
-    assert said_once(found, "cluster_half_read") == ["b-handle", "b-state"]
+    assert warned_once(found, "cluster_record_incomplete") == ["b-handle", "b-state"]
 
 
 def test_a_machine_without_a_price_costs_no_more_than_its_price(found: dict[str, Any]) -> None:
@@ -166,17 +166,17 @@ def test_a_machine_without_a_price_costs_no_more_than_its_price(found: dict[str,
         ["aws/xx-1/z", "m6i.large", None, 0.0],
         ["aws/us-east-1/z", "m6i.large", 0.035, 0.0],
     ]
-    assert "c-1 on demand" in said_once(found, "price_not_known")
+    assert "c-1 on demand" in warned_once(found, "price_unknown")
 
 
 def test_a_row_that_the_catalog_has_twice_costs_its_own_zone_alone(found: dict[str, Any]) -> None:
     others = ["aws/us-east-1/use1-az2", "aws/us-east-1/use1-az4"]
     assert found["spot"] == [others] * 2
     assert found["anywhere"] == [*others, "aws/us-west-2/usw2-az1", "aws/us-west-2/usw2-az2"]
-    assert "aws/us-east-1/use1-az1 g5.xlarge spot" in said_once(found, "price_not_known")
+    assert "aws/us-east-1/use1-az1 g5.xlarge spot" in warned_once(found, "price_unknown")
 
 
 def test_a_cloud_that_cannot_be_asked_hides_no_other(found: dict[str, Any]) -> None:
     assert found["anywhere"]
     assert "no route to host" in found["away"]
-    assert said_once(found, "cloud_not_asked") == ["kubernetes"]
+    assert warned_once(found, "cloud_query_failed") == ["kubernetes"]

@@ -77,7 +77,7 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
             said[kind] = sent()["aws"]["security_group_name"]
 
         asked, left = [], ["sg-1 is in use"]
-        skypilot._requests.look = lambda *_: ["AWS"]  # what the API server calls enabled
+        skypilot._requests.query = lambda *_: ["AWS"]  # what the API server calls enabled
         aws.all_regions = lambda _: {"east", "west"}
         aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
         sky = skypilot.SkyPilot("grpo-a")
@@ -94,7 +94,7 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
     assert found["unnamed"] == [{"grpo-a*": "grpo-a"}, {"grpo-controller-a*": "grpo-controller-a"}]
     assert found["one"] == "mine"  # what the user names is kept to
     assert found["some"] == [{"team-*": "mine"}, {"grpo-a*": "grpo-a"}]
-    assert "security group grpo-a, which costs nothing: sg-1 is in use" in found["left"]
+    assert "AWS did not delete security group grpo-a, which costs nothing: sg-1 is in use" in found["left"]
     assert found["asked"] == [[["us-east-1"], "grpo-a"], [["east", "west"], "grpo-a"], [[], "grpo-a"]]
 
 
@@ -160,7 +160,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
                                               launched_nodes=1, launched_resources=machine)
             global_user_state.add_or_update_cluster(name, handle, requested_resources={machine}, ready=True)
 
-        skypilot._requests.look = lambda submit, _: submit()
+        skypilot._requests.query = lambda submit, _: submit()
         skypilot.sdk.status = lambda *given, **words: core.status(
             **dict(zip(("cluster_names", "refresh"), given)), **words
         )
@@ -209,7 +209,7 @@ def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(t
             """,
             SKYPILOT_API_SERVER_ENDPOINT=f"http://me:open-sesame@127.0.0.1:{port}",
         )
-    assert found["silent"].startswith("SkyPilot has not done it within 0.5 s")
+    assert found["silent"].startswith("SkyPilot did not complete the request within 0.5 s")
     assert f"127.0.0.1:{port} does not answer" in found["clusters"]
     assert "sesame" not in json.dumps(found)
     assert not (tmp_path / ".sky" / "api_server" / "server.log").exists()
@@ -225,7 +225,7 @@ def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is
         from orchestrator.clouds.sky import records
 
         asked, launch = [], skypilot.sdk.launch
-        skypilot._requests.ask = lambda submit, _: (submit(), None)
+        skypilot._requests.perform = lambda submit, _: (submit(), None)
         skypilot.cluster_at = lambda *_: None
         def told(task, **given):
             inspect.signature(launch).bind(task, **given)  # SkyPilot's own knows such arguments
