@@ -10,7 +10,7 @@ from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import replace_overdue, update_node_phases
 from policies.control.rollback.stages import steer_timeline
 from policies.control.stopping import release_machines, stop_requests
-from policies.fleet.budget import Purse
+from policies.fleet.budget import Spending
 from policies.fleet.market import breakers, offers
 from policies.fleet.plan import plan
 from policies.fleet.reconcile import reconcile
@@ -66,7 +66,7 @@ def steer_fleet(tick: Tick) -> None:
         replace_overdue(tick)
         _plan_fleet(tick)
     if tick.state.phase not in LIVE_RUN:
-        affordable = not Purse(tick.state, tick.snapshot, tick.spec).exceeded()
+        affordable = not Spending(tick.state, tick.snapshot, tick.spec).exceeded()
         release_machines(tick, affordable=affordable)
 
 

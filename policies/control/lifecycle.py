@@ -27,11 +27,11 @@ from policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
 ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the machine is replaced
-ALIKE_MAX = 2  # failures in a row with the same last line, before the first step
-WORTH_ITS_START_S = 3600.0  # a machine that lived this long was worth its start, a tenth or two of it
+SAME_FAILURE_MAX = 2  # failures in a row with the same last line, before the first step
+WORTHWHILE_S = 3600.0  # a machine that lived this long was worth its start, a tenth or two of it
 # A cloud gives 120 s (AWS) or less from the notice to the end. A machine that is still there after this is paid
 # for in vain: it has left the gateway for good.
-NOTICE_TAKES_S = 180.0
+NOTICE_MAX_S = 180.0
 
 
 def restart_wait_s(failures: int) -> float:
@@ -124,7 +124,7 @@ def _give_up_silent(tick: Tick, node: Node) -> None:
     if node.phase is not NodePhase.SERVING or beat is None or beat.node != node.id:
         return
     snapshot, lost_s = tick.snapshot, tick.snapshot.machine_silent_s(beat.beat_at_s)
-    if snapshot.silent_beside_gateway_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
+    if snapshot.trainer_only_silent_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
         silent_s = tick.silent_s(beat.beat_at_s)
         tick.move(node, NodePhase.TERMINATING, f"no heartbeat for {silent_s:.0f} s while its machine works")
     elif lost_s > MACHINE_LOST_S and snapshot.machines is not None:
@@ -142,7 +142,7 @@ def _trainer_drains(tick: Tick, node: Node) -> None:
         tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
     elif any(other.phase is NodePhase.SERVING for other in others):
         tick.move(node, NodePhase.TERMINATING, "drained: another machine trains")
-    elif tick.silent_s(node.since_s) > NOTICE_TAKES_S and not _has_fresh_heartbeat(tick, node):
+    elif tick.silent_s(node.since_s) > NOTICE_MAX_S and not _has_fresh_heartbeat(tick, node):
         tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
 
 
@@ -200,12 +200,12 @@ def _steps_done(tick: Tick, node: Node) -> str:
 def _fails_the_same_way(tick: Tick) -> bool:
     """Whether the trainer has failed with one and the same line again and again, and never trained a step: the
     user's mistake, which further attempts only repeat."""
-    return tick.state.failures.step == 0 and tick.state.failures.alike >= ALIKE_MAX
+    return tick.state.failures.step == 0 and tick.state.failures.alike >= SAME_FAILURE_MAX
 
 
 def _rollout(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.DRAINING:
-        if tick.silent_s(node.since_s) > NOTICE_TAKES_S:
+        if tick.silent_s(node.since_s) > NOTICE_MAX_S:
             tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
         return
     if node.attempt_ended_at_s is None:
@@ -241,7 +241,7 @@ def _failure_of(tick: Tick, node: Node) -> Refusal | None:
     kind = tick.state.kinds.get(node.kind, MachineKind())
     # Engines that never work as long as they took to start have so many starts until their machine is given up.
     in_vain_s = 2 * ROLLOUT_ATTEMPTS * STARTS_MAX * (kind.boot_s or 0.0)
-    soon_s = max(WORTH_ITS_START_S, in_vain_s)
+    soon_s = max(WORTHWHILE_S, in_vain_s)
     return Refusal.SOON_BROKEN if tick.waited_s(node.requested_at_s) < soon_s else None
 
 

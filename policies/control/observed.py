@@ -137,7 +137,7 @@ def replace_overdue(tick: Tick) -> None:
             continue
         limit_s = tick.spec.policies.boot_timeout_s
         if (coming := tick.snapshot.coming.get(node.id)) is not None:
-            _replace_if_still(tick, node, coming)
+            _replace_if_stuck(tick, node, coming)
             continue
         if node.role is Role.TRAINER and tick.snapshot.members is None and _has_worked(tick, node):
             limit_s = max(limit_s, MACHINE_LOST_S)  # maybe cut off, with checkpoints that are not stored yet
@@ -146,14 +146,14 @@ def replace_overdue(tick: Tick) -> None:
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
 
-def _replace_if_still(tick: Tick, node: Node, coming: Coming) -> None:
+def _replace_if_stuck(tick: Tick, node: Node, coming: Coming) -> None:
     """Replace a rollout node whose agent has told what it is at, once that has not got on for long."""
     boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
     # Told of on the gateway's own clock: that a look failed, or a gateway is new, makes it no longer. But gateways
     # that are new again and again would have a node stand still for ever.
     limit_s = joining.limit_s(coming.stage, boot_timeout_s)
     still = min(coming.still_s, waited_s) > limit_s
-    if still or waited_s > joining.longest_s(boot_timeout_s) + limit_s:
+    if still or waited_s > joining.max_join_s(boot_timeout_s) + limit_s:
         for_s = f"no further for {coming.still_s:.0f} s" if still else f"no member after {waited_s:.0f} s"
         reason = f"{coming.stage.name}, and {for_s} (`policies.boot_timeout_s`)"
         tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
@@ -177,7 +177,7 @@ def _unseen_s(tick: Tick, node: Node) -> float:
     snapshot, silent_s = tick.snapshot, tick.silent_s(node.since_s)
     if node.role is Role.TRAINER and _has_worked(tick, node):
         heard = snapshot.members is not None
-        return (snapshot.silent_beside_gateway_s if heard else snapshot.machine_silent_s)(node.since_s)
+        return (snapshot.trainer_only_silent_s if heard else snapshot.machine_silent_s)(node.since_s)
     if node.role is Role.TRAINER or node.phase is NodePhase.REQUESTED:
         return silent_s
     return 0.0 if snapshot.members is None else min(silent_s, snapshot.gateway.age_s)

@@ -14,7 +14,7 @@ from policies.model.vocabulary import NodePhase, Role, RunPhase
 from policies.tick.draft import Tick
 from policies.tick.snapshot import AskToStop, Snapshot
 
-LEAST_USD = 0.01  # of which it is worth a word
+REPORTED_USD_MIN = 0.01  # of which it is worth a word
 DOWN = "down"
 # With these a trainer has ended as it should, or for what another attempt on its machine would not mend.
 ENDED = frozenset(
@@ -40,7 +40,7 @@ def release_machines(tick: Tick, *, affordable: bool) -> None:
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
         paused = tick.state.money.is_reached and tick.spec.budget.at == "pause"
         why = tick.state.reason if tick.state.money.is_reached else "every machine is gone"
-        if (unspent_usd := tick.state.money.unspent_usd) >= LEAST_USD:
+        if (unspent_usd := tick.state.money.unspent_usd) >= REPORTED_USD_MIN:
             bought_nothing = f"{unspent_usd:.2f} USD of that were counted for requests that bought nothing"
             why = f"{why}; {bought_nothing}: `grpo-orch resume` goes on with them"
         tick.move_run(RunPhase.PAUSED if paused else RunPhase.STOPPED, why)

@@ -95,7 +95,7 @@ def together(running: Iterable[Running]) -> list[Running]:
     return list(found.values())
 
 
-class Purse:
+class Spending:
     """What is spent and what runs. Each purchase of a tick is added, so that the next one is judged with it."""
 
     def __init__(

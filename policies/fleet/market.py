@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from policies.costs import disks
-from policies.fleet.budget import Caps, Purse, caps_of
+from policies.fleet.budget import Caps, Spending, caps_of
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped
 from policies.model.phases import FILLING_NODE
@@ -36,13 +36,13 @@ LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
 SUCCESS = {Market.SPOT: 0.7, Market.ON_DEMAND: 0.95}
 PRIOR_NODE_HOURS = 10.0  # as many hours of its own weigh as much as the prior
 PRIOR_LAUNCHES = 2.0
-CROWDED = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
+ZONE_PREMIUM = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
-REFUSES_MAX_H = 24.0  # after a refusal, in which a pool's price is not counted on
+PRICE_IGNORED_MAX_H = 24.0  # after a refusal, in which a pool's price is not counted on
 POOLS_UNKNOWN = "waits for the cloud's list of offers"
 # Refusals that another pool may not repeat; None: the machine was taken back before it served.
-_OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
+_POOL_REFUSALS = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
 _KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
 
 
@@ -102,7 +102,7 @@ class Choice:
         return f"in {self.offer.pool}{price}: {rates.losses_an_hour:.2f} losses an hour, {tried}{rests}"
 
 
-class Crowd:
+class Placement:
     """The pools of one role's nodes, by which a further node is placed; kept up as nodes are requested."""
 
     def __init__(self, nodes: Iterable[Node] = (), now_s: float = 0.0) -> None:
@@ -175,28 +175,28 @@ def cost(offer: PoolOffer, rates: PoolRates, hours_to_serve: float) -> float:
 def choose(
     offers: Sequence[PoolOffer],
     records: Mapping[str, PoolRecord],
-    crowd: Crowd,
+    placement: Placement,
     now_s: float,
     half: HalfLives,
     hours_to_serve: float,
-    crowded: float = CROWDED,
+    zone_premium: float = ZONE_PREMIUM,
 ) -> Choice | None:
     """Return where a machine is bought; None without offers. Where all rest, the pool whose rest ends first.
 
     Args:
         offers: of one role and one market.
         records: by the pool's text.
-        crowd: the nodes of the role.
+        placement: the nodes of the role.
         now_s: seconds since the epoch.
         half: half-lives of observations.
         hours_to_serve: from a request until the machine works.
-        crowded: how much more expensive another zone may be when all nodes are in one.
+        zone_premium: how much more expensive another zone may be when all nodes are in one.
     """
 
     def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
         record = records.get(str(offer.pool))
-        rates = rates_of(offer.pool, record, crowd.hours.get(offer.pool, 0.0), now_s, half)
-        usd = cost(offer, rates, hours_to_serve) * (1 + crowded * crowd.share(offer.pool))
+        rates = rates_of(offer.pool, record, placement.hours.get(offer.pool, 0.0), now_s, half)
+        usd = cost(offer, rates, hours_to_serve) * (1 + zone_premium * placement.share(offer.pool))
         rests_s = rest_in_s(offer.pool, records, now_s)
         return rests_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rests_s)
 
@@ -261,8 +261,8 @@ class Offers:
         self._half = HalfLives(spec.policies.fleet.loss_half_life_h, spec.policies.fleet.launch_half_life_h)
 
     @cached_property
-    def _crowds(self) -> dict[Role, Crowd]:
-        return {role: Crowd(self._state.live(role), self._now_s) for role in Role}
+    def _placements(self) -> dict[Role, Placement]:
+        return {role: Placement(self._state.live(role), self._now_s) for role in Role}
 
     @cached_property
     def _filling(self) -> Counter[str]:
@@ -274,7 +274,7 @@ class Offers:
         return self._state.kinds.get(kind_of(role, market), MachineKind())
 
     @property
-    def are_known(self) -> bool:
+    def are_pools_known(self) -> bool:
         """Whether it is known where machines are offered and where the run's are, which fixes the region. The
         journal has that, except for machines bought while no pools were known: the cloud's listing shows it."""
         pools = self._snapshot.pools
@@ -293,26 +293,26 @@ class Offers:
 
     def offer(self, role: Role, market: Market) -> Offer:
         """Return the line of a role and a market."""
-        purse = Purse(self._state, self._snapshot, self._spec)
-        terms = self.terms(role, market, partial(purse.fits, role))  # as it would be requested
+        spending = Spending(self._state, self._snapshot, self._spec)
+        terms = self.terms(role, market, partial(spending.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
         losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
-        status, until_s, why = self._status(role, market, purse, terms.usd_per_h)
+        status, until_s, why = self._status(role, market, spending, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
         start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
         return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, why)
 
     def _status(
-        self, role: Role, market: Market, purse: Purse, usd_per_h: float | None
+        self, role: Role, market: Market, spending: Spending, usd_per_h: float | None
     ) -> tuple[Status, float | None, str]:
         kind = self.kind(role, market)
         why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}" if kind.failures_in_a_row else ""
-        if not self.are_known:
+        if not self.are_pools_known:
             return Status.UNKNOWN, None, POOLS_UNKNOWN
         if not self.room(role, market):
             until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
             return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
-        if refusal := purse.refusal(role, kind_of(role, market), usd_per_h):
+        if refusal := spending.refusal(role, kind_of(role, market), usd_per_h):
             is_known = usd_per_h is not None and self._snapshot.prices is not None
             return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal
         until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
@@ -357,10 +357,10 @@ class Offers:
         if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
             return False
         records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
-        return not kind.is_always_taken or any(not record or not record.taken_in_a_row for record in records)
+        return not kind.is_always_preempted or any(not record or not record.taken_in_a_row for record in records)
 
     def _has_other_pool(self, role: Role, market: Market, last: Refusal | None) -> bool:
-        if last not in _OF_POOL:
+        if last not in _POOL_REFUSALS:
             return False
         pools = self._pools(role, market)
         return any(not rest_in_s(offer.pool, self._state.pools, self._now_s) for offer in pools)
@@ -390,22 +390,22 @@ class Offers:
         """What one machine more costs where one is to be had, without its disk; 0: not known. A pool that refused
         the last is not counted on, though it is asked: its price is none that can be paid."""
         pools = self._pools(role, market)
-        gives = [one for one in pools if not self._refuses(one.pool) and not self._refuses(one.pool.anywhere)]
+        gives = [one for one in pools if not self._refused_lately(one.pool) and not self._refused_lately(one.pool.anywhere)]
         choice = self._choice(role, market, gives or pools)
         return 0.0 if choice is None else choice.offer.usd_per_h
 
-    def _refuses(self, pool: Pool) -> bool:
+    def _refused_lately(self, pool: Pool) -> bool:
         """Whether the pool refused its last machine: for longer with each in a row, so that a fleet does not grow
         again and again for a price that is not to be had."""
         record = self._state.pools.get(str(pool))
         if record is None or not record.refused_in_a_row:
             return False
         lasts_h = self._half.launches_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
-        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, REFUSES_MAX_H)
+        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, PRICE_IGNORED_MAX_H)
 
     def add(self, role: Role, terms: Terms) -> None:
         """Count a machine that was requested on these terms."""
-        self._crowds[role].add(None if terms.choice is None else terms.choice.offer.pool)
+        self._placements[role].add(None if terms.choice is None else terms.choice.offer.pool)
 
     def _terms(self, role: Role, market: Market, choice: Choice | None) -> Terms:
         listed = 0.0 if choice is None else choice.offer.usd_per_h
@@ -415,7 +415,7 @@ class Offers:
 
     def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
         hours_to_serve = self.start_s(role, market) / 3600
-        return choose(pools, self._state.pools, self._crowds[role], self._now_s, self._half, hours_to_serve)
+        return choose(pools, self._state.pools, self._placements[role], self._now_s, self._half, hours_to_serve)
 
     def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
         offers = self._snapshot.pools or ()
@@ -425,31 +425,31 @@ class Offers:
     def _in_one_region(self, role: Role, pools: list[PoolOffer]) -> list[PoolOffer]:
         """Keep the pools where other nodes are, else where both roles are offered: private addresses do not reach
         another region. One is preferred that offers the other role on the market on which it is bought."""
-        regions = set[tuple[str, str]]().union(*(crowd.regions for crowd in self._crowds.values()))
+        regions = set[tuple[str, str]]().union(*(placement.regions for placement in self._placements.values()))
         if not regions:
             others = [offer.pool for offer in self._snapshot.pools or () if offer.role is not role]
             other = Role.ROLLOUT if role is Role.TRAINER else Role.TRAINER
             usual = [pool for pool in others if pool.market is market_of(other, self._spec)]
-            if best := _those_in(pools, {(pool.cloud, pool.region) for pool in usual}):
+            if best := _in_regions(pools, {(pool.cloud, pool.region) for pool in usual}):
                 return best
             regions = {(pool.cloud, pool.region) for pool in others}
-        return _those_in(pools, regions) if regions else pools
+        return _in_regions(pools, regions) if regions else pools
 
     # Whether there is money for a machine.
 
     def is_paid_for(self, market: Market) -> bool:
         """Whether there is money for one more rollout node on that market, once those that leave are gone."""
         caps = caps_of(self._state, self._spec)
-        return not caps.are_set or not self._later_refusal(market, caps)
+        return not caps.are_set or not self._refusal_after_release(market, caps)
 
-    def excess_again(self, market: Market) -> str:
+    def resume_excess(self, market: Market) -> str:
         """Return how a rollout node on that market and the trainer's machine, with which a parked run would
         continue, exceed `budget.usd`; empty: they do not, or their price is not known."""
         usd = caps_of(self._state, self._spec).usd
         is_unknown = usd is None or self._snapshot.prices is None
-        return "" if is_unknown else self._later_refusal(market, Caps(usd, None), unpriced=True)
+        return "" if is_unknown else self._refusal_after_release(market, Caps(usd, None), unpriced=True)
 
-    def _later_refusal(self, market: Market, caps: Caps, *, unpriced: bool = False) -> str:
+    def _refusal_after_release(self, market: Market, caps: Caps, *, unpriced: bool = False) -> str:
         """Return why a rollout node would be refused next to the nodes that stay, without those that are only
         requested, and with the trainer that a parked run will request again. `unpriced`: not for lack of a
         price."""
@@ -458,21 +458,21 @@ class Offers:
             for node in self._state.nodes.values()
             if node.phase in FILLING_NODE and (node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED)
         ]
-        purse = Purse(self._state, self._snapshot, self._spec, nodes, caps)
+        spending = Spending(self._state, self._snapshot, self._spec, nodes, caps)
         if self._state.phase is RunPhase.PARKED:
-            self.reserve_trainer(purse)
-        usd_per_h = self.terms(Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
+            self.reserve_trainer(spending)
+        usd_per_h = self.terms(Role.ROLLOUT, market, partial(spending.fits, Role.ROLLOUT)).usd_per_h
         if usd_per_h is None and unpriced:
             return ""
-        return purse.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
+        return spending.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
 
-    def has_room(self, purse: Purse, market: Market) -> bool:
-        """Whether the purse has money for a rollout node on that market."""
-        fits = partial(purse.fits, Role.ROLLOUT)
+    def has_room(self, spending: Spending, market: Market) -> bool:
+        """Whether the spending has money for a rollout node on that market."""
+        fits = partial(spending.fits, Role.ROLLOUT)
         usd_per_h = self.terms(Role.ROLLOUT, market, fits).usd_per_h
         return usd_per_h is not None and fits(usd_per_h)
 
-    def reserve_trainer(self, purse: Purse) -> None:
+    def reserve_trainer(self, spending: Spending) -> None:
         """Count the trainer's machine that a parked run will request again. By the hour at what its last one cost,
         where no pool has a price: should it cost more, it is requested before any other. In all at the most that
         it may cost: without that money it would be refused."""
@@ -480,7 +480,7 @@ class Offers:
         most_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
         is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
         likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
-        purse.reserve(Role.TRAINER, likely_usd, most_usd)
+        spending.reserve(Role.TRAINER, likely_usd, most_usd)
 
 
 def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
@@ -496,12 +496,12 @@ def breakers(market: Offers, state: RunState, now_s: float) -> list[tuple[Buying
         if kind.fails and not kind.stopped and not market.is_elsewhere(name, kind):
             why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}"
             found.append((BuyingStopped(name, why), f"no more machines, {name}: {why}"))
-        elif kind.stopped and (not kind.fails or _works_again(state, name, kind, now_s)):
+        elif kind.stopped and (not kind.fails or _has_recovered(state, name, kind, now_s)):
             found.append((BuyingResumed(name), f"machines are bought again, {name}"))
     return found
 
 
-def _works_again(state: RunState, name: str, kind: MachineKind, now_s: float) -> bool:
+def _has_recovered(state: RunState, name: str, kind: MachineKind, now_s: float) -> bool:
     """Whether a kind that was stopped for machines that soon broke has one that lasts."""
     serving = [node for node in state.nodes.values() if node.kind == name and node.phase is NodePhase.SERVING]
     lasts = any(now_s - max(node.since_s, kind.failed_at_s) > WORKS_S for node in serving)
@@ -515,5 +515,5 @@ def _is_probe(node: Node, kind: MachineKind) -> bool:
     return node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
 
 
-def _those_in(pools: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
+def _in_regions(pools: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
     return [offer for offer in pools if (offer.pool.cloud, offer.pool.region) in regions]

@@ -30,7 +30,7 @@ from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role
 
 NOISE_SHARE = 0.03  # of a step's cost: a smaller difference may be what a measurement is off by
-FEW = 8  # counts up to which all are compared
+COMPARE_ALL_MAX = 8  # counts up to which all are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def compare_sizes(
             spot=count,
             in_time=count >= low or not horizon_s,
         )
-        for count in dict.fromkeys([now, *few_counts(shape, prices, low, high)])
+        for count in dict.fromkeys([now, *candidate_counts(shape, prices, low, high)])
     ]
     reference = None
     if on_demand_usd_per_h > 0:
@@ -189,9 +189,9 @@ def compare_sizes(
     return replace(compare("size", candidates, horizon_s), reference=reference)
 
 
-def few_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
+def candidate_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
     """Return the counts worth comparing: all, or those around the best."""
-    if high - low < FEW:
+    if high - low < COMPARE_ALL_MAX:
         return list(range(low, high + 1))
     best = best_count(shape, prices, low, high)
     return sorted({low, *(count for count in (best - 1, best, best + 1) if low <= count <= high), high})

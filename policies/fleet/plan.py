@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
-from policies.fleet.budget import Purse, caps_of
+from policies.fleet.budget import Spending, caps_of
 from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
 from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
@@ -24,13 +24,13 @@ from policies.fleet.objective import (
     Comparison,
     compare,
     compare_sizes,
-    few_counts,
+    candidate_counts,
     hourly_prices,
     rollouts_wanted,
     size_words,
     zones_of,
 )
-from policies.model.buying import HELD_S, PROBE_MAX_S
+from policies.model.buying import SPOT_STABLE_S, PROBE_MAX_S
 from policies.model.loss import steps_of_generation
 from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
@@ -40,9 +40,9 @@ from policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Train
 
 WAIT_MIN_S = 60.0  # zones that refuse for a moment are no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long
-SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
-STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
-TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
+SIZE_SETTLE_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
+FALLBACK_MIN_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
+OWN_STEP_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
 
@@ -58,7 +58,7 @@ class Allocation:
     size_reason: str = ""  # why `spot` is another number than before
     parks: str = ""  # why the trainer's machine is returned, too
     releases: str = ""  # why all rollout nodes are returned
-    asks_again: bool = False  # an on-demand node makes room for spot under the cap
+    retries_spot: bool = False  # an on-demand node makes room for spot under the cap
     spot_too_expensive: bool = False  # for the budget
     is_behind: bool = False  # the deadline's pace
     stops: str = ""  # the budget's reason to stop the run
@@ -74,11 +74,11 @@ class Allocation:
         if self.releases:
             return self.releases
         if not self.trainer:
-            return f"parked: {_asked_words(self.probes)}"
+            return f"parked: {_probe_sentence(self.probes)}"
         return self.comparisons[-1].words if self.comparisons else ""
 
 
-def _asked_words(probes: Sequence[Market]) -> str:
+def _probe_sentence(probes: Sequence[Market]) -> str:
     if not probes:
         return "no rollout node is asked for now, for machines come or go"
     where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in probes)
@@ -129,7 +129,7 @@ class _Facts:
     def held(self) -> list[Node]:
         """Spot nodes that have served for so long that they are taken to stay."""
         serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
-        return [node for node in serving if self.waited_s(node.since_s) >= HELD_S]
+        return [node for node in serving if self.waited_s(node.since_s) >= SPOT_STABLE_S]
 
     @cached_property
     def on_demand_usd_per_h(self) -> float:
@@ -169,7 +169,7 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
     """Return what a live run is to have now."""
     facts = _Facts(market, state, snapshot, spec)
     caps = caps_of(state, spec)
-    if caps.usd is not None and (why := Purse(state, snapshot, spec).exceeded()):
+    if caps.usd is not None and (why := Spending(state, snapshot, spec).exceeded()):
         return Allocation(stops=why)
     if state.phase is RunPhase.PARKED:
         return _parked(facts)
@@ -179,15 +179,15 @@ def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> 
     held = _without_trainer(facts)
     compared = tuple(one for one in (sized, shortage, idle, held) if one is not None)
     changed = size != rollouts_wanted(state, spec)
-    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts)
+    retries_spot = fallback >= len(facts.fallback) and _retries_spot(facts)
     return Allocation(
         trainer=True,
         spot=size,
-        on_demand=len(facts.fallback) - 1 if asks_again else fallback,
+        on_demand=len(facts.fallback) - 1 if retries_spot else fallback,
         size_reason=f"{sized.words}; {_size_reason(facts)}" if changed and sized is not None else "",
         parks=_parking_reason(facts) if idle is not None and idle.best.name == PARK else "",
         releases=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
-        asks_again=asks_again,
+        retries_spot=retries_spot,
         spot_too_expensive=facts.is_spot_too_expensive,
         is_behind=facts.is_behind,
         comparisons=compared,
@@ -208,7 +208,7 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     low = max(1, replicas.min, nodes_in_time(facts.course, shape, replicas.max, now))
     lasts_s = 3600 / LOSSES_AN_HOUR[market]
     sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
-    horizon_s = min(sized_s, lasts_s) if sized_s >= SETTLES_S else 0.0  # else the last change has not shown yet
+    horizon_s = min(sized_s, lasts_s) if sized_s >= SIZE_SETTLE_S else 0.0  # else the last change has not shown yet
     start_s = facts.market.start_s(Role.ROLLOUT, market)
     on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
     found = compare_sizes(
@@ -263,14 +263,14 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
     if not held or (facts.course is not None and not facts.course.is_safe):
         return None
     most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
-    candidates = _mixes(facts, len(held), range(_least(facts, len(held)), most + 1))
+    candidates = _fallback_candidates(facts, len(held), range(_fallback_min(facts, len(held)), most + 1))
     # The present number is in front by what a measurement may be off, or noise would buy and return a node.
     present_usd = sum(one.usd_per_h for one in candidates if one.on_demand == len(facts.fallback))
-    noise_usd = NOISE_SHARE * present_usd * HELD_S / 3600
+    noise_usd = NOISE_SHARE * present_usd * SPOT_STABLE_S / 3600
     candidates = [
         one if one.on_demand == len(facts.fallback) else replace(one, change_usd=noise_usd) for one in candidates
     ]
-    return _guessed(facts, compare("return on demand", candidates, HELD_S)) if candidates else None
+    return _mark_guess(facts, compare("return on demand", candidates, SPOT_STABLE_S)) if candidates else None
 
 
 def _fallback_to_buy(facts: _Facts) -> Comparison | None:
@@ -281,28 +281,28 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     (P - k (p - q) + (k + j) p)(a + b/(k + j)): the sum of `steps`, with less next to the nodes.
     """
     present, fallback = sum(node.phase is not NodePhase.REQUESTED for node in facts.spot), len(facts.fallback)
-    horizon_s = _lacks_spot_s(facts, present)
+    horizon_s = _shortage_s(facts, present)
     if horizon_s < WAIT_MIN_S:
         return None
     shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.beside_usd_per_h
     beside = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
-    low = max(1, _least(facts, present) + present)
-    totals = few_counts(
+    low = max(1, _fallback_min(facts, present) + present)
+    totals = candidate_counts(
         shape, HourlyPrices(beside, facts.on_demand_usd_per_h), low, max(low, facts.spec.rollout.replicas.max)
     )
     bought = [count - present for count in totals if count - present > fallback]
-    candidates = _mixes(facts, present, [fallback, *bought])
+    candidates = _fallback_candidates(facts, present, [fallback, *bought])
     own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
         candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
-    return _guessed(facts, compare("shortage of spot", candidates, horizon_s))
+    return _mark_guess(facts, compare("shortage of spot", candidates, horizon_s))
 
 
-def _guessed(facts: _Facts, compared: Comparison) -> Comparison:
+def _mark_guess(facts: _Facts, compared: Comparison) -> Comparison:
     return compared if facts.snapshot.measured.step is not None else replace(compared, lacks=NOT_MEASURED)
 
 
-def _lacks_spot_s(facts: _Facts, present: int) -> float:
+def _shortage_s(facts: _Facts, present: int) -> float:
     """For how long on-demand nodes would have helped a trainer that works; 0: they would not, or may not."""
     trainers = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
     lasts_s, short_s = 3600 / LOSSES_AN_HOUR[Market.SPOT], facts.state.shortages.spot_since_s
@@ -310,13 +310,13 @@ def _lacks_spot_s(facts: _Facts, present: int) -> float:
         return 0.0
     if facts.is_spot_too_expensive:
         return lasts_s
-    if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
+    if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).machines_never_work:
         return 0.0  # another market would not help machines that never serve
-    since_s = max(short_s, trainers[0].since_s, _last_asked_s(facts))
+    since_s = max(short_s, trainers[0].since_s, _shortage_since_s(facts))
     return min(facts.waited_s(since_s), lasts_s)
 
 
-def _last_asked_s(facts: _Facts) -> float:
+def _shortage_since_s(facts: _Facts) -> float:
     """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
     fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
     if not facts.held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
@@ -325,7 +325,7 @@ def _last_asked_s(facts: _Facts) -> float:
     return min(asked, default=facts.now_s)
 
 
-def _least(facts: _Facts, spot: int) -> int:
+def _fallback_min(facts: _Facts, spot: int) -> int:
     """The on-demand nodes without which `spot` nodes are fewer than run.yaml or the deadline ask for."""
     shape, replicas = facts.snapshot.measured.step, facts.spec.rollout.replicas
     needed = 0
@@ -334,15 +334,15 @@ def _least(facts: _Facts, spot: int) -> int:
     return max(0, min(max(1, replicas.min, needed), max(1, replicas.max)) - spot)
 
 
-def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
+def _fallback_candidates(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
     """Return candidates with that many spot nodes, and each count of on-demand nodes; the present one first."""
     shape, prices, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices, facts.on_demand_usd_per_h
     start_usd = usd * fallback_boot_s(facts.state) / 3600
-    least, fallback = _least(facts, spot), len(facts.fallback)
+    least, fallback = _fallback_min(facts, spot), len(facts.fallback)
     enough = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet counts as none
     return [
         Candidate(
-            name=_mix_words(spot, count),
+            name=_mix_name(spot, count),
             usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
             step_s=None if count + spot < enough else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
@@ -354,7 +354,7 @@ def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
     ]
 
 
-def _mix_words(spot: int, on_demand: int) -> str:
+def _mix_name(spot: int, on_demand: int) -> str:
     parts = [f"{spot} on spot" if spot else "", f"{on_demand} on demand" if on_demand else ""]
     return " and ".join(part for part in parts if part) or "waiting for spot"
 
@@ -363,24 +363,24 @@ def _spot_usd_per_h(facts: _Facts) -> float:
     return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
 
 
-def _asks_spot_again(facts: _Facts) -> bool:
+def _retries_spot(facts: _Facts) -> bool:
     """Whether an on-demand node is returned because a spot machine would fit under the cap only instead of it: not
-    while machines come or go, nor before each has served for STAYS_S, nor where the deadline depends on the only
+    while machines come or go, nor before each has served for FALLBACK_MIN_S, nor where the deadline depends on the only
     node."""
     rollouts = [node for node in facts.state.nodes.values() if node.role is Role.ROLLOUT]
     if not facts.fallback or len(facts.spot) >= rollouts_wanted(facts.state, facts.spec):
         return False
     if any(node.phase is not NodePhase.SERVING for node in rollouts):
         return False
-    if any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
+    if any(facts.waited_s(node.since_s) < FALLBACK_MIN_S for node in facts.fallback):
         return False
     if len(rollouts) == 1 and facts.course is not None and not facts.course.is_safe:
         return False
-    if not facts.market.are_known or not facts.market.room(Role.ROLLOUT, Market.SPOT):
+    if not facts.market.are_pools_known or not facts.market.room(Role.ROLLOUT, Market.SPOT):
         return False
     leaves = max(facts.fallback, key=lambda node: node.usd_per_h)
     others = [node for node in facts.state.nodes.values() if node is not leaves]
-    with_all, with_others = (Purse(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
+    with_all, with_others = (Spending(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
     return not facts.market.has_room(with_all, Market.SPOT) and facts.market.has_room(with_others, Market.SPOT)
 
 
@@ -451,7 +451,7 @@ def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> 
     if snapshot.silent_s(max(since_s, snapshot.stepped_at_s)) >= idle_limit_s + at_once * limit_s:
         return None  # it makes no progress
     if own is None:
-        rows_s = TRIED_ROWS * max(at_once, int(facts.spec.grpo.get("logging_steps", 1))) * limit_s
+        rows_s = OWN_STEP_ROWS * max(at_once, int(facts.spec.grpo.get("logging_steps", 1))) * limit_s
         return limit_s if snapshot.silent_s(since_s) < idle_limit_s + rows_s else None
     return own.seconds(1) if own.seconds(1) <= limit_s or facts.is_behind else None
 
@@ -513,7 +513,7 @@ def _without_trainer(facts: _Facts) -> Comparison | None:
     if not nodes:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
-    candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]
+    candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_limit_s(facts) / 3600)]
     compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
     return compared if facts.prices.node_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
@@ -527,13 +527,13 @@ def _trainerless_since_s(facts: _Facts) -> float | None:
     return min((node.since_s for node in facts.state.live(Role.ROLLOUT) if node.phase in there), default=None)
 
 
-def _hold_s(facts: _Facts) -> float:
+def _hold_limit_s(facts: _Facts) -> float:
     boot_s = min(facts.market.start_s(Role.ROLLOUT, _own_market(facts)), facts.spec.policies.boot_timeout_s)
     return max(IDLE_MIN_S, boot_s)
 
 
 def _release_reason(facts: _Facts) -> str:
-    held_s = _hold_s(facts)
+    held_s = _hold_limit_s(facts)
     if facts.state.phase is RunPhase.PARKED:
         return f"the trainer's old machine has not gone for {held_s:.0f} s; requested again when it has"
     return f"the trainer has had no machine for {held_s:.0f} s; requested again when it has one"
@@ -556,7 +556,7 @@ def _parked(facts: _Facts) -> Allocation:
     if facts.state.live(Role.ROLLOUT) or any(node.role is Role.TRAINER for node in facts.state.nodes.values()):
         return kept
     markets = [_own_market(facts), *([Market.ON_DEMAND] if facts.may_ask_both else [])]
-    unpaid = [facts.market.excess_again(market) for market in markets]
+    unpaid = [facts.market.resume_excess(market) for market in markets]
     if all(unpaid):
         return Allocation(stops=f"there is not the money to continue: {unpaid[0]}")
     spot, on_demand = (facts.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))

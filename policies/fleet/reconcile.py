@@ -1,7 +1,7 @@
 """Reconcile: the events that bring the fleet from what it is to what the plan wants.
 
 Releases come first, in one order for all nodes; then requests: the trainer, rollout nodes, and on-demand nodes
-that replace unavailable spot. Each request is checked against the market (`Offers`) and the money (`Purse`), to
+that replace unavailable spot. Each request is checked against the market (`Offers`) and the money (`Spending`), to
 which it is added, so a burst of thousands costs the same for each.
 
 The trainer comes first: rollout nodes can do nothing without it. Until one has trained, or been about to, none is
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from policies.fleet.budget import PRICES_UNKNOWN, Caps, Purse
+from policies.fleet.budget import PRICES_UNKNOWN, Caps, Spending
 from policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
 from policies.fleet.objective import rollouts_wanted
 from policies.fleet.plan import Allocation, wanted_slots
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S, HELD_S
+from policies.model.buying import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
 from policies.model.events import (
     BudgetReached,
     BudgetRefused,
@@ -38,8 +38,8 @@ from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
 from policies.tick.snapshot import GENERATES, Snapshot
 
-ASKED_S = 2 * BACK_OFF_MAX_EXTRA_S  # where spot is asked at all, it is asked at least that often
-RETURN_WITHIN_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
+SPOT_RETRY_S = 2 * BACK_OFF_MAX_EXTRA_S  # where spot is asked at all, it is asked at least that often
+RETURN_WAIT_MAX_S = 900.0  # a trainer that is always seen to generate keeps a node no longer: requests are handed on
 
 
 @dataclass(slots=True)
@@ -117,8 +117,8 @@ class _Reconciler:
     # What the whole run does.
 
     def _stop(self, why: str) -> None:
-        purse = Purse(self.state, self.snapshot, self.spec)
-        self.found.add(BudgetReached(purse.spent_usd, why, self.spec.budget.at), f"budget: {why}")
+        spending = Spending(self.state, self.snapshot, self.spec)
+        self.found.add(BudgetReached(spending.spent_usd, why, self.spec.budget.at), f"budget: {why}")
         parked_at_s = self.state.parked_at_s
         parked_s = None if parked_at_s is None else self.snapshot.now_s - parked_at_s
         self.found.move_run(RunPhase.STOPPING, f"the budget is reached: {why}", parked_s)
@@ -135,49 +135,49 @@ class _Reconciler:
             return
         if self.wanted.releases:
             for node in self.state.live(Role.ROLLOUT):
-                self._give_back(node, self.wanted.releases)
+                self._release_node(node, self.wanted.releases)
             return
         if self.is_parked:
             return
         fallback, spot = list(self.fallback.values()), list(self.spot.values())
         surplus = [*_surplus(fallback, self.wanted.on_demand), *_surplus(spot, self.wanted.spot)]
-        calm = self._nothing_generates()
+        calm = self._may_release_serving()
         for node in sorted(surplus, key=release_order):
             if node.phase is not NodePhase.SERVING or calm:
-                self._give_back(node, self._release_reason(node, len(spot)))
+                self._release_node(node, self._release_reason(node, len(spot)))
 
     def _release_reason(self, node: Node, spot: int) -> str:
-        if node.stand_in and self.wanted.asks_again:
+        if node.stand_in and self.wanted.retries_spot:
             return "spot is asked again, for which `budget.usd_per_h` had no room"
         if node.stand_in:
-            return f"spot has held for {HELD_S:.0f} s"
+            return f"spot has held for {SPOT_STABLE_S:.0f} s"
         pays = "are enough in time" if self.spec.policies.fleet.deadline else "make a step cheapest"
         price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
         return f"returned{price}, one of {spot} where {self.wanted.spot} {pays}"
 
-    def _give_back(self, node: Node, why: str) -> None:
+    def _release_node(self, node: Node, why: str) -> None:
         self.found.move(node, NodePhase.TERMINATING, why)
         for nodes in (self.filling, self.fallback, self.spot):
             nodes.pop(node.id, None)
 
-    def _nothing_generates(self) -> bool:
+    def _may_release_serving(self) -> bool:
         """Whether a node can go without handing on requests; or has waited for that for long enough."""
         beat = self.snapshot.trainer
         calm = beat is not None and beat.activity not in GENERATES
         sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.size.at_s
-        return calm or sized_s > RETURN_WITHIN_S
+        return calm or sized_s > RETURN_WAIT_MAX_S
 
     # Requests: the trainer, rollout nodes on their own market, and on demand in place of unavailable spot.
 
     def _is_spot_refused(self) -> bool:
         spot = self.market.kind(Role.ROLLOUT, Market.SPOT)
-        return spot.refused_in_a_row > 0 and self.snapshot.now_s - spot.failed_at_s < ASKED_S
+        return spot.refused_in_a_row > 0 and self.snapshot.now_s - spot.failed_at_s < SPOT_RETRY_S
 
     def _request_others(self) -> None:
         places = self._places()
         if not places:
             return
-        purse, near = self._purse(), self._trainer_is_near()
+        spending, near = self._spending(), self._is_trainer_ready()
         closed: set[Role] = set()  # one was not to be bought, and the others are needed no more than it was
         for role, name, needed in places:
             market = market_of(role, self.spec)
@@ -189,11 +189,11 @@ class _Reconciler:
             if (role is Role.ROLLOUT and not near) or not self._room(role, market):
                 closed.add(role)
                 continue
-            if not self.market.are_known:
+            if not self.market.are_pools_known:
                 self.found.notes.append(f"{name} {POOLS_UNKNOWN}")
                 break
-            words = "" if role is Role.TRAINER else self._counted()
-            if not self._buy(purse, role, name, market, words):
+            words = "" if role is Role.TRAINER else self._count_note()
+            if not self._buy(spending, role, name, market, words):
                 break
 
     def _request_fallback(self) -> None:
@@ -203,12 +203,12 @@ class _Reconciler:
             count = int(Market.ON_DEMAND in self.wanted.probes and own is Market.SPOT and not self.requested)
         if count <= 0 or self.wanted.releases or self.market.fallback_is_backing_off():
             return
-        if not self._trainer_is_near():
+        if not self._is_trainer_ready():
             return
-        purse = self._purse()
+        spending = self._spending()
         if self.is_parked:  # it must leave room for the trainer, which will be requested again
-            self.market.reserve_trainer(purse)
-        if not self.market.are_known:
+            self.market.reserve_trainer(spending)
+        if not self.market.are_pools_known:
             return
         lacks = "is too expensive" if self.wanted.spot_too_expensive else "is unavailable"
         words = f"on demand, for spot {lacks}", "the run is behind its deadline" if self.wanted.is_behind else ""
@@ -216,7 +216,7 @@ class _Reconciler:
         for name in list(islice(self._free(taken), count)):
             if not self._room(Role.ROLLOUT, Market.ON_DEMAND):
                 return
-            if not self._buy(purse, Role.ROLLOUT, name, Market.ON_DEMAND, *words, fallback=True):
+            if not self._buy(spending, Role.ROLLOUT, name, Market.ON_DEMAND, *words, fallback=True):
                 return
 
     def _places(self) -> list[tuple[Role, str, bool]]:
@@ -245,7 +245,7 @@ class _Reconciler:
         """The rollout slots that are not taken; found one by one, for there may be thousands."""
         return (name for role, name, _ in wanted_slots(self.spec) if role is Role.ROLLOUT and name not in taken)
 
-    def _counted(self) -> str:
+    def _count_note(self) -> str:
         wanted = rollouts_wanted(self.state, self.spec) if self.is_parked else self.wanted.spot
         return f"{self._present + 1} of {wanted} rollout nodes"
 
@@ -255,7 +255,7 @@ class _Reconciler:
         requested = sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
         return len(self.fallback) + len(self.spot) + requested
 
-    def _trainer_is_near(self) -> bool:
+    def _is_trainer_ready(self) -> bool:
         """Whether the trainer has a machine on which it works, or will: what it cannot work with is known. A
         parked run requests the trainer's once it has another."""
         if not self.state.is_proved or self.is_parked:
@@ -269,26 +269,26 @@ class _Reconciler:
 
     # One request.
 
-    def _purse(self) -> Purse:
+    def _spending(self) -> Spending:
         """What is spent and runs, with what this tick has requested."""
-        purse = Purse(self.state, self.snapshot, self.spec)
+        spending = Spending(self.state, self.snapshot, self.spec)
         for event, _ in self.found.events:
             if isinstance(event, NodeRequested):
-                purse.add(event.role, event.most_usd_per_h + event.disk_usd_per_h)
-        return purse
+                spending.add(event.role, event.most_usd_per_h + event.disk_usd_per_h)
+        return spending
 
     def _buy(
-        self, purse: Purse, role: Role, name: str, market: Market, *words: str, fallback: bool = False
+        self, spending: Spending, role: Role, name: str, market: Market, *words: str, fallback: bool = False
     ) -> bool:
         """Request a node for the slot where it is best bought; False: there is no money for it, and what follows
         from that is done."""
         kind = kind_of(role, market)
-        terms = self.market.terms(role, market, partial(purse.fits, role))
-        if why := purse.refusal(role, kind, terms.usd_per_h):
+        terms = self.market.terms(role, market, partial(spending.fits, role))
+        if why := spending.refusal(role, kind, terms.usd_per_h):
             self._refuse(role, kind, terms.usd_per_h, why, fallback=fallback)
             return False
-        self._request(role, name, market, terms, *words, purse.words, fallback=fallback)
-        purse.add(role, terms.usd_per_h or 0.0)
+        self._request(role, name, market, terms, *words, spending.words, fallback=fallback)
+        spending.add(role, terms.usd_per_h or 0.0)
         self.market.add(role, terms)
         return True
 
@@ -312,7 +312,7 @@ class _Reconciler:
         hour, and requested again next to what it does cost. Without a trainer, or any rollout node, it stops.
         """
         stay = list(self.filling.values())
-        staying = Purse(self.state, self.snapshot, self.spec, stay)
+        staying = Spending(self.state, self.snapshot, self.spec, stay)
         leave = len(self.state.nodes) - len(stay)
         why += ", though the deadline takes it" if fallback and self.wanted.is_behind else ""
         fallback = fallback or (role is Role.ROLLOUT and self.wanted.spot_too_expensive)
@@ -321,9 +321,9 @@ class _Reconciler:
             self.found.notes.append(why)
         elif usd_per_h is not None and leave and not staying.excess_with(role, usd_per_h):
             self.found.notes.append(f"{role} waits for {leave} machines to be gone: {why}")
-        elif role is Role.TRAINER and usd_per_h is not None and (idle := self._in_its_way(usd_per_h, stay)):
+        elif role is Role.TRAINER and usd_per_h is not None and (idle := self._nodes_over_cap(usd_per_h, stay)):
             for node in idle:
-                self._give_back(node, f"the trainer's machine comes first: {why}")
+                self._release_node(node, f"the trainer's machine comes first: {why}")
         elif usd_per_h is not None and not fallback and (role is Role.TRAINER or not self._has_rollouts):
             self._stop(why)
         elif is_news(self.state.reports, refused := BudgetRefused(what, why)):
@@ -335,18 +335,18 @@ class _Reconciler:
         drains = any(node.role is Role.ROLLOUT and node.phase is NodePhase.DRAINING for node in nodes)
         return drains or self._present > 0
 
-    def _in_its_way(self, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
+    def _nodes_over_cap(self, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
         """Return the rollout nodes, the most expensive first, without which the cap an hour has room for a
         trainer's machine; none where that is not all it takes."""
-        total = Caps(Purse(self.state, self.snapshot, self.spec).caps.usd, None)
-        if Purse(self.state, self.snapshot, self.spec, nodes, total).excess_with(Role.TRAINER, trainer_usd_per_h):
+        total = Caps(Spending(self.state, self.snapshot, self.spec).caps.usd, None)
+        if Spending(self.state, self.snapshot, self.spec, nodes, total).excess_with(Role.TRAINER, trainer_usd_per_h):
             return []
         rollouts = sorted((node for node in nodes if node.role is Role.ROLLOUT), key=lambda node: -node.usd_per_h)
         others = [node for node in nodes if node.role is not Role.ROLLOUT]
 
         def has_room(without: int) -> bool:
             stay = [*others, *rollouts[without:]]
-            return not Purse(self.state, self.snapshot, self.spec, stay).excess_with(
+            return not Spending(self.state, self.snapshot, self.spec, stay).excess_with(
                 Role.TRAINER, trainer_usd_per_h
             )
 

@@ -5,7 +5,7 @@ Each is a topic with a state. It is journalled when the state differs from the l
 
 from __future__ import annotations
 
-from policies.fleet.budget import Purse, caps_of
+from policies.fleet.budget import Spending, caps_of
 from policies.fleet.deadline import course_of
 from policies.model.events import (
     BudgetNeared,
@@ -41,7 +41,7 @@ def _budget(tick: Tick) -> None:
     usd = caps_of(tick.state, tick.spec).usd
     if usd is None:
         return
-    spent = Purse(tick.state, tick.snapshot, tick.spec).spent_usd
+    spent = Spending(tick.state, tick.snapshot, tick.spec).spent_usd
     if spent >= NEAR_SHARE * usd:
         tick.report(BudgetNeared(spent, usd), f"{spent:.2f} of {usd:.2f} USD are spent")
 

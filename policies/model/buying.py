@@ -18,7 +18,7 @@ PROBE_FIRST_S = 600.0  # after machines that never served; doubled with each try
 PROBE_MAX_S = 4 * 3600.0
 CREDENTIALS_MAX_S = 3600.0  # refused credentials: the user mends them, and a `resume` tries at once
 WORKS_S = 600.0  # one that serves this long after the last that soon broke shows that the kind works
-HELD_S = 600.0  # a spot machine that has served so long is taken to stay
+SPOT_STABLE_S = 600.0  # a spot machine that has served so long is taken to stay
 BACK_OFF_FIRST_S = 2.0  # after refusals; doubled with each in a row
 BACK_OFF_MAX_NEEDED_S = 15.0  # for nodes below `replicas.min`
 BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
@@ -51,7 +51,7 @@ class MachineKind:
         return max(self.refused_in_a_row, self.taken_in_a_row, self.unserved_in_a_row, self.broke_in_a_row)
 
     @property
-    def comes_and_fails(self) -> bool:
+    def machines_never_work(self) -> bool:
         """Whether it is to be had, and the last of it never worked."""
         return self.never_serves or (self.unserved_in_a_row > 0 and not self.refused_in_a_row)
 
@@ -61,7 +61,7 @@ class MachineKind:
         return max(self.unserved_in_a_row, self.broke_in_a_row) >= REFUSALS
 
     @property
-    def is_always_taken(self) -> bool:
+    def is_always_preempted(self) -> bool:
         """Whether the cloud takes its machines back before they serve. They are paid for, too."""
         return self.taken_in_a_row >= REFUSALS
 
@@ -76,7 +76,7 @@ def back_off_s(failures: int, needed: bool) -> float:
 
 def probe_wait_s(kind: MachineKind, needed: bool) -> float:
     """Seconds from the last failure of a stopped kind until one machine is requested again."""
-    costs_money = kind.never_serves or kind.is_always_taken
+    costs_money = kind.never_serves or kind.is_always_preempted
     if costs_money or kind.last_refusal is Refusal.CREDENTIALS:
         most_s = PROBE_MAX_S if costs_money else CREDENTIALS_MAX_S
         return float(min(most_s, PROBE_FIRST_S * 2 ** min(kind.probes, 10)))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeVar, assert_never
 
 from policies.model import exit_codes
-from policies.model.buying import HELD_S, MachineKind, after_move
+from policies.model.buying import SPOT_STABLE_S, MachineKind, after_move
 from policies.model.events import (
     BudgetNeared,
     BudgetReached,
@@ -70,7 +70,7 @@ V = TypeVar("V")
 # draft, except to its holder: `apply` changes its mappings, and the draft before is used up.
 
 
-class _Own(dict[K, V]):
+class _DraftMapping(dict[K, V]):
     """A draft's mapping."""
 
 
@@ -78,10 +78,10 @@ def draft(state: RunState) -> RunState:
     """Return a draft of the state, for one holder."""
     return replace(
         state,
-        nodes=_Own(state.nodes),
-        slots=_Own(state.slots),
-        kinds=_Own(state.kinds),
-        pools=_Own(state.pools),
+        nodes=_DraftMapping(state.nodes),
+        slots=_DraftMapping(state.slots),
+        kinds=_DraftMapping(state.kinds),
+        pools=_DraftMapping(state.pools),
     )
 
 
@@ -98,7 +98,7 @@ def final(state: RunState) -> RunState:
 
 def with_item(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """Return the mapping with that value: itself, where it is a draft's."""
-    if isinstance(mapping, _Own):
+    if isinstance(mapping, _DraftMapping):
         mapping[key] = value
         return mapping
     return MappingProxyType({**mapping, key: value})
@@ -106,15 +106,15 @@ def with_item(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
 
 def without_item(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
     """Return the mapping without that key: itself, where it is a draft's."""
-    if isinstance(mapping, _Own):
+    if isinstance(mapping, _DraftMapping):
         del mapping[key]
         return mapping
     return MappingProxyType({k: v for k, v in mapping.items() if k != key})
 
 
-def in_place_of(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
+def matching_mapping(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
     """Return what takes the mapping's place: in a draft its own, too."""
-    return _Own(changed) if isinstance(mapping, _Own) else MappingProxyType(changed)
+    return _DraftMapping(changed) if isinstance(mapping, _DraftMapping) else MappingProxyType(changed)
 
 
 # A controller takes over on a host whose clock may be another's: no time of a state lies after its own.
@@ -155,10 +155,10 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
     }
     return replace(
         state,
-        nodes=in_place_of(state.nodes, nodes),
-        slots=in_place_of(state.slots, slots),
-        kinds=in_place_of(state.kinds, kinds),
-        pools=in_place_of(state.pools, pools),
+        nodes=matching_mapping(state.nodes, nodes),
+        slots=matching_mapping(state.slots, slots),
+        kinds=matching_mapping(state.kinds, kinds),
+        pools=matching_mapping(state.pools, pools),
         size=replace(state.size, at_s=min(state.size.at_s, time_s)),
         shortages=Shortages(
             _not_after(state.shortages.spot_since_s, time_s),
@@ -312,7 +312,7 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
         return replace(state, shortages=replace(state.shortages, trainer_since_s=since_s))
     # Somebody has mended something, or wants another try.
     money, failures = replace(state.money, is_reached=False, unspent_usd=0.0), replace(state.failures, count=0)
-    return replace(state, money=money, failures=failures, kinds=in_place_of(state.kinds, {}))
+    return replace(state, money=money, failures=failures, kinds=matching_mapping(state.kinds, {}))
 
 
 # How journalled events change what is known of divergences, rollbacks and timelines.
@@ -479,7 +479,7 @@ def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) ->
     if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not taken:
         return state
     mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
-    held = any(time_s - one.since_s >= HELD_S for one in mine)
+    held = any(time_s - one.since_s >= SPOT_STABLE_S for one in mine)
     again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
     if state.shortages.spot_since_s is None or (held and not again):
         return replace(state, shortages=replace(state.shortages, spot_since_s=time_s))

@@ -11,7 +11,7 @@ from policies.model.vocabulary import Role
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOOL = "nvidia-smi"  # the driver's
-SAID_CHARS_MAX = 200
+OUTPUT_CHARS_MAX = 200
 DRIVER_HINT = "take an image or a region with a driver that works"
 # vLLM's flags for GPUs that work on one request together; their product is what one engine takes.
 _TOGETHER = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
@@ -23,7 +23,7 @@ class DriverFailed(Exception):
 
 def driver_failed(exit_code: int, said: str) -> DriverFailed:
     """Of a tool that ended with an exit code other than 0, after it had said that."""
-    line = " ".join(said.split())[:SAID_CHARS_MAX]
+    line = " ".join(said.split())[:OUTPUT_CHARS_MAX]
     return DriverFailed(f"{TOOL} ends with exit code {exit_code}: {line or 'it says nothing'}")
 
 

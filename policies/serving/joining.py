@@ -52,7 +52,7 @@ def limit_s(stage: Stage, boot_timeout_s: float) -> float:
     return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if reads else 0.0)
 
 
-def longest_s(boot_timeout_s: float) -> float:
+def max_join_s(boot_timeout_s: float) -> float:
     """What a node takes at most before its last stage, if it always gets on: it downloads the base model from the
     store and, when that fails at its end, from the hub, each as slowly as it may. Four limits are for the rest."""
     return (2 / SHARE + 4) * boot_timeout_s

@@ -19,13 +19,13 @@ from policies.serving.wire import SILENT_S, Announce
 
 # Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
 # requests more than the least loaded one: up to there a larger batch costs a server hardly more time per token.
-TOGETHER_REQUESTS = 8
+GROUP_LEAD_REQUESTS = 8
 # A turn of a session stays for longer: all that was said before would be computed again elsewhere.
-TOGETHER_TURNS = 32
+SESSION_LEAD_TURNS = 32
 GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each a cached prompt at most
-DOUBTED_REQUESTS = 1  # for a member that failed as a whole, to prove itself
+RETRY_REQUESTS = 1  # for a member that failed as a whole, to prove itself
 # Nodes break one by one; a policy that no node can load is broken itself.
-EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
+ALL_UNFIT_NOTE = "; so is every other member, and then it is the policy and not the nodes"
 
 
 class Membership:
@@ -36,7 +36,7 @@ class Membership:
         self._terms = 0
         self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
-        self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
+        self._group_nodes: dict[Hashable, str] = {}  # group -> the node that its last request went to
         self._sessions: dict[Hashable, str] = {}  # session -> the node that its last turn went to
 
     @property
@@ -70,7 +70,7 @@ class Membership:
         row, holds = self._rows.get(node), f"holds {said.policy or 'base weights'}{', drains' if leaves else ''}"
         if row is not None and row.boot_id == said.boot_id:
             before, doubted, unfit = row.policy, row.doubted, row.unfit
-            self._hear_engine(row, said)
+            self._update_engine(row, said)
             row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
             row.seen_at_s, row.doubted, row.unfit, row.join_s = now_s, False, said.unfit, said.join_s
             row.stage = said.stage
@@ -102,7 +102,7 @@ class Membership:
         self._void.add(row.boot_id)
         return Change((node,), f"boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
 
-    def _hear_engine(self, row: Row, said: Announce) -> None:
+    def _update_engine(self, row: Row, said: Announce) -> None:
         """An engine whose room is full gets no more: that would wait in it or push out others, and what waits here
         can go to any member. With each first token it gets one more again."""
         before, row.engine, row.kv_tokens = row.engine, said.engine, said.kv_tokens
@@ -116,7 +116,7 @@ class Membership:
         if not unfit:
             return "no longer unfit"
         every = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
-        return f"unfit: {unfit}{EVERY_ONE_UNFIT if every else ''}"
+        return f"unfit: {unfit}{ALL_UNFIT_NOTE if every else ''}"
 
     def connection_lost(self, node: str, boot_id: str) -> Change:
         """The connection on which the boot announced itself broke; it may announce itself again."""
@@ -153,7 +153,7 @@ class Membership:
         if row is None:
             return Change((node,), "no member any more", news=False)
         # What else runs there may be no worse than before.
-        row.allowed = DOUBTED_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
+        row.allowed = RETRY_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
         row.stuck = row.stuck or whole
         news, row.doubted = not row.doubted, True
         return Change((node,), f"in doubt, {why}", news=news)
@@ -163,7 +163,7 @@ class Membership:
         row = self._in_term(node, term)
         if row is None:
             return Change((node,), "no member any more", news=False)
-        row.allowed = DOUBTED_REQUESTS
+        row.allowed = RETRY_REQUESTS
         news, row.mute = not row.mute, True
         return Change((node,), f"does not answer, {why}", news=news)
 
@@ -251,8 +251,8 @@ class Membership:
         if load.is_turn and mate is None:
             return self._fewest_sessions(able)
         least = min(able, key=lambda row: row.outstanding)
-        mate = mate or self._together.get(load.group)
-        more = (TOGETHER_TURNS if load.is_turn else TOGETHER_REQUESTS) * load.tokens
+        mate = mate or self._group_nodes.get(load.group)
+        more = (SESSION_LEAD_TURNS if load.is_turn else GROUP_LEAD_REQUESTS) * load.tokens
         for row in able:
             if row.node == mate and row.outstanding < least.outstanding + more:
                 return row
@@ -264,7 +264,7 @@ class Membership:
         row.running += 1
         row.outstanding += load.tokens
         row.replaying += load.replayed
-        together = self._sessions if load.is_turn else self._together
+        together = self._sessions if load.is_turn else self._group_nodes
         if len(together) == GROUPS_MAX:
             together.clear()
         together[load.group] = node
@@ -287,7 +287,7 @@ class Membership:
 
     def forget_groups(self) -> None:
         """New weights make every cached prompt void."""
-        self._together.clear()
+        self._group_nodes.clear()
 
     def end_session(self, session: Hashable) -> None:
         """It has no more turns."""

@@ -74,7 +74,7 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
         max_tokens=whole_number(flags.get("max-model-len")) or int(longest),
         batch_tokens=whole_number(flags.get("max-num-batched-tokens")),
         batch_sequences=whole_number(flags.get("max-num-seqs")),
-        adapter_params=_adapter_room(spec, shape, config),
+        adapter_params=_adapter_reserve(spec, shape, config),
         graphs=not flags.get("enforce-eager"),
     )
 
@@ -129,7 +129,7 @@ def _trial_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
     return max(layer, min(tokens, sequences) * shape.vocab * SAMPLING_BYTES)
 
 
-def _adapter_room(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int:
+def _adapter_reserve(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int:
     """What vLLM sets aside for one adapter of the least rank that it has room for; on all layers where none are
     named. The parts that it divides over GPUs are counted on each."""
     peft = spec.trainer.peft

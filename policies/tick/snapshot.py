@@ -202,7 +202,7 @@ class Snapshot:
         """Seconds since then in which the controller would have noticed a word."""
         return min(self.now_s - since_s, self.steady_s)
 
-    def silent_beside_gateway_s(self, since_s: float) -> float:
+    def trainer_only_silent_s(self, since_s: float) -> float:
         """The same, of the trainer, in which its machine has worked and reached the store, as the gateway on it
         shows. After both were cut off the gateway may be the first that is heard."""
         return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway.heard_s)

@@ -44,8 +44,8 @@ def choose_target(
     start = choose_start(checkpoints, forks, timeline, before_step)
     if start is not None:
         return Target(start)
-    began_anew = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
-    if not (checkpoints or ever_stored) or (began_anew and before_step is None):
+    began_at_start = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
+    if not (checkpoints or ever_stored) or (began_at_start and before_step is None):
         return Target(None)
     if before_step is None:
         return Target(None, "the store has no checkpoint of this timeline any more")

@@ -9,7 +9,7 @@ import pytest
 
 from policies.serving.gateway_status import MembershipChange
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
-from policies.serving.membership import TOGETHER_REQUESTS, Membership
+from policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
 ONE = Load("p")
@@ -103,7 +103,7 @@ def test_groups_stay_together_until_one_member_has_much_more_than_another() -> N
         assert row is not None
         table.started(row.node, Load("large", 100))
         low, high = sorted(one.running for one in table.rows)
-        assert high - low <= TOGETHER_REQUESTS
+        assert high - low <= GROUP_LEAD_REQUESTS
 
 
 def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
