@@ -177,7 +177,7 @@ def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing |
         case BuyingResumed():
             return f"Machines are bought again, {event.kind}"
         case FleetSized():
-            return f"There are to be {event.nodes} rollout nodes in place of {event.before}: {event.reason}"
+            return f"There are to be {event.nodes} rollout nodes instead of {event.before}: {event.reason}"
         case CapacityMissing():
             return f"The run waits for machines: {event.reason}"
         case DeadlineMissed():

@@ -281,7 +281,7 @@ def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
     world.lose("rollout-0-i1")  # the other tells what it would cost on demand, which is no bound on a third
     world.let_pass(1.0)
     (told,) = world.of(BudgetRefused)
-    assert "no price is known" in told.reason
+    assert "the price of rollout on demand is unknown" in told.reason
     assert (world.of(BudgetReached), world.stood_in) == ([], [])
 
 

@@ -95,9 +95,9 @@ def test_where_all_rest_the_one_that_has_rested_most_is_asked() -> None:
     chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
-    assert chosen.words == (
-        "in aws/r/ra g6.xlarge L4:1 spot at 9.00 USD/h: 0.07 losses an hour, 0 of 1 launches came, "
-        "though it rests for 30 s, as all do"
+    assert chosen.sentence == (
+        "in aws/r/ra g6.xlarge L4:1 spot at 9.00 USD/h: 0.07 losses an hour, 0 of 1 launches succeeded, "
+        "chosen although it rests for 30 s, because all pools do"
     )
 
 

@@ -144,4 +144,4 @@ def test_status_prices_smaller_fleet_without_its_most_expensive_node() -> None:
     bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
     world.journal(tuple(bought))
     said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
-    assert said.endswith("1 on spot would make it 0.139")  # 5 USD an hour for 100 s
+    assert said.endswith("1 on spot: 0.139")  # 5 USD an hour for 100 s
