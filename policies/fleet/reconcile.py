@@ -235,7 +235,7 @@ class _Reconciler:
     def _spot_missing(self) -> int:
         """Return how many nodes to request on the market that run.yaml names.
 
-        With on-demand nodes, one more than `replicas.max` is allowed so that spot can prove itself and replace one.
+        With on-demand nodes, one more than `replicas.max` is allowed, so spot can prove itself and replace one.
         """
         fallback = len(self.fallback) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
         if market_of(Role.ROLLOUT, self.spec) is Market.ON_DEMAND:

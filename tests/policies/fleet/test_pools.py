@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.market import REST_MAX_S, Placement, HalfLives, choose, rates_of, rest_s
+from policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.fold import NOTICED, fold
 from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
@@ -47,7 +47,9 @@ def test_what_is_worse_in_everything_is_not_chosen(
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
     bad = replace(bad, stays=tuple(replace(one, taken=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
-    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0)
+    chosen = choose(
+        offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0
+    )
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
 

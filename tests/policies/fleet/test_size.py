@@ -110,7 +110,7 @@ LISTED = {"cheap": 1.0, "dear": 4.0}  # USD an hour
 class OneCheap(World):
     """The cheap zone has one machine for rollouts, the dear one many."""
 
-    def _refused_lately(self, launch: Launch) -> bool:
+    def _refuses(self, launch: Launch) -> bool:
         there = [pool for name, pool in self.pools.items() if name in self.machines and name != launch.node]
         is_full = any(pool is not None and (pool.zone, pool.market) == ("cheap", Market.SPOT) for pool in there)
         return launch.pool is not None and launch.pool.zone == "cheap" and is_full

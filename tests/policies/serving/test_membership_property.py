@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
-from policies.serving.membership import RETRY_REQUESTS, GROUP_LEAD_REQUESTS, Membership
+from policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 

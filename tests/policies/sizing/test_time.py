@@ -74,8 +74,8 @@ def test_one_node_reads_the_weights_once_a_token_whoever_asks() -> None:
 
 
 def test_many_sequences_wait_for_the_processors_and_more_than_fit_come_in_rounds() -> None:
-    placement = replace(WORK, generated=2048, prompts=1)
-    assert token_s(ENGINE, placement, 2048) == pytest.approx(2 * PARAMS_32B * 2048 / (989e12 * 0.4))
+    crowd = replace(WORK, generated=2048, prompts=1)
+    assert token_s(ENGINE, crowd, 2048) == pytest.approx(2 * PARAMS_32B * 2048 / (989e12 * 0.4))
     held = replace(ENGINE, sequences_max=16)
     each = 512 * token_s(held, WORK, 16)
     assert generate_s(held, WORK, 1) == pytest.approx(4 * each, rel=0.02)
