@@ -180,7 +180,7 @@ class LongRun:
             (at_s + 60, NodeMoved(TRAINER, NodePhase.BOOTING, "the cloud shows the machine")),
             (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, POOLS[0].place, 31.2, 31.2)),
             (at_s + 200, NodeMoved(TRAINER, NodePhase.SERVING, "its first heartbeat")),
-            (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat")),
+            (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat")),
             (self._at_s(self.step * 0.2), FleetSized(self._nodes, max(1, self._nodes - 4), why)),
             (
                 self._at_s(self.step * 0.9),

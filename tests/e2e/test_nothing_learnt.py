@@ -79,7 +79,7 @@ def test_run_whose_rewards_are_all_none_fails(tiny: Path, tmp_path: Path) -> Non
     try:
         message, events = ended(run)
         assert (
-            "failed: training can teach nothing: complete at step 3, and no completion ever had a reward"
+            "failed: training has no effect: complete at step 3, and no completion ever had a reward"
             in message
         )
         assert [event.kind for event in events if isinstance(event, Noticed)] == ["no_reward"]

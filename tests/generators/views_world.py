@@ -113,7 +113,7 @@ class World:
             self.asks_for(1, node)
             self.moves(4, node, NodePhase.BOOTING)
             self.moves(10, node, NodePhase.SERVING)
-        self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat"))
+        self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat"))
 
     def logs(self, at_s: float, step: int, timeline: int = 0, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}

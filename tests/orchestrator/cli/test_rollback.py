@@ -95,7 +95,7 @@ def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: S
     run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, _, err = cli("rollback")
     assert code == 2
-    assert "no checkpoint is from before step 30, there are 0-50" in err
+    assert "no checkpoint is from before step 30; the store has 0-50" in err
     assert "--to start" in err
     assert not run.state.rollbacks
     assert not run.started
