@@ -66,8 +66,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-# Folding many events changes mappings in place instead of copying them each time. A `RunState` is immutable. A draft
-# is not: `apply` changes its mappings, and the draft before must not be used again.
+# Folding many events changes mappings in place instead of copying them each time. A `RunState` is immutable. A
+# draft is not: `apply` changes its mappings, and the draft before must not be used again.
 
 
 class _DraftMapping(dict[K, V]):

@@ -41,7 +41,7 @@ def named_gpus(resources: Mapping[str, Any]) -> int | None:
 
 
 def engine_gpus(vllm: Mapping[str, Any]) -> int:
-    """Return the GPUs of one vLLM engine with these flags. Invalid values count as 1 and are reported elsewhere."""
+    """Return the GPUs of one vLLM engine with these flags. Invalid values count as 1; others report them."""
     flags = {name.replace("_", "-"): value for name, value in vllm.items()}
     count = 1
     for name in _PARALLEL_SIZES:
