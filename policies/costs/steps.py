@@ -100,11 +100,11 @@ def _whole(exact: float, low: int, high: int) -> int:
     return min(max(nearest, low, 1), high)
 
 
-# Measuring. A part of generation does not shrink with more nodes: the longest completion is made token by token, and
-# all nodes load a policy at the same time. It is separated once fleets of clearly different sizes have generated,
-# which happens soon on spot: seconds a token are fitted as c + b/n by least squares. Until then everything counts
-# as shared, so the first estimate of n* is rather too high, and is corrected as the fleet shrinks. Seconds are per
-# token, because completions grow as a policy learns.
+# Measuring. A part of generation does not shrink with more nodes: the longest completion is made token by token,
+# and all nodes load a policy at the same time. It is separated once fleets of clearly different sizes have
+# generated, which happens soon on spot: seconds a token are fitted as c + b/n by least squares. Until then
+# everything counts as shared, so the first estimate of n* is rather too high, and is corrected as the fleet
+# shrinks. Seconds are per token, because completions grow as a policy learns.
 
 RECENT = 20  # steps used, in total and of each fleet size
 ENOUGH = 3  # steps needed for an estimate
