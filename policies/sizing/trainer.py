@@ -241,7 +241,7 @@ def _readers(shape: Shape) -> int:
 
 
 def _mask(shape: Shape, training: Training) -> int:
-    """Return the bytes of a padded batch's mask (sequences x 1 x tokens x tokens), which each layer's sdpa converts.
+    """Return the bytes of a batch's mask (sequences x 1 x tokens x tokens), which each layer's sdpa converts.
 
     With `eager` attention the scores of all heads and their softmax too.
     """

@@ -71,7 +71,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Steered, cli: Cli) -> None
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
     assert "goes back to 0-4, as timeline 1; changed from run.yaml: beta 0.08, learning_rate 1e-05." in out
-    assert "beta: a KL term where there was none: a reference model is loaded beside the trained one\n" in out
+    assert "beta: adds a KL term, which loads a reference model in addition to the trained one\n" in out
     assert "learning_rate: updates of 10 times the size\n" in out
     assert begun(run) == ("0-4", {"beta": 0.08, "learning_rate": 1e-5})
     assert run.started == ["rollback"]
