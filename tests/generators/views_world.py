@@ -138,7 +138,7 @@ class World:
         """All of it but the probation; the trainer and the gateway beside it come back 4 s later."""
         timeline = fork.timeline
         self.begins_rollback(at_s, fork, from_step, cause)
-        restarted = JobRestarted("trainer-0-i1", 1 + timeline, f"goes on with timeline {timeline}")
+        restarted = JobRestarted("trainer-0-i1", 1 + timeline, f"continues with timeline {timeline}")
         self.happens(at_s + 1, TimelineForked(timeline))
         if cause is Cause.USER:  # the trainer was at work
             self.happens(at_s + 2, JobExited("trainer-0-i1", timeline, exit_codes.FENCED, from_step))

@@ -132,8 +132,8 @@ def test_a_loss_is_told_once_and_a_return_is_none() -> None:
     for moves, taken in (
         ((NodeMoved(node, gone, "preempted"),), [True]),
         ((notice, NodeMoved(node, gone, "taken")), [True]),
-        ((notice, ending, NodeMoved(node, gone, "taken down")), [True]),
-        ((ending, NodeMoved(node, gone, "taken down")), [False]),
+        ((notice, ending, NodeMoved(node, gone, "terminated")), [True]),
+        ((ending, NodeMoved(node, gone, "terminated")), [False]),
     ):
         stays = fold(bought("a", "a", *moves)).pools[str(pool("a"))].stays
         assert [one.taken for one in stays] == taken

@@ -91,7 +91,7 @@ def test_what_more_is_trained_than_an_adapter_is_published_whole(peft: dict[str,
         ({"grpo": {"model_init_kwargs": '{"load_in_4bit": true}'}}, CONFIG, "model_init_kwargs"),
         ({"grpo": {"model_init_kwargs": {"dtype": "bfloat16"}}}, CONFIG, ""),
         ({"grpo": {"fsdp": "full_shard"}}, CONFIG, "grpo.fsdp"),
-        ({"accelerate": {"distributed_type": "FSDP"}}, CONFIG, "trainer.accelerate may divide"),
+        ({"accelerate": {"distributed_type": "FSDP"}}, CONFIG, "trainer.accelerate may shard"),
         (
             {"accelerate": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}},
             CONFIG,
