@@ -55,7 +55,8 @@ def _rebalance_recommendations(tick: Tick) -> None:
             continue
         record = None if node.pool is None else tick.state.pools.get(str(node.pool))
         count, taken = (record.rebalances, record.rebalances_taken) if record else (0, 0)
-        reason = f"of {count} earlier machines with one in {node.pool or 'its pool'}, {taken} were preempted"
+        where = node.pool or "its pool"
+        reason = f"the cloud preempted {taken} of {count} earlier machines with one in {where}"
         tick.emit(RebalanceRecommended(node.id, reason), f"{node.id} has a rebalance recommendation: {reason}")
 
 

@@ -532,7 +532,7 @@ def _nothing_available(facts: _Facts) -> bool:
 
 # Rollout nodes that wait for a trainer.
 
-KEEP, RETURN = "nodes that wait for a trainer", "returning them"
+KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
 
 
 def _without_trainer(facts: _Facts) -> Comparison | None:
