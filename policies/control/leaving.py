@@ -15,7 +15,7 @@ def leave_by_s(told_at_s: float, lasts_s: float, closing_s: float | None) -> flo
         lasts_s: from the notice to the end.
         closing_s: how long saving and storing takes; None if never measured.
 
-    Returns None if the notice is too short. Then it continues to train, since completions are stored with each step.
+    Returns None if the notice is too short. It then trains on, because completions are stored with each step.
     """
     if closing_s is None:
         return told_at_s + lasts_s / 2
