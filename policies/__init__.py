@@ -1,4 +1,4 @@
-"""Pure decisions: no clock, no randomness, no I/O, nothing but the standard library.
+"""Pure decisions: no clock, no randomness, no I/O, only the standard library.
 
-Every function here takes what is known and returns what should be; time arrives as an argument.
+Every function takes the known facts, time included, and returns a decision.
 """

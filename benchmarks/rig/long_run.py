@@ -177,10 +177,10 @@ class LongRun:
         return [
             (at_s, RunCreated("math-7b", "id")),
             (at_s + 1, NodeRequested(TRAINER, Role.TRAINER, "trainer-0", 1, Market.ON_DEMAND, "first")),
-            (at_s + 60, NodeMoved(TRAINER, NodePhase.BOOTING, "the cloud shows the machine")),
+            (at_s + 60, NodeMoved(TRAINER, NodePhase.BOOTING, "the machine is up")),
             (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, POOLS[0].place, 31.2, 31.2)),
             (at_s + 200, NodeMoved(TRAINER, NodePhase.SERVING, "its first heartbeat")),
-            (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat")),
+            (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat")),
             (self._at_s(self.step * 0.2), FleetSized(self._nodes, max(1, self._nodes - 4), why)),
             (
                 self._at_s(self.step * 0.9),
@@ -195,7 +195,7 @@ class LongRun:
             assert fork.start_at is not None
             start, at_s = fork.start_at.step, self._at_s(trip)
             passed = probation_until(trip, fork.start_at)
-            restarted = JobRestarted(TRAINER, number + 1, f"goes on with timeline {number}")
+            restarted = JobRestarted(TRAINER, number + 1, f"continues with timeline {number}")
             told += [
                 (self._at_s(trip - 1), DivergenceWatched(number - 1, trip - 1, trip - 1, EVIDENCE[:1])),
                 (at_s, JobExited(TRAINER, number, exit_codes.DIVERGED, trip)),
@@ -230,7 +230,7 @@ class LongRun:
             pool, price = chance.choice(POOLS), round(chance.uniform(0.9, 1.6), 3)
             boots_s, life_s = chance.uniform(30, 70), 120 + chance.expovariate(1 / LIFE_S)
             told += [
-                (at_s + boots_s, NodeMoved(node, NodePhase.BOOTING, "the cloud shows the machine")),
+                (at_s + boots_s, NodeMoved(node, NodePhase.BOOTING, "the machine is up")),
                 (at_s + boots_s, MachineBought(node, Market.SPOT, pool.place, price, 3.67, pool)),
                 (at_s + boots_s + 110, NodeMoved(node, NodePhase.SERVING, "it is in the membership")),
             ]

@@ -1,7 +1,7 @@
-"""The decision: what is known, what was seen and what is wanted, in; events, actions and a reason, out.
+"""Decide one tick: from the state, the snapshot and the spec, to events, actions and a reason.
 
-Pure, and level-triggered: actions follow from the state after this tick's events and from what the cloud shows, so
-an action that was lost with a daemon is simply requested again by the next one.
+Pure and level-triggered: actions follow from the state after this tick's events and from the cloud's listing, so
+the next daemon simply requests again an action that was lost with the last one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from policies.control.lifecycle import run_lifecycle
 from policies.control.observed import replace_overdue, update_node_phases
 from policies.control.rollback.stages import steer_timeline
 from policies.control.stopping import release_machines, stop_requests
-from policies.fleet.budget import Purse
+from policies.fleet.budget import Spending
 from policies.fleet.market import breakers, offers
 from policies.fleet.plan import plan
 from policies.fleet.reconcile import reconcile
@@ -33,13 +33,13 @@ from policies.tick.snapshot import (
     WriteFork,
 )
 
-BUSY_TICK_S = 0.25  # while something has just changed: the next change is often near
-BUSY_S = 10.0  # a launch, a boot or a return that takes longer takes minutes, and each look costs store requests
+BUSY_TICK_S = 0.25  # after a change: the next one often follows soon
+BUSY_S = 10.0  # a launch, boot or return that takes longer takes minutes, and each tick costs store requests
 STEADY_TICK_S = 1.0
 
 
 def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
-    """Return what to journal and what to do now.
+    """Return the events to journal and the actions to take now.
 
     Raises:
         IllegalMove: the phase tables forbid a move that the rules made; a bug.
@@ -51,30 +51,30 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     steer_fleet(tick)
     report(tick)
     actions = _actions(tick.state, snapshot)
-    settled = not tick.events and not _in_motion(tick)
+    is_steady = not tick.events and not _is_busy(tick)
     return Decision(
         events=tuple(tick.events),
         actions=actions,
-        requeue_after_s=STEADY_TICK_S if settled else BUSY_TICK_S,
+        requeue_after_s=STEADY_TICK_S if is_steady else BUSY_TICK_S,
         reason="; ".join(tick.reasons) or _steady(tick.state, snapshot),
     )
 
 
 def steer_fleet(tick: Tick) -> None:
-    """Market, plan, reconcile. A run that is over or stops returns all machines instead."""
+    """Run market, plan and reconcile for a live run; otherwise release all machines."""
     if tick.state.phase in LIVE_RUN:
         replace_overdue(tick)
         _plan_fleet(tick)
     if tick.state.phase not in LIVE_RUN:
-        affordable = not Purse(tick.state, tick.snapshot, tick.spec).exceeded()
-        release_machines(tick, affordable=affordable)
+        is_affordable = not Spending(tick.state, tick.snapshot, tick.spec).exceeded()
+        release_machines(tick, is_affordable=is_affordable)
 
 
 def _plan_fleet(tick: Tick) -> None:
     snapshot, spec = tick.snapshot, tick.spec
     market = offers(tick.state, snapshot, spec)
-    if opened := list(breakers(market, tick.state, snapshot.now_s)):
-        for event, reason in opened:
+    if changed := breakers(market, tick.state, snapshot.now_s):
+        for event, reason in changed:
             tick.emit(event, reason)
         market = offers(tick.state, snapshot, spec)
     changes = reconcile(plan(market, tick.state, snapshot, spec), market, tick.state, snapshot, spec)
@@ -84,13 +84,13 @@ def _plan_fleet(tick: Tick) -> None:
 
 
 def done(state: RunState, snapshot: Snapshot) -> bool:
-    """Whether nothing is left to do: the run has ended, it is exported, and the cloud shows no machine of it."""
-    ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
-    return ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
+    """Whether the run is finished: it has ended, it is exported, and the cloud lists no machine of it."""
+    has_ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
+    return has_ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
 
 
 def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
-    """Every difference between the state and the world, as an action; none for a cloud that did not answer."""
+    """Return an action for every difference between state and snapshot; none on machines without a listing."""
     actions = _store_actions(state, snapshot)
     if snapshot.machines is None:
         return tuple(actions)
@@ -100,11 +100,11 @@ def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline, node.pool))
         elif node.phase is NodePhase.TERMINATING:  # listed or not: a listing may be older than its launch
             actions.append(Terminate(node.id))
-        elif machine is not None and (ask := stop_requests(state, node, snapshot)):
-            actions += ask
+        elif machine is not None and (requests := stop_requests(state, node, snapshot)):
+            actions += requests
         elif machine is not None and _is_silent(node, machine, snapshot):
             actions.append(Confirm(node.id))
-    # No intent explains these: machines of a lost race, or remains of nodes that are gone.
+    # Machines without a journalled intent: of a lost race, or left over from nodes that are gone.
     actions += [Terminate(name) for name in snapshot.machines if name not in state.nodes]
     return tuple(actions)
 
@@ -126,7 +126,7 @@ def _launch_due(node: Node, machine: Machine | None) -> bool:
 
 
 def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
-    """Whether the cloud shows the machine up, and nothing else shows that it works."""
+    """Whether the cloud lists the machine as up, and nothing else shows that it works."""
     if machine.state is not MachineState.UP or machine.exit_code is not None:
         return False
     if node.phase is NodePhase.SERVING and node.role is Role.TRAINER:
@@ -135,13 +135,13 @@ def _is_silent(node: Node, machine: Machine, snapshot: Snapshot) -> bool:
     return node.phase is NodePhase.BOOTING
 
 
-def _in_motion(tick: Tick) -> bool:
-    """Whether a node that does not serve, or a rollback, has come as far as it is only lately."""
+def _is_busy(tick: Tick) -> bool:
+    """Whether a node that does not serve, or a rollback, has changed its phase within BUSY_S."""
     rollback = tick.state.rollback
-    since_s = [node.since_s for node in tick.state.nodes.values() if node.phase is not NodePhase.SERVING]
+    changed_s = [node.since_s for node in tick.state.nodes.values() if node.phase is not NodePhase.SERVING]
     if rollback is not None and rollback.stage is not RollbackStage.PROBATION:
-        since_s.append(rollback.since_s)
-    return any(tick.waited_s(one) < BUSY_S for one in since_s)
+        changed_s.append(rollback.since_s)
+    return any(tick.waited_s(since_s) < BUSY_S for since_s in changed_s)
 
 
 def _steady(state: RunState, snapshot: Snapshot) -> str:

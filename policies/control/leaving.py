@@ -1,23 +1,21 @@
-"""When a trainer leaves a machine that will be taken from it, and whether what it has is worth a checkpoint."""
+"""Decide when a trainer stops on a machine that is about to be preempted, and whether to store a checkpoint."""
 
 from __future__ import annotations
 
-NOTICE_S = 30.0  # the shortest that a cloud gives between its notice and the end: GCP, Azure, Kubernetes
-# How long a checkpoint takes varies with what trainer and store do meanwhile.
-MARGIN = 1.25
+NOTICE_S = 30.0  # the shortest time between a cloud's notice and the end: GCP, Azure, Kubernetes
+MARGIN = 1.25  # the time for a checkpoint varies with the load of trainer and store
 END_S = 1.0  # for the processes to end
 
 
 def leave_by_s(told_at_s: float, lasts_s: float, closing_s: float | None) -> float | None:
-    """When to stop training, so that a checkpoint is in the store when the notice is over.
+    """Return when to stop training, so that a checkpoint is in the store when the notice expires.
 
     Args:
-        told_at_s: when the notice came, on any clock; the answer is on the same.
+        told_at_s: when the notice came, on any clock; the result is on the same.
         lasts_s: from the notice to the end.
-        closing_s: how long saving and storing takes; None where it was never measured.
+        closing_s: how long saving and storing takes; None if never measured.
 
-    Returns None where the notice is too short for that: then it is better to train on, since what is generated is
-    stored with each step.
+    Returns None if the notice is too short. It then trains on, because completions are stored with each step.
     """
     if closing_s is None:
         return told_at_s + lasts_s / 2
@@ -27,12 +25,11 @@ def leave_by_s(told_at_s: float, lasts_s: float, closing_s: float | None) -> flo
 
 
 def is_worth_storing(again_s: float, closing_s: float | None, *, machine_stays: bool) -> bool:
-    """Whether steps are stored before the trainer ends.
+    """Whether to store a checkpoint before the trainer ends.
 
     Args:
-        again_s: how long it takes to repeat the steps since the newest checkpoint, without generating: their
-            completions are stored already.
-        closing_s: how long saving and storing them takes; None where it was never measured.
-        machine_stays: the machine waits for this alone. One that is taken anyway costs the same either way.
+        again_s: how long it takes to repeat the steps since the newest checkpoint, whose completions are stored.
+        closing_s: how long saving and storing takes; None if never measured.
+        machine_stays: whether the machine would be kept only for this. A preempted one costs the same either way.
     """
     return not machine_stays or closing_s is None or again_s >= closing_s

@@ -1,10 +1,10 @@
-"""The run's own life: commands, first heartbeat, the trainer's exits, the end."""
+"""The run's lifecycle: commands, first heartbeat, exits of the nodes' work, the end."""
 
 from __future__ import annotations
 
 from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from policies.control.rollback.begin import begin_by_hand
-from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_at_once
+from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
 from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.buying import REFUSALS, MachineKind
@@ -27,15 +27,15 @@ from policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
 ROLLOUT_ATTEMPTS = 5  # runs of a rollout node's work on one machine; then the machine is replaced
-ALIKE_MAX = 2  # failures in a row with the same last line, before the first step
-WORTH_ITS_START_S = 3600.0  # a machine that lived this long was worth its start, a tenth or two of it
-# A cloud gives 120 s (AWS) or less from the notice to the end. A machine that is still there after this is paid
-# for in vain: it has left the gateway for good.
-NOTICE_TAKES_S = 180.0
+SAME_FAILURE_MAX = 2  # failures in a row with the same last line, before the first step
+WORTHWHILE_S = 3600.0  # a machine that lived this long was worth its start, which takes a tenth or two of it
+# A cloud gives at most 120 s (AWS) from the notice to the end. A machine that still exists after this is useless:
+# it has left the gateway for good.
+NOTICE_MAX_S = 180.0
 
 
 def restart_wait_s(failures: int) -> float:
-    """Seconds to wait before the next try after `failures` failures in a row (1 or more)."""
+    """Return the seconds to wait before the next try after `failures` failures in a row (at least 1)."""
     return float(min(RESTART_WAIT_MAX_S, RESTART_WAIT_S * 2 ** min(failures - 1, 10)))
 
 
@@ -60,11 +60,11 @@ def _commands(tick: Tick) -> None:
         tick.emit(CommandTaken(command.command_id, command.kind), f"command: {command.kind}")
         if command.kind in (DOWN, DOWN_NOW):
             if tick.state.phase in LIVE_RUN:
-                tick.move_run(RunPhase.STOPPING, "asked to stop")
+                tick.move_run(RunPhase.STOPPING, "stop requested")
             if command.kind == DOWN_NOW:
-                stop_at_once(tick)
+                stop_immediately(tick)
         elif command.kind == BUDGET:
-            tick.emit(BudgetSet(command.changes["usd"]), f"budget.usd is {command.changes['usd']:.2f} now")
+            tick.emit(BudgetSet(command.changes["usd"]), f"budget.usd is now {command.changes['usd']:.2f}")
         elif command.kind == "rollback":
             begin_by_hand(tick, command)
 
@@ -72,7 +72,7 @@ def _commands(tick: Tick) -> None:
 def _unreadable(tick: Tick) -> None:
     known = tick.state.set_aside
     for key, why in tick.snapshot.store.unreadable.items():
-        if key not in known:  # each object once, whatever is wrong with it later
+        if key not in known:  # report each object once, even if its error changes
             tick.report(DataSetAside(key, why), f"{key} cannot be read")
 
 
@@ -88,52 +88,50 @@ def _store(tick: Tick) -> None:
         return
     if trainer.store_slow:
         event = StoreSlowed(trainer.step, trainer.stored_step or 0)
-        tick.report(event, f"the store is slow: the checkpoint of step {trainer.step} is put off")
-    elif trainer.stored_step is not None and tick.state.is_store_slow:  # a trainer that just started cannot know
+        tick.report(event, f"the store is slow: the checkpoint of step {trainer.step} is postponed")
+    elif trainer.stored_step is not None and tick.state.is_store_slow:  # None: it has just started
         tick.report(StoreCaughtUp(trainer.step, trainer.stored_step), "the store has caught up")
 
 
 def _proof(tick: Tick) -> None:
-    """Journal once that a trainer can work with run.yaml: one trains, or has trained.
+    """Journal once that a trainer can work with run.yaml: it trains, or has trained.
 
-    The last heartbeat in the store may be a lost machine's; a trainer that starts from a checkpoint reports its
-    step.
+    The last heartbeat in the store may come from a lost machine; a trainer that starts from a checkpoint reports
+    that step.
     """
     beat = tick.snapshot.trainer
     if beat is None or tick.state.is_proved:
         return
     if beat.activity not in BEFORE_TRAINING or beat.step > 0:
-        tick.emit(SpecProved(), f"{beat.node} can train: rollout nodes are asked for")
+        tick.emit(SpecProved(), f"{beat.node} can train: rollout nodes may be requested")
 
 
 def _trainer(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.SERVING and tick.state.phase is RunPhase.STARTING:
-        tick.move_run(RunPhase.TRAINING, "the trainer has its first heartbeat")
-    _give_up_silent(tick, node)
+        tick.move_run(RunPhase.TRAINING, "the trainer sent its first heartbeat")
+    _terminate_silent(tick, node)
     code, ended_at_s = tick.snapshot.exit_code_of(node), node.attempt_ended_at_s
-    alive = tick.state.phase in LIVE_RUN
-    if code is not None and ended_at_s is not None and alive:
+    if code is not None and ended_at_s is not None and tick.state.phase in LIVE_RUN:
         _trainer_ended(tick, node, code, ended_at_s)
     if node.phase is NodePhase.DRAINING and (node := tick.state.nodes[node.id]).phase is NodePhase.DRAINING:
         _trainer_drains(tick, node)
 
 
-def _give_up_silent(tick: Tick, node: Node) -> None:
-    """Give up a trainer that is silent although its machine is up and everybody else is heard from."""
+def _terminate_silent(tick: Tick, node: Node) -> None:
+    """Terminate a trainer without heartbeats, soon if its machine shows to work, otherwise after a long wait."""
     beat = tick.snapshot.trainer
     if node.phase is not NodePhase.SERVING or beat is None or beat.node != node.id:
         return
     snapshot, lost_s = tick.snapshot, tick.snapshot.machine_silent_s(beat.beat_at_s)
-    if snapshot.silent_beside_gateway_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
+    if snapshot.trainer_only_silent_s(beat.beat_at_s) > HEARTBEAT_LOST_S:
         silent_s = tick.silent_s(beat.beat_at_s)
         tick.move(node, NodePhase.TERMINATING, f"no heartbeat for {silent_s:.0f} s while its machine works")
     elif lost_s > MACHINE_LOST_S and snapshot.machines is not None:
-        tick.move(node, NodePhase.TERMINATING, f"nothing heard of its machine for {lost_s:.0f} s")
+        tick.move(node, NodePhase.TERMINATING, f"no contact with its machine for {lost_s:.0f} s")
 
 
 def _trainer_drains(tick: Tick, node: Node) -> None:
-    """Return a machine that the cloud has announced to take and has not, once nobody needs it; or one that goes
-    back because the run parks."""
+    """Terminate a draining trainer's machine once it is no longer needed."""
     if tick.state.phase is RunPhase.PARKED:
         drain_parked(tick, node)
         return
@@ -142,8 +140,8 @@ def _trainer_drains(tick: Tick, node: Node) -> None:
         tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
     elif any(other.phase is NodePhase.SERVING for other in others):
         tick.move(node, NodePhase.TERMINATING, "drained: another machine trains")
-    elif tick.silent_s(node.since_s) > NOTICE_TAKES_S and not _has_fresh_heartbeat(tick, node):
-        tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
+    elif tick.silent_s(node.since_s) > NOTICE_MAX_S and not _has_fresh_heartbeat(tick, node):
+        tick.move(node, NodePhase.TERMINATING, "drained; its preemption notice has expired")
 
 
 def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
@@ -152,42 +150,42 @@ def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
 
 
 def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) -> None:
-    log, why = f"see `grpo-orch logs {node.id}`", _why(tick, node)
+    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
     failures, rollback = tick.state.failures.count, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
-        return  # it goes on with the new timeline, once that is there
-    parked = tick.state.phase is RunPhase.PARKED
+        return  # it continues with the new timeline, once that exists
+    is_parked = tick.state.phase is RunPhase.PARKED
     if exit_code == exit_codes.OK and not _has_steps_left(tick, node):
         tick.move_run(RunPhase.FINISHED, tick.snapshot.exit_reason_of(node) or "the trainer reached its last step")
-    elif exit_code == exit_codes.OK and not parked:
+    elif exit_code == exit_codes.OK and not is_parked:
         tick.move_run(RunPhase.FAILED, f"the trainer ended before its last step{_steps_done(tick, node)}; {log}")
     elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
-        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{why}; {log}")
+        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{last_line}; {log}")
     elif exit_code == exit_codes.NOTHING_LEARNT:
-        tick.move_run(RunPhase.FAILED, f"training can teach nothing{why}; {log}")
+        tick.move_run(RunPhase.FAILED, f"training has no effect{last_line}; {log}")
     elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
-        tick.move_run(RunPhase.FAILED, f"it has checkpoints and none of them can be restored{why}; {log}")
+        tick.move_run(RunPhase.FAILED, f"none of the run's checkpoints can be restored{last_line}; {log}")
     elif failures > tick.spec.policies.trainer_restarts:
-        without = f"the trainer failed {failures} times without a step of progress"
-        tick.move_run(RunPhase.FAILED, f"{without}{why}; {log}")
+        failed = f"the trainer failed {failures} times without a step of progress"
+        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
     elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
-        alike = f"the trainer failed {tick.state.failures.alike} times in the same way before its first step"
-        tick.move_run(RunPhase.FAILED, f"{alike}{why}; {log}")
+        failed = f"the trainer failed {tick.state.failures.alike} times in the same way before its first step"
+        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
-        unfit = f"it cannot work with this run.yaml, though a trainer could{why}; {log}"
+        unfit = f"it cannot work with this run.yaml, although another trainer could{last_line}; {log}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
 
 
-def _why(tick: Tick, node: Node) -> str:
-    """Return the last line of work that ended, as the end of a sentence."""
+def _last_line(tick: Tick, node: Node) -> str:
+    """Return the last line of work that ended, as `: LINE`; empty if it left none."""
     reason = tick.snapshot.exit_reason_of(node)
     return f": {reason}" if reason else ""
 
 
 def _has_steps_left(tick: Tick, node: Node) -> bool:
-    """Whether the last heartbeat of a trainer that ended contradicts that it reached its last step."""
+    """Whether the last heartbeat of a trainer that ended shows that steps remain."""
     beat = tick.snapshot.heartbeat_of(node)
     return beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
 
@@ -198,74 +196,78 @@ def _steps_done(tick: Tick, node: Node) -> str:
 
 
 def _fails_the_same_way(tick: Tick) -> bool:
-    """Whether the trainer has failed with one and the same line again and again, and never trained a step: the
-    user's mistake, which further attempts only repeat."""
-    return tick.state.failures.step == 0 and tick.state.failures.alike >= ALIKE_MAX
+    """Whether the trainer keeps failing with the same last line before its first step: an error of the user."""
+    return tick.state.failures.step == 0 and tick.state.failures.alike >= SAME_FAILURE_MAX
 
 
 def _rollout(tick: Tick, node: Node) -> None:
     if node.phase is NodePhase.DRAINING:
-        if tick.silent_s(node.since_s) > NOTICE_TAKES_S:
-            tick.move(node, NodePhase.TERMINATING, "drained, and its notice is over")
+        if tick.silent_s(node.since_s) > NOTICE_MAX_S:
+            tick.move(node, NodePhase.TERMINATING, "drained; its preemption notice has expired")
         return
     if node.attempt_ended_at_s is None:
         return
     if tick.snapshot.exit_code_of(node) == exit_codes.BAD_SPEC:
-        _spec_refused(tick, node)
+        _spec_rejected(tick, node)
     elif tick.snapshot.exit_code_of(node) == exit_codes.UNFIT_MACHINE:
-        _unfit(tick, node)
+        _machine_unfit(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
-        why = f"its work failed {node.attempt} times{_why(tick, node)}; see `grpo-orch logs {node.id}`"
-        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
+        failed = f"its work failed {node.attempt} times{_last_line(tick, node)}; see `grpo-orch logs {node.id}`"
+        tick.move(node, NodePhase.TERMINATING, failed, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
-        tick.restart(node, "its work is started again")
+        tick.restart(node, "its work is restarted")
 
 
 def _unpark(tick: Tick) -> None:
-    """Continue a parked run once a rollout node has a machine and the old trainer's is gone. The machine counts: a
-    node's work is seen by the gateway, which runs next to the trainer."""
+    """Continue a parked run once a rollout node has a machine and the old trainer's machine is gone.
+
+    The node cannot be seen to serve before that: the gateway runs next to the trainer.
+    """
     if tick.state.phase is not RunPhase.PARKED or any(n.role is Role.TRAINER for n in tick.state.nodes.values()):
         return
-    there = (NodePhase.BOOTING, NodePhase.SERVING)
-    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in there]
+    started = (NodePhase.BOOTING, NodePhase.SERVING)
+    nodes = [node for node in tick.state.live(Role.ROLLOUT) if node.phase in started]
     if nodes:
         parked_s = tick.waited_s(tick.state.parked_at_s or tick.snapshot.now_s)
-        why = f"{nodes[0].id} has a machine, after {parked_s / 60:.0f} min of being parked"
-        tick.move_run(RunPhase.STARTING, f"{why}: the trainer's is requested again")
+        reason = f"{nodes[0].id} has a machine, after the run was parked for {parked_s / 60:.0f} min"
+        tick.move_run(RunPhase.STARTING, f"{reason}; the trainer's machine is requested again")
 
 
 def _failure_of(tick: Tick, node: Node) -> Refusal | None:
-    """What a machine counts as whose work failed for good; None: it was worth its start."""
+    """Return how to count a machine whose work failed permanently; None: it was worth its start."""
     if not node.served:
         return Refusal.NEVER_SERVED
     kind = tick.state.kinds.get(node.kind, MachineKind())
-    # Engines that never work as long as they took to start have so many starts until their machine is given up.
-    in_vain_s = 2 * ROLLOUT_ATTEMPTS * STARTS_MAX * (kind.boot_s or 0.0)
-    soon_s = max(WORTH_ITS_START_S, in_vain_s)
+    # The time for all attempts and engine starts if engines never work for as long as they took to start.
+    starts_s = 2 * ROLLOUT_ATTEMPTS * STARTS_MAX * (kind.boot_s or 0.0)
+    soon_s = max(WORTHWHILE_S, starts_s)
     return Refusal.SOON_BROKEN if tick.waited_s(node.requested_at_s) < soon_s else None
 
 
-def _spec_refused(tick: Tick, node: Node) -> None:
-    """A node's work says that run.yaml is wrong. If others of its kind have worked with it, the machine is."""
+def _spec_rejected(tick: Tick, node: Node) -> None:
+    """Fail the run if a node cannot work with run.yaml; replace the machine if others of its kind have worked."""
     log = f"see `grpo-orch logs {node.id}`"
     kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
-        why = f"it cannot work with this run.yaml, though others could{_why(tick, node)}; {log}"
-        tick.move(node, NodePhase.TERMINATING, why, _failure_of(tick, node))
+        reason = f"it cannot work with this run.yaml, although others could{_last_line(tick, node)}; {log}"
+        tick.move(node, NodePhase.TERMINATING, reason, _failure_of(tick, node))
     elif tick.state.phase in LIVE_RUN:
-        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_why(tick, node)}; {log}")
+        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_last_line(tick, node)}; {log}")
 
 
-def _unfit(tick: Tick, node: Node) -> None:
-    """A rollout node's work says that its machine cannot begin. Another one is bought; but where none has ever
-    worked, and REFUSALS in a row could not, it is run.yaml."""
-    log = f"see `grpo-orch logs {node.id}`"
-    worked = any(kind.served for name, kind in tick.state.kinds.items() if name.startswith(node.role))
-    worked |= any(one.served for one in tick.state.nodes.values() if one.role is node.role)
-    in_vain = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
-    if not worked and in_vain >= REFUSALS and tick.state.phase in LIVE_RUN:
-        why = _why(tick, node)
-        tick.move_run(RunPhase.FAILED, f"{in_vain} machines in a row cannot work with this run.yaml{why}; {log}")
+def _machine_unfit(tick: Tick, node: Node) -> None:
+    """Replace a machine on which a rollout node cannot start.
+
+    Fail the run if REFUSALS in a row cannot and none has ever worked: then run.yaml is the cause.
+    """
+    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
+    has_worked = any(kind.served for name, kind in tick.state.kinds.items() if name.startswith(node.role))
+    has_worked |= any(other.served for other in tick.state.nodes.values() if other.role is node.role)
+    count = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
+    if not has_worked and count >= REFUSALS and tick.state.phase in LIVE_RUN:
+        tick.move_run(
+            RunPhase.FAILED, f"{count} machines in a row cannot work with this run.yaml{last_line}; {log}"
+        )
     else:
-        unfit = f"its machine cannot begin{_why(tick, node)}; {log}"
+        unfit = f"its work cannot start on this machine{last_line}; {log}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))

@@ -1,4 +1,4 @@
-"""What the disk of a run's machine costs: it is there for as long as the machine is."""
+"""The cost of a machine's disk, which exists for as long as the machine."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ ANYWHERE = ("", "*")
 
 
 def usd_per_h(spec: RunSpec, role: Role, pool: Pool | None) -> float:
-    """Return the dearest disk that such a machine may have, USD an hour; 0 where no price is known of any.
+    """Return the price of the most expensive disk that such a machine may have, USD an hour; 0 if none is known.
 
-    `pool`: where the machine is asked for; None: wherever run.yaml's resources allow.
+    `pool`: where the machine is requested; None: wherever run.yaml's resources allow.
     """
-    there = list(_disks(spec, role, pool)) or list(_disks(spec, role, None))
-    return max((price for _, price in there if price is not None), default=0.0)
+    disks = list(_disks(spec, role, pool)) or list(_disks(spec, role, None))
+    return max((price for _, price in disks if price is not None), default=0.0)
 
 
 def usd_per_h_in(spec: RunSpec, role: Role, pool: Pool) -> float | None:
-    """Return the same of a machine that has come in that pool; None where it is not known of all that it may
-    have, or where run.yaml does not name the place."""
+    """Return the same for a machine that came in that pool.
+
+    None if the price of any possible disk is unknown, or if run.yaml does not allow the place.
+    """
     prices = [price for _, price in _disks(spec, role, pool)]
     known = [price for price in prices if price is not None]
     return max(known) if known and len(known) == len(prices) else None
 
 
 def unknown(spec: RunSpec) -> list[str]:
-    """The clouds of a run on which no price is known of its disks."""
+    """Return the run's clouds whose disk prices are unknown."""
     roles = (Role.TRAINER,) if generates_itself(spec) else (Role.TRAINER, Role.ROLLOUT)
     return sorted({cloud for role in roles for cloud, price in _disks(spec, role, None) if price is None})
 
 
 def _disks(spec: RunSpec, role: Role, pool: Pool | None) -> Iterator[tuple[str, float | None]]:
-    """Each disk that run.yaml allows, there or anywhere: its cloud, and what it costs an hour. A cloud that is not
-    named is each of those whose prices are known."""
+    """Yield the cloud and hourly price of each disk that run.yaml allows, in the pool or anywhere.
+
+    An unnamed cloud stands for all clouds with known prices.
+    """
     if spec.cloud != "sky":
         return
     resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
@@ -51,8 +55,8 @@ def _disks(spec: RunSpec, role: Role, pool: Pool | None) -> Iterator[tuple[str, 
         clouds = (named,) if named not in ANYWHERE else clouds_with_disks()
         clouds = clouds if pool is None else (pool.cloud,)
         gb, tier = gb_of(machine.get(DISK_SIZE)) or DISK_GB, machine.get("disk_tier")
-        for one in clouds:
-            yield one, disk_usd_per_h(one, None if tier is None else str(tier), gb)
+        for cloud in clouds:
+            yield cloud, disk_usd_per_h(cloud, None if tier is None else str(tier), gb)
 
 
 def _is_in(pool: Pool, cloud: str, region: str) -> bool:

@@ -1,11 +1,11 @@
-"""List prices that no cloud's catalog of machines has: of disks, stores and traffic.
+"""List prices missing from the clouds' machine catalogs: disks, stores and traffic.
 
-In US regions, without taxes and discounts, as the clouds published them in 2025; elsewhere they are up to
-a third higher. A price that is not here is not known, and who asks is told so: it is never taken as 0.
+For US regions, without taxes and discounts, as published by the clouds in 2025; up to a third higher elsewhere. A
+price that is not listed is unknown (None), never 0.
 
-Disks are what SkyPilot 0.14.1 makes of its `disk_tier` (`sky/clouds/aws.py`, `gcp.py`, `azure.py`): on AWS gp3
-with 3,500 or 7,000 operations a second and a sixteenth of that in MB/s, of which 3,000 and 125 are free, or io2
-with 20,000; on GCP persistent disks; on Azure Premium SSD, `high` at the performance of a P50.
+Disks are those of SkyPilot 0.14.1's `disk_tier` (`sky/clouds/aws.py`, `gcp.py`, `azure.py`): on AWS gp3 with 3,500
+or 7,000 operations a second and a sixteenth of that in MB/s, of which 3,000 and 125 are free, or io2 with 20,000;
+on GCP persistent disks; on Azure Premium SSD, `high` at the performance of a P50.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MONTH_H = 730.0  # as the clouds reckon
-DISK_GB = 256  # SkyPilot's where nothing is named
+MONTH_H = 730.0  # as the clouds count
+DISK_GB = 256  # SkyPilot's default
 DISK_TIER = "medium"
-# One's own machines: their disks are there already.
+# The user's own machines, whose disks cost nothing.
 OWN = ("kubernetes", "k8s", "ssh", "slurm", "local")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPrice:
-    """USD a month: for each GB, and for the disk. `steps`: Azure bills the next power of two of GB."""
+    """USD a month, for each GB and for the disk. `in_steps`: Azure bills the next power of two of GB."""
 
     usd_per_gb_month: float
     usd_per_month: float = 0.0
@@ -34,7 +34,7 @@ class DiskPrice:
 
 
 _GP3_IO_USD, _GP3_MB_USD, _IO2_IO_USD = 0.005, 0.04, 0.065  # each a month
-_ULTRA_IOS = 20_000  # what both AWS and GCP are asked for
+_ULTRA_IOS = 20_000  # requested from both AWS and GCP
 _DISKS: Mapping[str, Mapping[str, DiskPrice]] = {
     "aws": {
         "low": DiskPrice(0.05),
@@ -58,7 +58,7 @@ _BEST = {"aws": "ultra", "gcp": "ultra", "azure": "high"}
 
 
 def disk_usd_per_h(cloud: str, tier: str | None, gb: float) -> float | None:
-    """Return what such a disk of SkyPilot's costs an hour; None where no price is listed."""
+    """Return the hourly price of a disk of SkyPilot's tier; None if it is not listed."""
     if cloud in OWN:
         return 0.0
     named = DISK_TIER if tier is None else tier.lower()
@@ -69,14 +69,14 @@ def disk_usd_per_h(cloud: str, tier: str | None, gb: float) -> float | None:
 
 
 def clouds_with_disks() -> tuple[str, ...]:
-    """The clouds whose disks have a price here."""
+    """Return the clouds with listed disk prices."""
     return tuple(_DISKS)
 
 
 @dataclass(frozen=True, slots=True)
 class StorePrice:
-    """USD of a request that writes or lists, of one that reads, of a GB that leaves the cloud's region and the
-    cloud, and of a GB that stays for a month. Bytes that come in are free everywhere."""
+    """Prices of a store: requests that write or list, requests that read, a GB sent out of the region or of the
+    cloud, and a GB stored for a month. Incoming bytes are free everywhere."""
 
     put_usd: float
     get_usd: float
@@ -85,7 +85,7 @@ class StorePrice:
     usd_per_gb_month: float
 
 
-# Of AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its standard class.
+# AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its standard class.
 _STORES: Mapping[str, StorePrice] = {
     "aws": StorePrice(5e-6, 4e-7, 0.02, 0.09, 0.023),
     "gcp": StorePrice(5e-6, 4e-7, 0.02, 0.12, 0.02),
@@ -95,5 +95,5 @@ _STORES: Mapping[str, StorePrice] = {
 
 
 def store_price(cloud: str) -> StorePrice | None:
-    """Return what a cloud's store and traffic cost; None where no price is listed."""
+    """Return the prices of a cloud's store and traffic; None if they are not listed."""
     return StorePrice(0.0, 0.0, 0.0, 0.0, 0.0) if cloud in OWN else _STORES.get(cloud)

@@ -1,15 +1,15 @@
-"""What a step consists of, how that is measured, and the number of nodes that makes a step cheapest.
+"""The shape of a step, how it is measured, and the number of nodes that makes a step cheapest.
 
 A step takes a + b/n seconds on n nodes: a are the seconds that no further node shortens (training, publishing, the
-longest completion), b the node-seconds of generation that n nodes share. With what is paid per hour for everything
-else, P (the trainer's machine, the controller's), and for a node, p, it costs (P + n p)(a + b/n). That is least at
-n* = sqrt(P b / (p a)), and grows with n/n* + n*/n on both sides of it: flat near n*, steep far from it.
+longest completion), b the node-seconds of generation that n nodes share. With hourly prices P for everything else
+(the trainer's machine, the controller's) and p for a node, it costs (P + n p)(a + b/n). The minimum is at
+n* = sqrt(P b / (p a)). The cost grows with n/n* + n*/n on both sides of it: flat near n*, steep far from it.
 
 Where the next step's completions are made while the trainer works (`rollout.max_staleness`), a step takes the
-longer of a and c + b/n, with c for what of generation no further node shortens. More nodes than make both alike
-shorten nothing; up to there (P + n p)(c + b/n) is least at sqrt(P b / (p c)), as above.
+longer of a and c + b/n, where c is the part of generation that no further node shortens. Nodes beyond the point
+where both are equal do not help; up to there (P + n p)(c + b/n) has its minimum at sqrt(P b / (p c)), as above.
 
-Nodes of unlike speed count as the average node: b in seconds of one, p the average price.
+Nodes of different speeds count as the average node: b in seconds of one, p the average price.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from statistics import fmean, median
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step consists of: `fixed_s` (a), and `generation_node_s` (b) in node-seconds; 0 or more each.
+    """The shape of a step: `fixed_s` (a), and `generation_node_s` (b) in node-seconds; both at least 0.
 
-    With `ahead_s` (c) completions are made while the trainer is at work on earlier steps; None: while it waits.
+    With `ahead_s` (c), completions are made while the trainer works on earlier steps; None: while it waits.
     """
 
     fixed_s: float
@@ -33,12 +33,12 @@ class StepShape:
     ahead_s: float | None = None
 
     def seconds(self, nodes: float) -> float:
-        """Seconds of a step on so many nodes, one or more."""
+        """Return the seconds of a step on `nodes` nodes (at least 1)."""
         shared_s = self.generation_node_s / nodes
         return self.fixed_s + shared_s if self.ahead_s is None else max(self.fixed_s, self.ahead_s + shared_s)
 
     def nodes(self, seconds: float) -> float:
-        """How many nodes make a step in so many seconds; infinite where none do."""
+        """Return the number of nodes for a step in `seconds`; infinite if it is impossible."""
         shared_s = seconds - (self.fixed_s if self.ahead_s is None else self.ahead_s)
         if shared_s <= 0 or seconds < self.fixed_s:
             return math.inf
@@ -47,35 +47,35 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class HourlyPrices:
-    """USD an hour of one rollout node, and of all that is paid for beside them while the run lasts."""
+    """USD an hour of one rollout node, and of everything else (`beside_usd_per_h`) while the run lasts."""
 
     beside_usd_per_h: float
     node_usd_per_h: float
 
     @property
     def known(self) -> bool:
-        """Whether both are known: a cloud that tells no price tells 0."""
+        """Whether both are known; an unknown price is 0."""
         return self.beside_usd_per_h > 0 and self.node_usd_per_h > 0
 
 
 def usd_a_step(shape: StepShape, prices: HourlyPrices, nodes: float) -> float:
-    """Return what a step costs on so many nodes, one or more."""
+    """Return the cost of a step on `nodes` nodes (at least 1)."""
     return (prices.beside_usd_per_h + nodes * prices.node_usd_per_h) * shape.seconds(nodes) / 3600
 
 
 def optimum(shape: StepShape, prices: HourlyPrices) -> float:
-    """Return n*, not rounded: 0 where nothing is generated, infinite where a step is generation alone.
+    """Return n*, not rounded: 0 without generation, infinite if a step is only generation.
 
     Raises ValueError when the prices are not known.
     """
     if not prices.known:
         raise ValueError("the optimum needs both prices")
     alone_s = shape.fixed_s if shape.ahead_s is None else shape.ahead_s
-    dear = prices.beside_usd_per_h * shape.generation_node_s
-    cheap = prices.node_usd_per_h * alone_s
-    if dear == 0:
+    gain = prices.beside_usd_per_h * shape.generation_node_s
+    cost = prices.node_usd_per_h * alone_s
+    if gain == 0:
         return 0.0
-    exact = math.sqrt(dear / cheap) if cheap > 0 else math.inf
+    exact = math.sqrt(gain / cost) if cost > 0 else math.inf
     return exact if shape.ahead_s is None else min(exact, shape.nodes(shape.fixed_s))
 
 
@@ -100,22 +100,29 @@ def _whole(exact: float, low: int, high: int) -> int:
     return min(max(nearest, low, 1), high)
 
 
-# Measuring. Generation does not shrink to nothing with ever more nodes: the longest completion is made one token
-# after the other, and all nodes load a policy at once. That part is told from the other once fleets of clearly
-# unlike size have generated, which on spot they soon have: seconds a token as c + b/n, by least squares. Until
-# then all of it is taken to be shared, so that the first estimate of n* is rather too high, and is corrected as
-# the fleet shrinks. Seconds are taken per token, for completions grow as a policy learns.
+# Measuring. A part of generation does not shrink with more nodes: the longest completion is made token by token,
+# and all nodes load a policy at the same time. It is separated once fleets of clearly different sizes have
+# generated, which happens soon on spot: seconds a token are fitted as c + b/n by least squares. Until then
+# everything counts as shared, so the first estimate of n* is rather too high, and is corrected as the fleet
+# shrinks. Seconds are per token, because completions grow as a policy learns.
 
-RECENT = 20  # steps, also of each size of fleet
-ENOUGH = 3  # steps, before anything is told from them
-UNLIKE = 1.5  # times as many nodes, before a fit is worth more than its noise
+RECENT = 20  # steps used, in total and of each fleet size
+ENOUGH = 3  # steps needed for an estimate
+UNLIKE = 1.5  # ratio of node counts needed for a fit that is better than its noise
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step: seconds in all, of these in which completions were made, by how many nodes, and the tokens; and of
-    those seconds the ones in which the trainer made them, for no node was there, and those in which it was at work
-    on earlier steps."""
+    """One step's measurements.
+
+    Attributes:
+        took_s: in total.
+        generated_s: time in which completions were made.
+        nodes: that made them.
+        tokens: of the completions.
+        own_s: of `generated_s`, time in which the trainer made them because no node was available.
+        ahead_s: of `generated_s`, time in which the trainer worked on earlier steps.
+    """
 
     took_s: float
     generated_s: float
@@ -126,9 +133,9 @@ class MeasuredStep:
 
 
 def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
-    """Return what the newest steps with nodes consist of; None before there are enough.
+    """Return the shape of the newest steps with nodes; None before there are enough.
 
-    `steps` are in the order of time.
+    `steps` are in order of time.
     """
     steps = [step for step in steps if not step.own_s]
     if len(steps) < ENOUGH:
@@ -143,8 +150,7 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
 
 
 def own_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
-    """The same of the newest steps whose completions the trainer made itself, as if by one node; None before there
-    is one."""
+    """Return the shape of the newest steps whose completions the trainer made, counted as one node; None: none."""
     own = [step for step in steps if step.own_s > step.generated_s / 2][-ENOUGH:]
     if not own:
         return None
@@ -153,7 +159,7 @@ def own_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
 
 
 def _seconds_a_token(steps: Sequence[MeasuredStep]) -> dict[int, float]:
-    """By the number of nodes; the newest steps of each."""
+    """Return the median of the newest steps, by the number of nodes."""
     found = defaultdict[int, list[float]](list)
     for step in steps:
         found[max(1, round(step.nodes))].append(step.generated_s / max(1.0, step.tokens))

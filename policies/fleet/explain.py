@@ -1,4 +1,4 @@
-"""The plan as a document: what the daemon keeps in the store, and `grpo-orch explain` prints."""
+"""Build the explanation of the plan, which the daemon stores and `grpo-orch explain` prints."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from policies.tick.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Market, candidates, choice and pending changes at one moment."""
+    """The market, the candidates, the choice and the pending changes at one moment."""
 
     at_s: float
-    plan: str  # in a sentence; empty while nothing is compared
+    plan: str  # one sentence; empty while nothing is compared
     offers: tuple[Offer, ...]
     comparisons: tuple[Comparison, ...]
-    pending: tuple[str, ...]  # nodes that come or go, requests of this moment, and why nothing is bought
+    pending: tuple[str, ...]  # nodes that start or leave, new requests, and why nothing is bought
 
 
 def explain(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Explanation:
-    """Return the plan of this moment; without offers and comparisons where the run is over."""
+    """Return the current plan; without offers and comparisons once the run is over."""
     if state.phase not in LIVE_RUN:
         return Explanation(snapshot.now_s, f"the run is {state.phase}: {state.reason}", (), (), ())
     market = offers(state, snapshot, spec)
@@ -37,7 +37,7 @@ def explain(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Explanation:
     nodes = [node for node in state.nodes.values() if node.phase is not NodePhase.SERVING]
     waiting = [f"{node.id} is {node.phase}: {node.reason}" for node in nodes]
     pending = (*waiting, *(reason for _, reason in changes.events), *changes.notes)
-    return Explanation(snapshot.now_s, wanted.words, lines, wanted.comparisons, pending)
+    return Explanation(snapshot.now_s, wanted.sentence, lines, wanted.comparisons, pending)
 
 
 def _kinds(spec: RunSpec) -> list[tuple[Role, Market]]:

@@ -1,13 +1,13 @@
-"""The market: which machines can be bought now, where, at what price, and when the next one may be requested.
+"""Describe the market: which machines can be bought now, where, at what price, and when to request the next one.
 
-`offers` is the first step of the fleet (then `plan`, `reconcile`, `report`). Back-offs, breakers, quotas, regions
-and prices are decided here and nowhere else. An `Offer` is a line that can be printed; `Offers.terms` chooses the
-pool of one machine, and is asked again for each machine of a tick, because a fleet is spread over zones.
+The first of the four fleet steps (`offers`, `plan`, `reconcile`, `report`). Back-offs, circuit breakers, quotas,
+regions and prices are decided only here. An `Offer` is one printable line. `Offers.terms` chooses the pool for one
+machine and is called again for each machine of a tick, because a fleet is spread over zones.
 
-A machine costs price x (1 + losses an hour x hours to serve) / success: each loss wastes another start, and a
-launch that does not come costs its time. Both rates are estimated from what the run has seen in the pool, older
-events counting for less, on top of a prior that is worth a few observations, so that a pool which was never tried
-is neither shunned nor preferred. A pool that refused or took a machine rests, twice as long with each in a row.
+The effective price is price x (1 + losses an hour x hours to serve) / success: each loss wastes another start, and
+a failed launch costs its time. Both rates are estimated from what the run has seen in the pool; older observations
+count less. A prior worth a few observations keeps untried pools from being avoided or preferred. A pool that
+refused or preempted a machine rests, twice as long with each in a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from policies.costs import disks
-from policies.fleet.budget import Caps, Purse, caps_of
+from policies.fleet.budget import Caps, Spending, caps_of
 from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from policies.model.events import BuyingResumed, BuyingStopped
 from policies.model.phases import FILLING_NODE
@@ -31,18 +31,18 @@ from policies.model.state import Node, RunState, Slot
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 from policies.tick.snapshot import Snapshot
 
-# Before anything was seen. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
+# Priors. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
 LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
 SUCCESS = {Market.SPOT: 0.7, Market.ON_DEMAND: 0.95}
-PRIOR_NODE_HOURS = 10.0  # as many hours of its own weigh as much as the prior
+PRIOR_NODE_HOURS = 10.0  # the prior weighs as much as this many observed hours
 PRIOR_LAUNCHES = 2.0
-CROWDED = 0.25  # a zone that goes takes all in it: another may be that much more expensive when all are in one
+ZONE_PREMIUM = 0.25  # a zone outage takes all its nodes: with all in one zone, another may cost this much more
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
-REFUSES_MAX_H = 24.0  # after a refusal, in which a pool's price is not counted on
+PRICE_IGNORED_MAX_H = 24.0  # for how long a pool's price is ignored after refusals
 POOLS_UNKNOWN = "waits for the cloud's list of offers"
-# Refusals that another pool may not repeat; None: the machine was taken back before it served.
-_OF_POOL = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
+# Refusals that another pool may not repeat; None: the machine was preempted before it served.
+_POOL_REFUSALS = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
 _KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
 
 
@@ -50,25 +50,25 @@ _KINDS = {kind_of(role, market): (role, market) for role in Role for market in M
 
 
 def market_of(role: Role, spec: RunSpec) -> Market:
-    """Rollout nodes are bought on spot unless `use_spot: false`, the trainer on demand unless `use_spot: true`."""
+    """Return the role's market: spot for rollout nodes, on demand for the trainer, unless `use_spot` is set."""
     resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
     spot = bool(resources.get("use_spot", role is Role.ROLLOUT))
     return Market.SPOT if spot else Market.ON_DEMAND
 
 
 def may_fall_back(spec: RunSpec) -> bool:
-    """Whether on-demand nodes may replace unavailable spot: run.yaml names no market for rollout nodes."""
+    """Whether on-demand nodes may replace unavailable spot: only if run.yaml does not set `use_spot` for them."""
     resources = spec.rollout.resources
     entries: list[dict[str, Any]] = [*resources.get("any_of", ()), *resources.get("ordered", ())]
     return not any("use_spot" in entry for entry in (resources, *entries))
 
 
-# What is expected of a pool.
+# Expected rates of a pool.
 
 
 @dataclass(frozen=True, slots=True)
 class HalfLives:
-    """Hours after which an observation counts half."""
+    """Hours after which an observation counts half as much."""
 
     losses_h: float
     launches_h: float
@@ -76,12 +76,12 @@ class HalfLives:
 
 @dataclass(frozen=True, slots=True)
 class PoolRates:
-    """What is expected of a pool, and from how many launches that is estimated."""
+    """Expected rates of a pool, and the launches from which they are estimated."""
 
     losses_an_hour: float
     success: float
     launches: int = 0
-    came: int = 0
+    succeeded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +90,40 @@ class Choice:
 
     offer: PoolOffer
     rates: PoolRates
-    rests_s: float = 0.0  # it would still rest for that long, as all others do
+    rests_s: float = 0.0  # remaining rest; above 0 only if every pool rests
 
     @property
-    def words(self) -> str:
-        """`in aws/r/z g6.xlarge L4:1 spot at 0.71 USD/h: 0.02 losses an hour, 3 of 4 launches came`."""
+    def sentence(self) -> str:
+        """`in aws/r/z g6.xlarge L4:1 spot at 0.71 USD/h: 0.02 losses an hour, 3 of 4 launches succeeded`."""
         rates = self.rates
-        tried = f"{rates.came} of {rates.launches} launches came" if rates.launches else "never tried"
-        rests = f", though it rests for {self.rests_s:.0f} s, as all do" if self.rests_s else ""
+        tried = f"{rates.succeeded} of {rates.launches} launches succeeded" if rates.launches else "never tried"
+        rests = (
+            f", chosen although it rests for {self.rests_s:.0f} s, because all pools do" if self.rests_s else ""
+        )
         price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
         return f"in {self.offer.pool}{price}: {rates.losses_an_hour:.2f} losses an hour, {tried}{rests}"
 
 
-class Crowd:
-    """The pools of one role's nodes, by which a further node is placed; kept up as nodes are requested."""
+class Placement:
+    """The pools of one role's nodes, used to place further nodes; updated as nodes are requested."""
 
     def __init__(self, nodes: Iterable[Node] = (), now_s: float = 0.0) -> None:
         self.count = 0
-        self.hours = defaultdict[Pool, float](float)  # that the machines in a pool have been there
-        self._places = Counter[str]()
+        self.hours = defaultdict[Pool, float](float)  # machine-hours in each pool so far
+        self._zone_counts = Counter[str]()
         for node in nodes:
             self.add(node.pool, max(0.0, now_s - node.came_at_s) / 3600 if node.came_at_s else 0.0)
 
     def add(self, pool: Pool | None, hours: float = 0.0) -> None:
-        """Count one more node. `pool`: None: its place is not known."""
+        """Count one more node. `pool`: None if unknown."""
         self.count += 1
         if pool is not None:
             self.hours[pool] += hours
-            self._places[pool.place] += 1
+            self._zone_counts[pool.place] += 1
 
     def share(self, pool: Pool) -> float:
         """The share of all nodes that is in the pool's zone."""
-        return self._places[pool.place] / max(1, self.count)
+        return self._zone_counts[pool.place] / max(1, self.count)
 
     @property
     def regions(self) -> set[tuple[str, str]]:
@@ -129,28 +131,28 @@ class Crowd:
 
 
 def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, half: HalfLives) -> PoolRates:
-    """Return what is expected of a pool. `present_h`: hours of the machines that are in it now, all together."""
+    """Return the expected rates of a pool. `present_h`: total hours of the machines that are in it now."""
     losses = LOSSES_AN_HOUR[pool.market] * PRIOR_NODE_HOURS
     hours = PRIOR_NODE_HOURS + present_h
     arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays if record else ():
-        counts = weight(now_s - stay.until_s, half.losses_h)
-        losses, hours = losses + counts * stay.taken, hours + counts * stay.hours
+        stay_weight = weight(now_s - stay.until_s, half.losses_h)
+        losses, hours = losses + stay_weight * stay.taken, hours + stay_weight * stay.hours
     for launch in record.launches if record else ():
-        counts = weight(now_s - launch.at_s, half.launches_h)
-        arrived, requested = arrived + counts * launch.came, requested + counts
+        launch_weight = weight(now_s - launch.at_s, half.launches_h)
+        arrived, requested = arrived + launch_weight * launch.came, requested + launch_weight
     launches = record.launches if record else ()
-    came = sum(launch.came for launch in launches)
-    return PoolRates(losses / hours, arrived / requested, len(launches), came)
+    succeeded = sum(launch.came for launch in launches)
+    return PoolRates(losses / hours, arrived / requested, len(launches), succeeded)
 
 
 def weight(age_s: float, half_life_h: float) -> float:
-    """Return how much an observation of that age counts, next to one of now."""
+    """Return the weight of an observation of that age; a new one has 1."""
     return float(0.5 ** (max(0.0, age_s) / 3600 / half_life_h))
 
 
 def rest_s(record: PoolRecord | None, now_s: float) -> float:
-    """Return for how many seconds more a pool rests; 0: it does not."""
+    """Return the seconds that a pool still rests; 0: it does not."""
     if record is None:
         return 0.0
     refused = _rest_after(record.refused_in_a_row) - (now_s - record.refused_at_s)
@@ -159,7 +161,7 @@ def rest_s(record: PoolRecord | None, now_s: float) -> float:
 
 
 def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> float:
-    """As `rest_s`; a pool also rests while its region's quota is used up."""
+    """As `rest_s`; a pool also rests while its region's quota is exhausted."""
     return max(rest_s(records.get(str(place)), now_s) for place in (pool, pool.anywhere))
 
 
@@ -168,35 +170,35 @@ def _rest_after(count: int) -> float:
 
 
 def cost(offer: PoolOffer, rates: PoolRates, hours_to_serve: float) -> float:
-    """Return USD a node-hour of work, by the formula above."""
+    """Return the effective USD a node-hour of work, by the module's formula."""
     return offer.usd_per_h * (1 + rates.losses_an_hour * hours_to_serve) / rates.success
 
 
 def choose(
     offers: Sequence[PoolOffer],
     records: Mapping[str, PoolRecord],
-    crowd: Crowd,
+    placement: Placement,
     now_s: float,
     half: HalfLives,
     hours_to_serve: float,
-    crowded: float = CROWDED,
+    zone_premium: float = ZONE_PREMIUM,
 ) -> Choice | None:
-    """Return where a machine is bought; None without offers. Where all rest, the pool whose rest ends first.
+    """Choose the pool for a machine; None without offers. If all pools rest, take the one whose rest ends first.
 
     Args:
         offers: of one role and one market.
         records: by the pool's text.
-        crowd: the nodes of the role.
+        placement: the nodes of the role.
         now_s: seconds since the epoch.
         half: half-lives of observations.
         hours_to_serve: from a request until the machine works.
-        crowded: how much more expensive another zone may be when all nodes are in one.
+        zone_premium: how much more another zone may cost when all nodes are in one, as a share.
     """
 
     def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
         record = records.get(str(offer.pool))
-        rates = rates_of(offer.pool, record, crowd.hours.get(offer.pool, 0.0), now_s, half)
-        usd = cost(offer, rates, hours_to_serve) * (1 + crowded * crowd.share(offer.pool))
+        rates = rates_of(offer.pool, record, placement.hours.get(offer.pool, 0.0), now_s, half)
+        usd = cost(offer, rates, hours_to_serve) * (1 + zone_premium * placement.share(offer.pool))
         rests_s = rest_in_s(offer.pool, records, now_s)
         return rests_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rests_s)
 
@@ -210,11 +212,11 @@ class Status(StrEnum):
     """Whether a machine can be requested on a market."""
 
     OPEN = "open"
-    BACKING_OFF = "backing off"  # refused lately: requested again at `until_s`
-    BROKEN = "broken"  # the last machines failed: one is requested at `until_s`, to see whether the kind works
-    TESTING = "testing"  # none has served yet, and as many are on their way as may fail
-    TOO_EXPENSIVE = "too expensive"  # the budget has no room
-    UNKNOWN = "unknown"  # the cloud's list of offers is not there yet, or a price that a budget needs
+    BACKING_OFF = "backing off"  # refused recently; requested again at `until_s`
+    BROKEN = "broken"  # the last machines failed; a test machine is requested at `until_s`
+    TESTING = "testing"  # none has served yet, and REFUSALS machines are starting
+    TOO_EXPENSIVE = "too expensive"  # the budget does not cover it
+    UNKNOWN = "unknown"  # the cloud's list of offers is missing, or a price that the budget needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class Offer:
     role: Role
     market: Market
     status: Status
-    usd_per_h: float | None  # the most that the next machine may cost, with its disk; None: not known
+    usd_per_h: float | None  # maximum for the next machine, with its disk; None: unknown
     place: str = ""  # where the next one would be requested; empty: the cloud chooses
     until_s: float | None = None  # when it may be requested again
     start_s: float = 0.0  # expected from request to work
@@ -234,8 +236,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where one machine is requested, and the most that it may cost an hour. `choice`: None where there is nothing
-    to choose; `machine_usd_per_h`: None where no price is known."""
+    """Where to request a machine, and its maximum price.
+
+    `choice`: None where there is nothing to choose. `machine_usd_per_h`: None where no price is known.
+    """
 
     choice: Choice | None
     machine_usd_per_h: float | None
@@ -247,22 +251,22 @@ class Terms:
 
     @property
     def place(self) -> str:
-        return "" if self.choice is None else self.choice.words
+        return "" if self.choice is None else self.choice.sentence
 
 
 class Offers:
-    """The market of one tick. Call `add` for each machine that is requested: the next is placed with it."""
+    """The market of one tick. Call `add` for each requested machine, so that the next is placed accordingly."""
 
     def __init__(self, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
         self._state, self._snapshot, self._spec = state, snapshot, spec
         self._now_s = snapshot.now_s
-        # A parked run needs no node at once: its tries may be as far apart as those for surplus nodes.
+        # A parked run needs no node immediately, so it retries as rarely as for nodes above `replicas.min`.
         self._needed = state.phase is not RunPhase.PARKED
         self._half = HalfLives(spec.policies.fleet.loss_half_life_h, spec.policies.fleet.launch_half_life_h)
 
     @cached_property
-    def _crowds(self) -> dict[Role, Crowd]:
-        return {role: Crowd(self._state.live(role), self._now_s) for role in Role}
+    def _placements(self) -> dict[Role, Placement]:
+        return {role: Placement(self._state.live(role), self._now_s) for role in Role}
 
     @cached_property
     def _filling(self) -> Counter[str]:
@@ -274,57 +278,63 @@ class Offers:
         return self._state.kinds.get(kind_of(role, market), MachineKind())
 
     @property
-    def are_known(self) -> bool:
-        """Whether it is known where machines are offered and where the run's are, which fixes the region. The
-        journal has that, except for machines bought while no pools were known: the cloud's listing shows it."""
+    def are_pools_known(self) -> bool:
+        """Whether the pools are known, both those offered and those of the run's machines, which fix the region.
+
+        The journal lacks only the pools of machines bought before any were known; the cloud's listing has them.
+        """
         pools = self._snapshot.pools
         if not pools or self._snapshot.machines is not None:
             return pools is not None
         return all(node.pool is not None for role in Role for node in self._state.live(role))
 
     def most_usd_per_h(self, role: Role, market: Market) -> float:
-        """The most that a machine may cost, without its disk; 0: not known."""
+        """Maximum price of a machine, without its disk; 0: unknown."""
         return (self._snapshot.prices or {}).get(kind_of(role, market), 0.0)
 
     def start_s(self, role: Role, market: Market) -> float:
-        """Seconds from a request until the machine works, as last seen; else what it may take."""
+        """Seconds from a request until the machine works: the last one's, else the boot timeout."""
         boot_s = self.kind(role, market).boot_s
         return self._spec.policies.boot_timeout_s if boot_s is None else boot_s
 
     def offer(self, role: Role, market: Market) -> Offer:
-        """Return the line of a role and a market."""
-        purse = Purse(self._state, self._snapshot, self._spec)
-        terms = self.terms(role, market, partial(purse.fits, role))  # as it would be requested
+        """Return the offer for a role and a market."""
+        spending = Spending(self._state, self._snapshot, self._spec)
+        terms = self.terms(role, market, partial(spending.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
         losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
-        status, until_s, why = self._status(role, market, purse, terms.usd_per_h)
+        status, until_s, reason = self._status(role, market, spending, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
         start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
-        return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, why)
+        return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, reason)
 
     def _status(
-        self, role: Role, market: Market, purse: Purse, usd_per_h: float | None
+        self, role: Role, market: Market, spending: Spending, usd_per_h: float | None
     ) -> tuple[Status, float | None, str]:
         kind = self.kind(role, market)
-        why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}" if kind.failures_in_a_row else ""
-        if not self.are_known:
+        failures = (
+            f"{kind.failures_in_a_row} failures in a row: {kind.last_failure}" if kind.failures_in_a_row else ""
+        )
+        if not self.are_pools_known:
             return Status.UNKNOWN, None, POOLS_UNKNOWN
-        if not self.room(role, market):
+        if not self.launches_allowed(role, market):
             until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
-            return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or why
-        if refusal := purse.refusal(role, kind_of(role, market), usd_per_h):
+            return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or failures
+        if refusal := spending.refusal(role, kind_of(role, market), usd_per_h):
             is_known = usd_per_h is not None and self._snapshot.prices is not None
             return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal
         until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
         if kind.refused_in_a_row and until_s > self._now_s:
-            return Status.BACKING_OFF, until_s, why
-        return Status.OPEN, None, why
+            return Status.BACKING_OFF, until_s, failures
+        return Status.OPEN, None, failures
 
     # Whether a machine may be requested.
 
-    def room(self, role: Role, market: Market) -> float:
-        """Return how many machines may be requested now. Of a kind that never served, as many are tried as may
-        fail before its buying stops; of one whose buying has stopped, one at a time, now and then."""
+    def launches_allowed(self, role: Role, market: Market) -> float:
+        """Return how many machines may be requested now.
+
+        At most REFUSALS of a kind that has never served, and one at a time, after a wait, of a stopped kind.
+        """
         kind = self.kind(role, market)
         if kind.stopped:
             return float(self._may_probe(kind_of(role, market), kind))
@@ -333,15 +343,18 @@ class Offers:
         return max(0, REFUSALS - kind.unserved_in_a_row - self._filling[kind_of(role, market)])
 
     def is_backing_off(self, role: Role, market: Market, slot: Slot, *, needed: bool) -> bool:
-        """Whether the slot was refused lately. A refusal that was its pool's own sends the next request to another
-        pool immediately, so a zone that has machines is found as soon as by a cloud's own failover."""
+        """Whether the slot was refused recently.
+
+        After a refusal by its pool alone, the next request goes to another pool immediately, so a zone that has
+        machines is found as fast as by the cloud's own failover.
+        """
         waited_s = self._now_s - slot.refused_at_s
         if waited_s >= back_off_s(slot.refusals_in_a_row, needed):
             return False
         return not self._has_other_pool(role, market, slot.last_refusal)
 
-    def fallback_is_backing_off(self) -> bool:
-        """Whether on demand refused a rollout node lately."""
+    def is_fallback_backing_off(self) -> bool:
+        """Whether an on-demand rollout node was refused recently."""
         kind = self.kind(Role.ROLLOUT, Market.ON_DEMAND)
         return self._now_s - kind.failed_at_s < back_off_s(kind.refused_in_a_row, self._needed)
 
@@ -349,18 +362,20 @@ class Offers:
         if any(node.kind == name and _is_probe(node, kind) for node in self._state.nodes.values()):
             return False
         waited_s = self._now_s - kind.failed_at_s
-        return self.is_elsewhere(name, kind) or waited_s >= probe_wait_s(kind, self._needed)
+        return self.has_working_pool(name, kind) or waited_s >= probe_wait_s(kind, self._needed)
 
-    def is_elsewhere(self, name: str, kind: MachineKind) -> bool:
-        """Whether one pool after the other fails, and one is left; where all machines are taken before they serve,
-        one that took none lately."""
+    def has_working_pool(self, name: str, kind: MachineKind) -> bool:
+        """Whether failures are the pools' own and another pool remains to try.
+
+        If every machine is preempted before it serves, only a pool without recent preemptions counts.
+        """
         if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
             return False
         records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
-        return not kind.is_always_taken or any(not record or not record.taken_in_a_row for record in records)
+        return not kind.is_always_preempted or any(not record or not record.taken_in_a_row for record in records)
 
-    def _has_other_pool(self, role: Role, market: Market, last: Refusal | None) -> bool:
-        if last not in _OF_POOL:
+    def _has_other_pool(self, role: Role, market: Market, last_refusal: Refusal | None) -> bool:
+        if last_refusal not in _POOL_REFUSALS:
             return False
         pools = self._pools(role, market)
         return any(not rest_in_s(offer.pool, self._state.pools, self._now_s) for offer in pools)
@@ -368,10 +383,10 @@ class Offers:
     # Where a machine is bought, and at what price.
 
     def terms(self, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
-        """Return on what terms a machine is bought.
+        """Return where to buy a machine, and its price.
 
-        `fits`: whether there is money for one of that many USD an hour. Of the pools for which there is, the best
-        is taken; where there is for none, the best of all, so that a message can name its price.
+        `fits`: whether the budget covers a machine at this price. Chooses the best affordable pool or, if none is,
+        the best of all, so that a message can name its price.
         """
         pools = self._pools(role, market)
         best = self._terms(role, market, self._choice(role, market, pools))
@@ -387,25 +402,34 @@ class Offers:
         return self._terms(role, market, self._choice(role, market, cheaper)) if cheaper else best
 
     def next_usd_per_h(self, role: Role, market: Market) -> float:
-        """What one machine more costs where one is to be had, without its disk; 0: not known. A pool that refused
-        the last is not counted on, though it is asked: its price is none that can be paid."""
+        """Price of one more machine, without its disk; 0: unknown.
+
+        Prices of pools that refused their last machine are ignored, although those pools are still tried.
+        """
         pools = self._pools(role, market)
-        gives = [one for one in pools if not self._refuses(one.pool) and not self._refuses(one.pool.anywhere)]
-        choice = self._choice(role, market, gives or pools)
+        available = [
+            offer
+            for offer in pools
+            if not self._refused_lately(offer.pool) and not self._refused_lately(offer.pool.anywhere)
+        ]
+        choice = self._choice(role, market, available or pools)
         return 0.0 if choice is None else choice.offer.usd_per_h
 
-    def _refuses(self, pool: Pool) -> bool:
-        """Whether the pool refused its last machine: for longer with each in a row, so that a fleet does not grow
-        again and again for a price that is not to be had."""
+    def _refused_lately(self, pool: Pool) -> bool:
+        """Whether the pool refused its last machine recently.
+
+        Recent means longer with each refusal in a row, so that the fleet does not keep growing for a price at
+        which no machine is available.
+        """
         record = self._state.pools.get(str(pool))
         if record is None or not record.refused_in_a_row:
             return False
         lasts_h = self._half.launches_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
-        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, REFUSES_MAX_H)
+        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, PRICE_IGNORED_MAX_H)
 
     def add(self, role: Role, terms: Terms) -> None:
-        """Count a machine that was requested on these terms."""
-        self._crowds[role].add(None if terms.choice is None else terms.choice.offer.pool)
+        """Count a machine requested on these terms."""
+        self._placements[role].add(None if terms.choice is None else terms.choice.offer.pool)
 
     def _terms(self, role: Role, market: Market, choice: Choice | None) -> Terms:
         listed = 0.0 if choice is None else choice.offer.usd_per_h
@@ -415,7 +439,7 @@ class Offers:
 
     def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
         hours_to_serve = self.start_s(role, market) / 3600
-        return choose(pools, self._state.pools, self._crowds[role], self._now_s, self._half, hours_to_serve)
+        return choose(pools, self._state.pools, self._placements[role], self._now_s, self._half, hours_to_serve)
 
     def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
         offers = self._snapshot.pools or ()
@@ -423,64 +447,71 @@ class Offers:
         return self._in_one_region(role, pools) if pools else []
 
     def _in_one_region(self, role: Role, pools: list[PoolOffer]) -> list[PoolOffer]:
-        """Keep the pools where other nodes are, else where both roles are offered: private addresses do not reach
-        another region. One is preferred that offers the other role on the market on which it is bought."""
-        regions = set[tuple[str, str]]().union(*(crowd.regions for crowd in self._crowds.values()))
+        """Keep the pools in the region of the other nodes, since private addresses do not cross regions.
+
+        Without nodes, keep those in regions that offer both roles, preferably the other role on its own market.
+        """
+        regions = set[tuple[str, str]]().union(*(placement.regions for placement in self._placements.values()))
         if not regions:
             others = [offer.pool for offer in self._snapshot.pools or () if offer.role is not role]
             other = Role.ROLLOUT if role is Role.TRAINER else Role.TRAINER
-            usual = [pool for pool in others if pool.market is market_of(other, self._spec)]
-            if best := _those_in(pools, {(pool.cloud, pool.region) for pool in usual}):
+            on_own_market = [pool for pool in others if pool.market is market_of(other, self._spec)]
+            if best := _in_regions(pools, {(pool.cloud, pool.region) for pool in on_own_market}):
                 return best
             regions = {(pool.cloud, pool.region) for pool in others}
-        return _those_in(pools, regions) if regions else pools
+        return _in_regions(pools, regions) if regions else pools
 
-    # Whether there is money for a machine.
+    # Whether the budget covers a machine.
 
     def is_paid_for(self, market: Market) -> bool:
-        """Whether there is money for one more rollout node on that market, once those that leave are gone."""
+        """Whether the budget covers one more rollout node on that market, once leaving nodes are gone."""
         caps = caps_of(self._state, self._spec)
-        return not caps.are_set or not self._later_refusal(market, caps)
+        return not caps.are_set or not self._refusal_after_release(market, caps)
 
-    def excess_again(self, market: Market) -> str:
-        """Return how a rollout node on that market and the trainer's machine, with which a parked run would
-        continue, exceed `budget.usd`; empty: they do not, or their price is not known."""
+    def resume_excess(self, market: Market) -> str:
+        """Return how a parked run that continues, with a rollout node and a trainer, would exceed `budget.usd`.
+
+        Empty if it would not, or if prices are unknown.
+        """
         usd = caps_of(self._state, self._spec).usd
         is_unknown = usd is None or self._snapshot.prices is None
-        return "" if is_unknown else self._later_refusal(market, Caps(usd, None), unpriced=True)
+        return "" if is_unknown else self._refusal_after_release(market, Caps(usd, None), allow_unpriced=True)
 
-    def _later_refusal(self, market: Market, caps: Caps, *, unpriced: bool = False) -> str:
-        """Return why a rollout node would be refused next to the nodes that stay, without those that are only
-        requested, and with the trainer that a parked run will request again. `unpriced`: not for lack of a
-        price."""
+    def _refusal_after_release(self, market: Market, caps: Caps, *, allow_unpriced: bool = False) -> str:
+        """Return why the budget refuses a rollout node next to the nodes that stay; empty: it does not.
+
+        Rollout nodes without a machine do not count; the trainer that a parked run will request again does.
+        """
         nodes = [
             node
             for node in self._state.nodes.values()
             if node.phase in FILLING_NODE and (node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED)
         ]
-        purse = Purse(self._state, self._snapshot, self._spec, nodes, caps)
+        spending = Spending(self._state, self._snapshot, self._spec, nodes, caps)
         if self._state.phase is RunPhase.PARKED:
-            self.reserve_trainer(purse)
-        usd_per_h = self.terms(Role.ROLLOUT, market, partial(purse.fits, Role.ROLLOUT)).usd_per_h
-        if usd_per_h is None and unpriced:
+            self.reserve_trainer(spending)
+        usd_per_h = self.terms(Role.ROLLOUT, market, partial(spending.fits, Role.ROLLOUT)).usd_per_h
+        if usd_per_h is None and allow_unpriced:
             return ""
-        return purse.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
+        return spending.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
 
-    def has_room(self, purse: Purse, market: Market) -> bool:
-        """Whether the purse has money for a rollout node on that market."""
-        fits = partial(purse.fits, Role.ROLLOUT)
+    def can_afford(self, spending: Spending, market: Market) -> bool:
+        """Whether the budget covers a rollout node on that market, at a known price."""
+        fits = partial(spending.fits, Role.ROLLOUT)
         usd_per_h = self.terms(Role.ROLLOUT, market, fits).usd_per_h
         return usd_per_h is not None and fits(usd_per_h)
 
-    def reserve_trainer(self, purse: Purse) -> None:
-        """Count the trainer's machine that a parked run will request again. By the hour at what its last one cost,
-        where no pool has a price: should it cost more, it is requested before any other. In all at the most that
-        it may cost: without that money it would be refused."""
+    def reserve_trainer(self, spending: Spending) -> None:
+        """Count the trainer's machine that a parked run will request again.
+
+        Against the hourly cap it counts at the last one's price where no pool has one: if it costs more, rollout
+        nodes make way for it. Against the total cap it counts at its maximum, without which it would be refused.
+        """
         terms = self.terms(Role.TRAINER, market_of(Role.TRAINER, self._spec), lambda _: True)
-        most_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
+        max_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
         is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
-        likely_usd = most_usd if is_priced or not paid_usd else min(most_usd, paid_usd)
-        purse.reserve(Role.TRAINER, likely_usd, most_usd)
+        likely_usd = max_usd if is_priced or not paid_usd else min(max_usd, paid_usd)
+        spending.reserve(Role.TRAINER, likely_usd, max_usd)
 
 
 def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
@@ -489,31 +520,30 @@ def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
 
 
 def breakers(market: Offers, state: RunState, now_s: float) -> list[tuple[BuyingStopped | BuyingResumed, str]]:
-    """Return, each with its reason, which kinds are no longer bought because they fail again and again, and which
-    are bought again."""
+    """Return which kinds stop being bought after repeated failures, and which are bought again, with reasons."""
     found: list[tuple[BuyingStopped | BuyingResumed, str]] = []
     for name, kind in state.kinds.items():
-        if kind.fails and not kind.stopped and not market.is_elsewhere(name, kind):
-            why = f"{kind.failures_in_a_row} in a row failed: {kind.last_failure}"
-            found.append((BuyingStopped(name, why), f"no more machines, {name}: {why}"))
-        elif kind.stopped and (not kind.fails or _works_again(state, name, kind, now_s)):
-            found.append((BuyingResumed(name), f"machines are bought again, {name}"))
+        if kind.fails and not kind.stopped and not market.has_working_pool(name, kind):
+            reason = f"{kind.failures_in_a_row} failures in a row: {kind.last_failure}"
+            found.append((BuyingStopped(name, reason), f"stopped buying {name}: {reason}"))
+        elif kind.stopped and (not kind.fails or _has_recovered(state, name, kind, now_s)):
+            found.append((BuyingResumed(name), f"buying {name} again"))
     return found
 
 
-def _works_again(state: RunState, name: str, kind: MachineKind, now_s: float) -> bool:
-    """Whether a kind that was stopped for machines that soon broke has one that lasts."""
+def _has_recovered(state: RunState, name: str, kind: MachineKind, now_s: float) -> bool:
+    """Whether a kind that was stopped because machines soon broke has one that lasts."""
     serving = [node for node in state.nodes.values() if node.kind == name and node.phase is NodePhase.SERVING]
     lasts = any(now_s - max(node.since_s, kind.failed_at_s) > WORKS_S for node in serving)
     return lasts and not replace(kind, broke_in_a_row=0).fails
 
 
 def _is_probe(node: Node, kind: MachineKind) -> bool:
-    """Whether a node tests its kind: until it serves or, where machines soon broke, for as long as it lasts."""
+    """Whether a node tests its kind: until it serves or, if machines soon broke, for as long as it lasts."""
     if kind.broke_in_a_row >= REFUSALS and node.requested_at_s >= kind.stopped_at_s:
         return node.phase in FILLING_NODE
     return node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
 
 
-def _those_in(pools: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
+def _in_regions(pools: list[PoolOffer], regions: set[tuple[str, str]]) -> list[PoolOffer]:
     return [offer for offer in pools if (offer.pool.cloud, offer.pool.region) in regions]

@@ -1,18 +1,18 @@
-"""The objective: what an allocation loses, and the comparison of the few that are possible.
+"""Compare candidate allocations by one objective: the money that each would lose.
 
-A candidate costs c USD an hour, makes a step in t seconds, and getting there costs `change_usd`. Over a horizon T
-it loses
+A candidate costs c USD an hour, makes a step in t seconds, and switching to it costs `change_usd`. Over a horizon
+T its loss is
 
     (c - v * 3600 / t) * T + change_usd
 
-with v, the worth of a step: the least that one costs with what can be bought, on demand where spot is unavailable.
-So the cheapest allocation loses nothing but its change, a waiting trainer loses its price, a parked run loses
-nothing further. The candidate with the smallest loss is chosen; one that keeps the deadline comes before all that
-do not.
+where v, the worth of a step, is the lowest cost of a step with the machines that can be bought, on demand where
+spot is unavailable. So the cheapest allocation loses only its change, a waiting trainer loses its price, and a
+parked run loses nothing more. The candidate with the smallest loss is chosen; candidates that meet the deadline
+come before those that miss it.
 
-The horizon is how long the present situation has lasted, and at most as long as a machine lasts: nobody knows when
-spot comes back, and a shortage that has lasted for T is expected to last as long again. Waiting then costs at most
-twice the best choice, however long it lasts (ski rental).
+The horizon is how long the present situation has lasted, up to a machine's lifetime: nothing predicts when spot
+returns, and a shortage that has lasted for T is expected to last as long again. Waiting then costs at most twice
+the best choice (ski rental).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from policies.model.spec import RunSpec
 from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role
 
-NOISE_SHARE = 0.03  # of a step's cost: a smaller difference may be what a measurement is off by
-FEW = 8  # counts up to which all are compared
+NOISE_SHARE = 0.03  # of a step's cost: smaller differences are within the measurement error
+COMPARE_ALL_MAX = 8  # with fewer possible counts than this, all are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An allocation: what it is, what it costs, and what it makes."""
+    """A possible allocation: its price and its time per step."""
 
     name: str
     usd_per_h: float
@@ -43,23 +43,23 @@ class Candidate:
     change_usd: float = 0.0
     spot: int = 0
     on_demand: int = 0
-    in_time: bool = True  # it keeps the deadline, or none asks for more
+    in_time: bool = True  # it meets the deadline, or there is none
 
     @property
     def step_usd(self) -> float:
-        """USD of a step; infinite where none is made."""
+        """USD a step; infinite where none is made."""
         return math.inf if self.step_s is None else self.usd_per_h * self.step_s / 3600
 
     def loss_usd(self, worth_usd: float, horizon_s: float) -> float:
-        """USD that are spent over the horizon and bring nothing, where a step is worth `worth_usd`."""
+        """USD spent over the horizon less the worth of its steps, at `worth_usd` each."""
         earned = 0.0 if self.step_s is None else worth_usd * 3600 / self.step_s
         return (self.usd_per_h - earned) * horizon_s / 3600 + self.change_usd
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         if self.step_s is not None:
-            return f"{self.name} make a step {_usd(self.step_usd)} USD"
-        return f"{self.name} costs {self.usd_per_h:.2f} USD/h and makes no step"
+            return f"{self.name}: {_usd(self.step_usd)} USD a step"
+        return f"{self.name}: {self.usd_per_h:.2f} USD/h and no steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Comparison:
     worth_usd: float  # of a step
     horizon_s: float
     candidates: tuple[Candidate, ...]
-    reference: Candidate | None = None  # what a step would cost with nodes that are bought only in a shortage
-    lacks: str = ""  # what is not known, in place of which a guess was compared: no figure of it is shown
+    reference: Candidate | None = None  # the cost of a step with on-demand nodes, bought only in a shortage
+    lacks: str = ""  # the unknown that was replaced by a guess; the resulting numbers are not shown
 
     @property
     def best(self) -> Candidate:
@@ -83,25 +83,24 @@ class Comparison:
 
     @property
     def difference_usd(self) -> float:
-        """What the runner-up loses more, over the horizon."""
+        """How much more the runner-up loses over the horizon."""
         if self.runner_up is None:
             return 0.0
-        best, other = (one.loss_usd(self.worth_usd, self.horizon_s) for one in self.candidates[:2])
+        best, other = (candidate.loss_usd(self.worth_usd, self.horizon_s) for candidate in self.candidates[:2])
         return other - best
 
     @property
-    def words(self) -> str:
-        """`3 on spot at 2.10 USD/h make a step 0.83 USD; 2 on spot would make it 0.91, 2 on demand 1.10`."""
-        others = [one for one in (self.runner_up, self.reference) if one is not None]
+    def sentence(self) -> str:
+        """`3 on spot at 2.10 USD/h: 0.83 USD a step; 2 on spot: 0.91; 2 on demand: 1.10`."""
+        others = [candidate for candidate in (self.runner_up, self.reference) if candidate is not None]
+        shown = (self.best, *others)
         if self.lacks:
-            return f"{' rather than '.join(one.name for one in (self.best, *others))}: {self.lacks}"
-        if None in (self.best.step_s, *(one.step_s for one in others)):
-            return "; ".join(one.words for one in (self.best, *others))
-        if not others:
-            return self.best.words
-        would = ", ".join(f"{one.name} {_usd(one.step_usd)}" for one in others[1:])
-        first = f"{others[0].name} would make it {_usd(others[0].step_usd)}"
-        return f"{self.best.words}; {first}{', ' if would else ''}{would}"
+            return f"{' rather than '.join(candidate.name for candidate in shown)}: {self.lacks}"
+        if any(candidate.step_s is None for candidate in shown):
+            return "; ".join(candidate.sentence for candidate in shown)
+        return "; ".join(
+            [self.best.sentence, *(f"{candidate.name}: {_usd(candidate.step_usd)}" for candidate in others)]
+        )
 
 
 def _usd(value: float) -> str:
@@ -111,13 +110,15 @@ def _usd(value: float) -> str:
 def compare(
     question: str, candidates: Sequence[Candidate], horizon_s: float, worth_usd: float | None = None
 ) -> Comparison:
-    """Rank the candidates by what they lose. Of equals the first in order is best: put the present one first.
+    """Rank the candidates by their loss. The first of equals wins, so put the present allocation first.
 
-    `worth_usd`: of a step; None: the least that one costs with a candidate.
+    `worth_usd`: of a step; None: the cheapest candidate's cost of a step.
     """
-    costs = [one.step_usd for one in candidates if one.step_s is not None]
+    costs = [candidate.step_usd for candidate in candidates if candidate.step_s is not None]
     worth = min(costs, default=0.0) if worth_usd is None else worth_usd
-    ranked = sorted(candidates, key=lambda one: (not one.in_time, one.loss_usd(worth, horizon_s)))
+    ranked = sorted(
+        candidates, key=lambda candidate: (not candidate.in_time, candidate.loss_usd(worth, horizon_s))
+    )
     return Comparison(question, worth, horizon_s, tuple(ranked))
 
 
@@ -125,13 +126,13 @@ def compare(
 
 
 def rollouts_wanted(state: RunState, spec: RunSpec) -> int:
-    """Return how many rollout nodes there are to be on their own market."""
+    """Return how many rollout nodes the run should have on their own market."""
     replicas = spec.rollout.replicas
     return replicas.max if state.size.nodes is None else min(max(state.size.nodes, replicas.min), replicas.max)
 
 
 def hourly_prices(state: RunState) -> HourlyPrices:
-    """Return what the machines that are there cost; 0 where it is not known. Nodes: their average."""
+    """Return the price of the trainer and the average price of a rollout node, of present machines; 0: unknown."""
     trainer_usd, rollouts = 0.0, list[float]()
     for node in state.nodes.values():
         if node.role is Role.TRAINER and node.phase in LIVE_NODE and node.phase is not NodePhase.REQUESTED:
@@ -156,9 +157,9 @@ def compare_sizes(
 ) -> Comparison:
     """Compare sizes of the fleet within `bounds`; each node that is started or returned costs a start.
 
-    `horizon_s`: 0: no change pays. `zones`: where the present nodes are, for display. `on_demand_usd_per_h`: of a
-    node on demand, for reference; 0: there are none. `nodes_usd_per_h`: of each present node; the most expensive
-    go first. `next_usd_per_h`: of a further one; 0: as much as the average.
+    `horizon_s`: 0 if no change is allowed. `zones`: of the present nodes, for display. `on_demand_usd_per_h`: of
+    an on-demand node, for reference; 0 if they may not be bought. `nodes_usd_per_h`: of each present node; the
+    most expensive are returned first. `next_usd_per_h`: of a further node; 0: the average.
     """
     low, high = bounds
     node_usd = prices.node_usd_per_h
@@ -178,7 +179,7 @@ def compare_sizes(
             spot=count,
             in_time=count >= low or not horizon_s,
         )
-        for count in dict.fromkeys([now, *few_counts(shape, prices, low, high)])
+        for count in dict.fromkeys([now, *candidate_counts(shape, prices, low, high)])
     ]
     reference = None
     if on_demand_usd_per_h > 0:
@@ -189,35 +190,35 @@ def compare_sizes(
     return replace(compare("size", candidates, horizon_s), reference=reference)
 
 
-def few_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
-    """Return the counts worth comparing: all, or those around the best."""
-    if high - low < FEW:
+def candidate_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
+    """Return the counts to compare: all, or the bounds and those around the best."""
+    if high - low < COMPARE_ALL_MAX:
         return list(range(low, high + 1))
     best = best_count(shape, prices, low, high)
     return sorted({low, *(count for count in (best - 1, best, best + 1) if low <= count <= high), high})
 
 
 def zones_of(nodes: Sequence[Node]) -> str:
-    """` in us-east-1a and us-east-1b`; empty where there are more, or none is known."""
+    """Return ` in us-east-1a and us-east-1b`; empty for more than two zones, or without any known."""
     zones = sorted({node.pool.zone for node in nodes if node.pool is not None and node.pool.zone})
     return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
 
 
 def size_words(shape: StepShape, prices: HourlyPrices) -> str:
-    """`a step is 60.0 s and 240.0 node-seconds of generation, ...: 2.6 make it cheapest`."""
-    beside = "and" if shape.ahead_s is None else "beside"
-    step = f"a step is {shape.fixed_s:.1f} s {beside} {shape.generation_node_s:.1f} node-seconds of generation"
+    """Return `a step is 60.0 s plus 240.0 node-seconds of generation, ...: 2.6 nodes make it cheapest`."""
+    relation = "plus" if shape.ahead_s is None else "in parallel with"
+    step = f"a step is {shape.fixed_s:.1f} s {relation} {shape.generation_node_s:.1f} node-seconds of generation"
     usd = f"the trainer costs {prices.beside_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
-    return f"{step}, {usd}: {optimum(shape, prices):.1f} make it cheapest"
+    return f"{step}, {usd}: {optimum(shape, prices):.1f} nodes make it cheapest"
 
 
 def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
-    """Return what a step costs with the present size and with others, from what the journal knows."""
+    """Return the cost of a step with the present size and with others, from the journal's state."""
     market, replicas, live = market_of(Role.ROLLOUT, spec), spec.rollout.replicas, state.live(Role.ROLLOUT)
     bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
     on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
     usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    own = [node for node in live if not node.stand_in]
+    on_own_market = [node for node in live if not node.stand_in]
     return compare_sizes(
         shape,
         hourly_prices(state),
@@ -225,7 +226,7 @@ def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
         now,
         bounds,
         boot_s(state),
-        zones=zones_of(own),
+        zones=zones_of(on_own_market),
         on_demand_usd_per_h=usd,
-        nodes_usd_per_h=[node.price_usd_per_h for node in own if node.price_usd_per_h > 0],
-    ).words
+        nodes_usd_per_h=[node.price_usd_per_h for node in on_own_market if node.price_usd_per_h > 0],
+    ).sentence

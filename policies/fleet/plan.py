@@ -1,9 +1,14 @@
-"""The plan: what the run is to have now, by the objective (`policies.fleet.objective`) over few allocations.
+"""Plan the fleet: choose what the run should have now, by the objective in `policies.fleet.objective`.
 
-Five questions are compared in the same way: how many nodes there are to be if spot comes; how many on-demand nodes
-replace spot that does not; whether those may go again; what a trainer does for which no market has a node (wait,
-generate by itself, park); whether nodes without a trainer are kept. Limits, the budget's caps, `replicas` and the
-deadline, bound the candidates. Nothing here requests anything.
+Five questions are answered by comparing a few candidates each:
+
+- how many nodes to run if spot is available;
+- how many on-demand nodes replace unavailable spot;
+- whether to return those on-demand nodes;
+- whether a trainer without rollout nodes waits, generates alone, or parks;
+- whether rollout nodes without a trainer are kept.
+
+The budget's caps, `replicas` and the deadline limit the candidates. This module requests nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
-from policies.fleet.budget import Purse, caps_of
+from policies.fleet.budget import Spending, caps_of
 from policies.fleet.deadline import Course, course_of, nodes_in_time
 from policies.fleet.deadline import boot_s as fallback_boot_s
 from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
@@ -22,15 +27,15 @@ from policies.fleet.objective import (
     NOISE_SHARE,
     Candidate,
     Comparison,
+    candidate_counts,
     compare,
     compare_sizes,
-    few_counts,
     hourly_prices,
     rollouts_wanted,
     size_words,
     zones_of,
 )
-from policies.model.buying import HELD_S, PROBE_MAX_S
+from policies.model.buying import PROBE_MAX_S, SPOT_STABLE_S
 from policies.model.loss import steps_of_generation
 from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from policies.model.spec import RunSpec, processes_of, stores_checkpoints
@@ -38,66 +43,70 @@ from policies.model.state import Node, RunState
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
 from policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Trainer
 
-WAIT_MIN_S = 60.0  # zones that refuse for a moment are no shortage
+WAIT_MIN_S = 60.0  # a shorter run of refusals is no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long
-SETTLES_S = 600.0  # after a change of size: a node needs that long to come, and the next steps have to show it
-STAYS_S = PROBE_MAX_S  # of an on-demand node before spot is tried instead: a try in vain then costs a few percent
-TRIED_ROWS = 2  # logged steps until an own one is measured: it ends where the next generation is logged
+SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
+FALLBACK_MIN_S = (
+    PROBE_MAX_S  # an on-demand node serves this long before spot is retried; a failed try costs a few %
+)
+OWN_STEP_ROWS = (
+    2  # logged steps until the trainer's own step is measured: it ends at the next generation's log row
+)
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
-UNMEASURED = StepShape(3600.0, 0.0)  # before steps were measured: any node will do, and more help nothing
+UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the run is to have, and why. Printable as it is."""
+    """The machines that the run should have, and why."""
 
     trainer: bool = False
     spot: int = 0  # rollout nodes on the market that run.yaml names for them
-    on_demand: int = 0  # in place of unavailable spot
-    probes: tuple[Market, ...] = ()  # where a parked run asks for its one node, the first open one
-    size_reason: str = ""  # why `spot` is another number than before
-    parks: str = ""  # why the trainer's machine is returned, too
-    releases: str = ""  # why all rollout nodes are returned
-    asks_again: bool = False  # an on-demand node makes room for spot under the cap
+    on_demand: int = 0  # rollout nodes that replace unavailable spot
+    probes: tuple[
+        Market, ...
+    ] = ()  # markets on which a parked run requests its one node; the first open one is used
+    size_reason: str = ""  # why `spot` changed
+    park_reason: str = ""  # why the run parks and returns the trainer's machine too
+    release_reason: str = ""  # why all rollout nodes are returned
+    retries_spot: bool = False  # return an on-demand node to make room for spot under the cap
     spot_too_expensive: bool = False  # for the budget
-    is_behind: bool = False  # the deadline's pace
-    stops: str = ""  # the budget's reason to stop the run
+    is_behind: bool = False  # behind the deadline's pace
+    stop_reason: str = ""  # why the budget stops the run
     comparisons: tuple[Comparison, ...] = ()
 
     @property
-    def words(self) -> str:
-        """The plan in a sentence."""
-        if self.stops:
-            return self.stops
-        if self.parks:
-            return self.parks
-        if self.releases:
-            return self.releases
+    def sentence(self) -> str:
+        """The plan as one sentence; empty while nothing was compared."""
+        if reason := self.stop_reason or self.park_reason or self.release_reason:
+            return reason
         if not self.trainer:
-            return f"parked: {_asked_words(self.probes)}"
-        return self.comparisons[-1].words if self.comparisons else ""
+            return f"parked: {_probe_sentence(self.probes)}"
+        return self.comparisons[-1].sentence if self.comparisons else ""
 
 
-def _asked_words(probes: Sequence[Market]) -> str:
+def _probe_sentence(probes: Sequence[Market]) -> str:
     if not probes:
-        return "no rollout node is asked for now, for machines come or go"
+        return "no rollout node is requested until the machines that are starting or leaving have settled"
     where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in probes)
-    return f"one rollout node is asked for now and then, {where}, and the trainer's machine once it is there"
+    return (
+        f"one rollout node is requested periodically, {where}; the trainer's machine follows once it has started"
+    )
 
 
-# What a plan starts from.
+# The inputs of a plan.
 
 
 def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
-    """Every slot that there may be: role, name, and whether the run needs it immediately."""
+    """Yield every slot that the run may have: role, name, and whether the run needs it immediately."""
     yield Role.TRAINER, slot_of(Role.TRAINER, 0), True
-    for place in range(spec.rollout.replicas.max):
-        yield Role.ROLLOUT, slot_of(Role.ROLLOUT, place), place < spec.rollout.replicas.min
+    for index in range(spec.rollout.replicas.max):
+        yield Role.ROLLOUT, slot_of(Role.ROLLOUT, index), index < spec.rollout.replicas.min
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """A run's fleet as the plan sees it; each figure is worked out once."""
+    """The run's fleet as the plan sees it. Each derived value is computed once."""
 
     market: Offers
     state: RunState
@@ -127,35 +136,36 @@ class _Facts:
 
     @cached_property
     def held(self) -> list[Node]:
-        """Spot nodes that have served for so long that they are taken to stay."""
+        """Spot nodes that have served long enough to count as stable."""
         serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
-        return [node for node in serving if self.waited_s(node.since_s) >= HELD_S]
+        return [node for node in serving if self.waited_s(node.since_s) >= SPOT_STABLE_S]
 
     @cached_property
     def on_demand_usd_per_h(self) -> float:
-        """USD an hour of an on-demand rollout node: of those seen, else the most; 0: not known."""
+        """USD an hour of an on-demand rollout node: the average seen, else the maximum; 0: unknown."""
         live = [*self.spot, *self.fallback]
         seen = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
         return sum(seen) / len(seen) if seen else self.market.most_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
 
     @cached_property
-    def may_ask_both(self) -> bool:
-        """Whether on demand may replace spot, and spot does not fail with machines that never serve. To a parked
-        run that is refused spot no spot machine can show whether they serve by now: one on demand may."""
+    def may_use_both(self) -> bool:
+        """Whether on demand may replace spot: run.yaml allows it, and spot machines do not fail to serve.
+
+        While a parked run is refused spot, no spot machine can show that they serve again, so on demand is tried.
+        """
         kind = self.market.kind(Role.ROLLOUT, Market.SPOT)
-        unknown = self.state.phase is RunPhase.PARKED and kind.refused_in_a_row > 0
-        return may_fall_back(self.spec) and self.on_demand_usd_per_h > 0 and (unknown or not kind.never_serves)
+        is_unknown = self.state.phase is RunPhase.PARKED and kind.refused_in_a_row > 0
+        return may_fall_back(self.spec) and self.on_demand_usd_per_h > 0 and (is_unknown or not kind.never_serves)
 
     @property
     def may_buy_fallback(self) -> bool:
-        return self.may_ask_both and self.prices.beside_usd_per_h > 0
+        return self.may_use_both and self.prices.beside_usd_per_h > 0
 
     @cached_property
     def is_spot_too_expensive(self) -> bool:
-        """Whether the budget has no room for the first node on spot, and has for one on demand: then waiting for
-        spot gains nothing, and the budget is not reached either."""
-        parked = self.state.phase is RunPhase.PARKED  # without a trainer, by whose price `may_buy_fallback` goes
-        if not (self.may_ask_both if parked else self.may_buy_fallback) or self.spot:
+        """Whether a first node fits the budget on demand but not on spot. Waiting for spot would not help."""
+        is_parked = self.state.phase is RunPhase.PARKED  # no trainer, whose price `may_buy_fallback` needs
+        if not (self.may_use_both if is_parked else self.may_buy_fallback) or self.spot:
             return False
         if self.market.is_paid_for(Market.SPOT):
             return False
@@ -166,49 +176,49 @@ class _Facts:
 
 
 def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> Allocation:
-    """Return what a live run is to have now."""
+    """Return what a live run should have now."""
     facts = _Facts(market, state, snapshot, spec)
     caps = caps_of(state, spec)
-    if caps.usd is not None and (why := Purse(state, snapshot, spec).exceeded()):
-        return Allocation(stops=why)
+    if caps.usd is not None and (reason := Spending(state, snapshot, spec).exceeded()):
+        return Allocation(stop_reason=reason)
     if state.phase is RunPhase.PARKED:
         return _parked(facts)
     size, sized = _size(facts)
     fallback, shortage = _fallback(facts)
     idle = _idle_trainer(facts) if state.phase is RunPhase.TRAINING else None
     held = _without_trainer(facts)
-    compared = tuple(one for one in (sized, shortage, idle, held) if one is not None)
-    changed = size != rollouts_wanted(state, spec)
-    asks_again = fallback >= len(facts.fallback) and _asks_spot_again(facts)
+    comparisons = tuple(compared for compared in (sized, shortage, idle, held) if compared is not None)
+    is_changed = size != rollouts_wanted(state, spec)
+    retries_spot = fallback >= len(facts.fallback) and _retries_spot(facts)
     return Allocation(
         trainer=True,
         spot=size,
-        on_demand=len(facts.fallback) - 1 if asks_again else fallback,
-        size_reason=f"{sized.words}; {_size_reason(facts)}" if changed and sized is not None else "",
-        parks=_parking_reason(facts) if idle is not None and idle.best.name == PARK else "",
-        releases=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
-        asks_again=asks_again,
+        on_demand=len(facts.fallback) - 1 if retries_spot else fallback,
+        size_reason=f"{sized.sentence}; {_size_reason(facts)}" if is_changed and sized is not None else "",
+        park_reason=_park_reason(facts) if idle is not None and idle.best.name == PARK else "",
+        release_reason=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
+        retries_spot=retries_spot,
         spot_too_expensive=facts.is_spot_too_expensive,
         is_behind=facts.is_behind,
-        comparisons=compared,
+        comparisons=comparisons,
     )
 
 
-# How many nodes, if spot comes.
+# How many nodes to run, if spot is available.
 
 
 def _size(facts: _Facts) -> tuple[int, Comparison | None]:
-    """Compare sizes of the fleet. Until steps were measured and prices are known, there are `replicas.max`."""
+    """Compare sizes of the fleet. Before steps are measured and prices known, the size is `replicas.max`."""
     shape, prices, replicas = facts.snapshot.measured.step, facts.prices, facts.spec.rollout.replicas
     now, market = rollouts_wanted(facts.state, facts.spec), _own_market(facts)
     if shape is None or not prices.known or replicas.min >= replicas.max:
         return now, None
     if facts.spec.policies.fleet.deadline is not None and facts.course is None:
-        return now, None  # how far the run is, is not known at this moment
+        return now, None  # the run's progress is unknown at this moment
     low = max(1, replicas.min, nodes_in_time(facts.course, shape, replicas.max, now))
-    lasts_s = 3600 / LOSSES_AN_HOUR[market]
+    lifetime_s = 3600 / LOSSES_AN_HOUR[market]
     sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
-    horizon_s = min(sized_s, lasts_s) if sized_s >= SETTLES_S else 0.0  # else the last change has not shown yet
+    horizon_s = min(sized_s, lifetime_s) if sized_s >= SIZE_SETTLE_S else 0.0  # 0: the last change has not settled
     start_s = facts.market.start_s(Role.ROLLOUT, market)
     on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
     found = compare_sizes(
@@ -230,12 +240,13 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
 def _size_reason(facts: _Facts) -> str:
     shape, course = facts.snapshot.measured.step, facts.course
     assert shape is not None
-    now, most = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
-    needed = nodes_in_time(course, shape, most, now)
-    words = size_words(shape, facts.prices)
+    now, max_nodes = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
+    needed = nodes_in_time(course, shape, max_nodes, now)
+    cheapest = size_words(shape, facts.prices)
     if course is None or not needed:
-        return words
-    return f"{words}; {needed} keep the deadline: {course.left} steps are left, each of {course.step_s:.1f} s"
+        return cheapest
+    pace = f"{course.steps_left} steps remain, with {course.step_s:.1f} s for each"
+    return f"{cheapest}; {needed} nodes meet the deadline: {pace}"
 
 
 def _own_market(facts: _Facts) -> Market:
@@ -246,7 +257,7 @@ def _own_market(facts: _Facts) -> Market:
 
 
 def _fallback(facts: _Facts) -> tuple[int, Comparison | None]:
-    """Compare numbers of on-demand nodes, next to the spot nodes that are there."""
+    """Compare numbers of on-demand nodes, in addition to the present spot nodes."""
     if (found := _fallback_to_return(facts)) is not None and found.best.on_demand < len(facts.fallback):
         return found.best.on_demand, found
     if (found := _fallback_to_buy(facts)) is not None:
@@ -255,78 +266,86 @@ def _fallback(facts: _Facts) -> tuple[int, Comparison | None]:
 
 
 def _fallback_to_return(facts: _Facts) -> Comparison | None:
-    """Spot nodes that have held do the work as well, and the deadline is as safe with them. None are returned
-    while the cloud does not answer: nobody knows which machines are still there."""
+    """Compare returning on-demand nodes, once stable spot nodes can replace them and the deadline stays safe.
+
+    None are returned while the cloud does not answer: it is unknown which machines still exist.
+    """
     if facts.snapshot.machines is None or not facts.fallback:
         return None
     held = facts.held
     if not held or (facts.course is not None and not facts.course.is_safe):
         return None
-    most = min(len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held)))
-    candidates = _mixes(facts, len(held), range(_least(facts, len(held)), most + 1))
-    # The present number is in front by what a measurement may be off, or noise would buy and return a node.
-    present_usd = sum(one.usd_per_h for one in candidates if one.on_demand == len(facts.fallback))
-    noise_usd = NOISE_SHARE * present_usd * HELD_S / 3600
+    count, max_count = len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held))
+    counts = range(_fallback_min(facts, len(held)), min(count, max_count) + 1)
+    candidates = _fallback_candidates(facts, len(held), counts)
+    # Another count has to be cheaper by more than the measurement error, or noise would buy and return nodes.
+    present_usd = sum(candidate.usd_per_h for candidate in candidates if candidate.on_demand == count)
+    noise_usd = NOISE_SHARE * present_usd * SPOT_STABLE_S / 3600
     candidates = [
-        one if one.on_demand == len(facts.fallback) else replace(one, change_usd=noise_usd) for one in candidates
+        candidate if candidate.on_demand == count else replace(candidate, change_usd=noise_usd)
+        for candidate in candidates
     ]
-    return _guessed(facts, compare("return on demand", candidates, HELD_S)) if candidates else None
+    return _mark_guess(facts, compare("return on demand", candidates, SPOT_STABLE_S)) if candidates else None
 
 
 def _fallback_to_buy(facts: _Facts) -> Comparison | None:
-    """Compare waiting for spot with on-demand nodes, and with the trainer's own generation where that is measured.
-    Until the shortage has lasted a minute, none are bought.
+    """Compare waiting for spot, on-demand nodes, and the trainer's own generation where that is measured.
+
+    No nodes are bought until the shortage has lasted a minute.
 
     With k nodes on spot at q an hour, j on demand at p and P for everything else, a step costs
-    (P - k (p - q) + (k + j) p)(a + b/(k + j)): the sum of `steps`, with less next to the nodes.
+    (P - k (p - q) + (k + j) p)(a + b/(k + j)): the formula of `policies.costs.steps` with a smaller P.
     """
     present, fallback = sum(node.phase is not NodePhase.REQUESTED for node in facts.spot), len(facts.fallback)
-    horizon_s = _lacks_spot_s(facts, present)
+    horizon_s = _shortage_s(facts, present)
     if horizon_s < WAIT_MIN_S:
         return None
     shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.beside_usd_per_h
-    beside = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
-    low = max(1, _least(facts, present) + present)
-    totals = few_counts(
-        shape, HourlyPrices(beside, facts.on_demand_usd_per_h), low, max(low, facts.spec.rollout.replicas.max)
+    other_usd = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
+    low = max(1, _fallback_min(facts, present) + present)
+    totals = candidate_counts(
+        shape, HourlyPrices(other_usd, facts.on_demand_usd_per_h), low, max(low, facts.spec.rollout.replicas.max)
     )
     bought = [count - present for count in totals if count - present > fallback]
-    candidates = _mixes(facts, present, [fallback, *bought])
+    candidates = _fallback_candidates(facts, present, [fallback, *bought])
     own = facts.snapshot.measured.own_step
     if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
         candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
-    return _guessed(facts, compare("shortage of spot", candidates, horizon_s))
+    return _mark_guess(facts, compare("shortage of spot", candidates, horizon_s))
 
 
-def _guessed(facts: _Facts, compared: Comparison) -> Comparison:
+def _mark_guess(facts: _Facts, compared: Comparison) -> Comparison:
     return compared if facts.snapshot.measured.step is not None else replace(compared, lacks=NOT_MEASURED)
 
 
-def _lacks_spot_s(facts: _Facts, present: int) -> float:
-    """For how long on-demand nodes would have helped a trainer that works; 0: they would not, or may not."""
+def _shortage_s(facts: _Facts, present: int) -> float:
+    """Return for how long on-demand nodes would have helped a working trainer; 0: they would not, or may not."""
     trainers = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
-    lasts_s, short_s = 3600 / LOSSES_AN_HOUR[Market.SPOT], facts.state.shortages.spot_since_s
+    lifetime_s, spot_since_s = 3600 / LOSSES_AN_HOUR[Market.SPOT], facts.state.shortages.spot_since_s
     if not trainers or not facts.may_buy_fallback or present >= rollouts_wanted(facts.state, facts.spec):
         return 0.0
     if facts.is_spot_too_expensive:
-        return lasts_s
-    if short_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).comes_and_fails:
-        return 0.0  # another market would not help machines that never serve
-    since_s = max(short_s, trainers[0].since_s, _last_asked_s(facts))
-    return min(facts.waited_s(since_s), lasts_s)
+        return lifetime_s
+    if spot_since_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).machines_never_work:
+        return 0.0  # machines that never serve would not on another market either
+    since_s = max(spot_since_s, trainers[0].since_s, _shortage_since_s(facts))
+    return min(facts.waited_s(since_s), lifetime_s)
 
 
-def _last_asked_s(facts: _Facts) -> float:
-    """Since when spot owes a node, where an earlier shortage is over: one has held, and none is refused. A larger
-    fleet, or another machine in place of a broken one, is no shortage before spot was asked."""
+def _shortage_since_s(facts: _Facts) -> float:
+    """Return since when a requested spot node is missing, after an earlier shortage has ended; 0: it has not.
+
+    It has ended when a spot node is stable and none is refused. A larger fleet, or a replacement for a broken
+    machine, counts as a shortage only from its request on.
+    """
     if not facts.held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
         return 0.0
-    asked = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
-    return min(asked, default=facts.now_s)
+    requested_s = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
+    return min(requested_s, default=facts.now_s)
 
 
-def _least(facts: _Facts, spot: int) -> int:
-    """The on-demand nodes without which `spot` nodes are fewer than run.yaml or the deadline ask for."""
+def _fallback_min(facts: _Facts, spot: int) -> int:
+    """Return how many on-demand nodes run.yaml's minimum and the deadline need in addition to `spot` nodes."""
     shape, replicas = facts.snapshot.measured.step, facts.spec.rollout.replicas
     needed = 0
     if shape is not None:
@@ -334,27 +353,27 @@ def _least(facts: _Facts, spot: int) -> int:
     return max(0, min(max(1, replicas.min, needed), max(1, replicas.max)) - spot)
 
 
-def _mixes(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
-    """Return candidates with that many spot nodes, and each count of on-demand nodes; the present one first."""
+def _fallback_candidates(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
+    """Return candidates with `spot` spot nodes and each count of on-demand nodes, in the order of `counts`."""
     shape, prices, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices, facts.on_demand_usd_per_h
     start_usd = usd * fallback_boot_s(facts.state) / 3600
-    least, fallback = _least(facts, spot), len(facts.fallback)
-    enough = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet counts as none
+    fallback_min, fallback = _fallback_min(facts, spot), len(facts.fallback)
+    nodes_min = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet makes no step
     return [
         Candidate(
-            name=_mix_words(spot, count),
+            name=_mix_name(spot, count),
             usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
-            step_s=None if count + spot < enough else shape.seconds(spot + count),
+            step_s=None if count + spot < nodes_min else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
             spot=spot,
             on_demand=count,
-            in_time=count >= least or not facts.is_behind,
+            in_time=count >= fallback_min or not facts.is_behind,
         )
         for count in dict.fromkeys(counts)
     ]
 
 
-def _mix_words(spot: int, on_demand: int) -> str:
+def _mix_name(spot: int, on_demand: int) -> str:
     parts = [f"{spot} on spot" if spot else "", f"{on_demand} on demand" if on_demand else ""]
     return " and ".join(part for part in parts if part) or "waiting for spot"
 
@@ -363,40 +382,42 @@ def _spot_usd_per_h(facts: _Facts) -> float:
     return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
 
 
-def _asks_spot_again(facts: _Facts) -> bool:
-    """Whether an on-demand node is returned because a spot machine would fit under the cap only instead of it: not
-    while machines come or go, nor before each has served for STAYS_S, nor where the deadline depends on the only
-    node."""
+def _retries_spot(facts: _Facts) -> bool:
+    """Whether to return an on-demand node because a spot machine fits under the cap only in its place.
+
+    Not while machines start or leave, not before each has served for FALLBACK_MIN_S, and not the only node while
+    the deadline depends on it.
+    """
     rollouts = [node for node in facts.state.nodes.values() if node.role is Role.ROLLOUT]
     if not facts.fallback or len(facts.spot) >= rollouts_wanted(facts.state, facts.spec):
         return False
     if any(node.phase is not NodePhase.SERVING for node in rollouts):
         return False
-    if any(facts.waited_s(node.since_s) < STAYS_S for node in facts.fallback):
+    if any(facts.waited_s(node.since_s) < FALLBACK_MIN_S for node in facts.fallback):
         return False
     if len(rollouts) == 1 and facts.course is not None and not facts.course.is_safe:
         return False
-    if not facts.market.are_known or not facts.market.room(Role.ROLLOUT, Market.SPOT):
+    if not facts.market.are_pools_known or not facts.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
         return False
-    leaves = max(facts.fallback, key=lambda node: node.usd_per_h)
-    others = [node for node in facts.state.nodes.values() if node is not leaves]
-    with_all, with_others = (Purse(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
-    return not facts.market.has_room(with_all, Market.SPOT) and facts.market.has_room(with_others, Market.SPOT)
+    returned = max(facts.fallback, key=lambda node: node.usd_per_h)
+    others = [node for node in facts.state.nodes.values() if node is not returned]
+    with_all, with_others = (Spending(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
+    return not facts.market.can_afford(with_all, Market.SPOT) and facts.market.can_afford(with_others, Market.SPOT)
 
 
-# What a trainer does for which no rollout node is available: it waits, generates by itself, or the run parks.
+# A trainer without rollout nodes: it waits, generates alone, or the run parks.
 
 WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
 
 
 def _idle_trainer(facts: _Facts) -> Comparison | None:
-    """Compare waiting, own generation and parking, where no market has a node for a trainer that only waits."""
+    """Compare waiting, own generation and parking for a waiting trainer for which no market has a node."""
     node, since_s = _waiting_trainer(facts), facts.state.shortages.rollout_since_s
     if node is None or since_s is None or not _nothing_available(facts):
         return None
     usd, restart_usd = facts.prices.beside_usd_per_h, _restart_usd(facts, node)
     if usd <= 0:
-        usd = 1.0  # not known: all that counts is its share of the restart
+        usd = 1.0  # unknown: only its ratio to the restart matters
     candidates = [
         Candidate(PARK, 0.0, change_usd=restart_usd, in_time=not facts.is_behind),
         Candidate(WAIT, usd, in_time=not facts.is_behind),
@@ -410,8 +431,10 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
 
 
 def _restart_usd(facts: _Facts, node: Node) -> float:
-    """What the trainer's restart costs: its boot, in which the first rollout node waits. Where a price is not
-    known, a node counts as much as the trainer: so it is waited for longer."""
+    """Return the cost of a restart of the trainer: its boot, during which the first rollout node waits.
+
+    Where a price is unknown, a node counts as much as the trainer, so the trainer waits longer before it parks.
+    """
     usd, node_usd = facts.prices.beside_usd_per_h, facts.market.most_usd_per_h(Role.ROLLOUT, _own_market(facts))
     if usd <= 0 or node_usd <= 0:
         usd = node_usd = usd if usd > 0 else 1.0
@@ -422,86 +445,94 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 def _idle_s(facts: _Facts, node: Node) -> float:
     since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.measured.step
     assert since_s is not None
-    trained_s = 0.0 if shape is None else shape.fixed_s  # as it lost its last node it may have had a step to train
+    trained_s = (
+        0.0 if shape is None else shape.fixed_s
+    )  # it may have had a step to train when it lost its last node
     return facts.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
 
 
 def _own_worth_usd(facts: _Facts) -> float | None:
-    """The worth of a step that the trainer makes alone: what one costs with the best number of on-demand nodes.
-    None before any step was measured."""
-    # Where none was made with nodes: one of them generates as fast as the trainer, or faster.
+    """Return the worth of a step that the trainer makes alone: its cost with the best number of on-demand nodes.
+
+    None before any step was measured.
+    """
+    # Without a step made by nodes, assume that a node generates as fast as the trainer.
     shape = facts.snapshot.measured.step or facts.snapshot.measured.own_step
     if shape is None:
         return None
-    replicas, beside = facts.spec.rollout.replicas, facts.prices.beside_usd_per_h
-    prices = HourlyPrices(beside, facts.on_demand_usd_per_h or beside)
+    replicas, other_usd = facts.spec.rollout.replicas, facts.prices.beside_usd_per_h
+    prices = HourlyPrices(other_usd, facts.on_demand_usd_per_h or other_usd)
     return usd_a_step(shape, prices, best_count(shape, prices, max(1, replicas.min), replicas.max))
 
 
 def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> float | None:
-    """Seconds of a step that the trainer makes alone, if that is worth its price or may turn out to be; else None.
-    A run behind its deadline takes any step."""
+    """Return the seconds of a step that the trainer makes alone; None if it is not worth its price.
+
+    Until one is measured, assume that it is. A run behind its deadline takes any step.
+    """
     state, snapshot, usd = facts.state, facts.snapshot, facts.prices.beside_usd_per_h
     since_s, own = state.own_generation_since_s, snapshot.measured.own_step
     if since_s is None:
         return None
     limit_s = idle_limit_s if worth_usd is None else math.inf if usd <= 0 else worth_usd * 3600 / usd
-    # The completions of several steps are made at once, before the first of them.
-    at_once = max(1.0, steps_of_generation(facts.spec.grpo, processes_of(facts.spec)))
-    if snapshot.silent_s(max(since_s, snapshot.stepped_at_s)) >= idle_limit_s + at_once * limit_s:
-        return None  # it makes no progress
+    # Completions for several steps are generated together, before the first of these steps.
+    batch_steps = max(1.0, steps_of_generation(facts.spec.grpo, processes_of(facts.spec)))
+    if snapshot.silent_s(max(since_s, snapshot.stepped_at_s)) >= idle_limit_s + batch_steps * limit_s:
+        return None  # no progress
     if own is None:
-        rows_s = TRIED_ROWS * max(at_once, int(facts.spec.grpo.get("logging_steps", 1))) * limit_s
+        rows_s = OWN_STEP_ROWS * max(batch_steps, int(facts.spec.grpo.get("logging_steps", 1))) * limit_s
         return limit_s if snapshot.silent_s(since_s) < idle_limit_s + rows_s else None
     return own.seconds(1) if own.seconds(1) <= limit_s or facts.is_behind else None
 
 
-def _parking_reason(facts: _Facts) -> str:
+def _park_reason(facts: _Facts) -> str:
     node, usd = _waiting_trainer(facts), facts.prices.beside_usd_per_h
     assert node is not None
     idle_s = _idle_s(facts, node)
     cost = f", which cost {usd * idle_s / 3600:.2f} USD" if usd else ""
     waited = f"no rollout node is available, and the trainer has waited for {idle_s / 60:.0f} min{cost}"
-    return f"{waited}, as much as its restart: its machine is returned until one is"
+    return f"{waited}, as much as a restart; its machine is returned until a node is available"
 
 
 def _waiting_trainer(facts: _Facts) -> Node | None:
-    """The trainer's node, if all it does is wait for rollout nodes, and what it has trained can be stored."""
+    """Return the trainer's node if it only waits for rollout nodes and its progress can be stored."""
     state, trainers = facts.state, facts.state.live(Role.TRAINER)
     if len(trainers) != 1 or facts.snapshot.machines is None or not stores_checkpoints(facts.spec):
         return None
     if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
         return None
     if state.diverged is not None and facts.spec.policies.kl.action != "alert":
-        return None  # which is answered first
+        return None  # the divergence is handled first
     node, beat = trainers[0], facts.snapshot.heartbeat_of(trainers[0])
-    works = node.phase is NodePhase.SERVING and node.attempt_ended_at_s is None
-    return node if works and beat is not None and _only_waits(facts, beat) else None
+    is_working = node.phase is NodePhase.SERVING and node.attempt_ended_at_s is None
+    return node if is_working and beat is not None and _only_waits(facts, beat) else None
 
 
 def _only_waits(facts: _Facts, beat: Trainer) -> bool:
-    fresh = facts.snapshot.silent_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
-    return fresh and beat.activity in GENERATES and beat.timeline == facts.state.timeline and not beat.leaving
+    is_fresh = facts.snapshot.silent_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
+    return is_fresh and beat.activity in GENERATES and beat.timeline == facts.state.timeline and not beat.leaving
 
 
 def _nothing_available(facts: _Facts) -> bool:
-    """Whether rollout nodes are refused, or fail, again and again on each market where they may be bought, and no
-    machine for one is there. A launch that takes long is no lack of machines."""
+    """Whether no rollout node has a machine, and requests keep failing on each market where they may be bought.
+
+    A slow launch does not count as a failure.
+    """
     live = facts.state.live(Role.ROLLOUT)
     if any(node.phase is not NodePhase.REQUESTED for node in live):
         return False
-    asked = {node.kind for node in live}
+    kinds = {node.kind for node in live}
     if not facts.is_spot_too_expensive:
-        asked.add(kind_of(Role.ROLLOUT, _own_market(facts)))
-    # That there was no money for one once says nothing: what had taken it may be gone.
+        kinds.add(kind_of(Role.ROLLOUT, _own_market(facts)))
+    # Checked now, not by an earlier refusal: the machines that had used up the budget may have left.
     if facts.may_buy_fallback and facts.market.is_paid_for(Market.ON_DEMAND):
-        asked.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
-    return all(kind in facts.state.kinds and facts.state.kinds[kind].fails for kind in asked)
+        kinds.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
+    return all(kind in facts.state.kinds and facts.state.kinds[kind].fails for kind in kinds)
 
 
 # Rollout nodes that wait for a trainer.
 
-KEEP, RETURN = "nodes that wait for a trainer", "returning them"
+KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
 
 
 def _without_trainer(facts: _Facts) -> Comparison | None:
@@ -513,54 +544,55 @@ def _without_trainer(facts: _Facts) -> Comparison | None:
     if not nodes:
         return None
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
-    candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_s(facts) / 3600)]
+    candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_limit_s(facts) / 3600)]
     compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
     return compared if facts.prices.node_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
 
 
 def _trainerless_since_s(facts: _Facts) -> float | None:
-    """Since when nodes wait: for the trainer's machine or, where they came while the run parks, for its old one
-    to go."""
+    """Return since when nodes wait for the trainer's machine or, in a parked run, for its old one to leave."""
     if facts.state.phase is not RunPhase.PARKED:
         return facts.state.shortages.trainer_since_s
-    there = (NodePhase.BOOTING, NodePhase.SERVING)
-    return min((node.since_s for node in facts.state.live(Role.ROLLOUT) if node.phase in there), default=None)
+    started = (NodePhase.BOOTING, NodePhase.SERVING)
+    return min((node.since_s for node in facts.state.live(Role.ROLLOUT) if node.phase in started), default=None)
 
 
-def _hold_s(facts: _Facts) -> float:
+def _hold_limit_s(facts: _Facts) -> float:
     boot_s = min(facts.market.start_s(Role.ROLLOUT, _own_market(facts)), facts.spec.policies.boot_timeout_s)
     return max(IDLE_MIN_S, boot_s)
 
 
 def _release_reason(facts: _Facts) -> str:
-    held_s = _hold_s(facts)
+    held_s = _hold_limit_s(facts)
     if facts.state.phase is RunPhase.PARKED:
-        return f"the trainer's old machine has not gone for {held_s:.0f} s; requested again when it has"
-    return f"the trainer has had no machine for {held_s:.0f} s; requested again when it has one"
+        return f"the trainer's old machine has not left for {held_s:.0f} s; requested again once it has"
+    return f"the trainer has had no machine for {held_s:.0f} s; requested again once it has one"
 
 
 # A parked run.
 
 
 def _parked(facts: _Facts) -> Allocation:
-    """One rollout node, on spot and, where that may be, on demand in turn; nothing while the old trainer drains,
-    in which it could not be used. A run without the money to continue on any market stops: it would wait forever,
-    or buy a node and then not the trainer's machine."""
+    """Plan one rollout node, on spot and on demand in turn where both are allowed.
+
+    Plan nothing while the old trainer drains, when the node could not be used. Stop the run if the budget allows
+    it to continue on no market: it would wait forever, or buy a node and then not the trainer's machine.
+    """
     held = _without_trainer(facts)
     kept = Allocation(
         spot=len(facts.spot),
         on_demand=len(facts.fallback),
-        releases=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
+        release_reason=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
         comparisons=() if held is None else (held,),
     )
     if facts.state.live(Role.ROLLOUT) or any(node.role is Role.TRAINER for node in facts.state.nodes.values()):
         return kept
-    markets = [_own_market(facts), *([Market.ON_DEMAND] if facts.may_ask_both else [])]
-    unpaid = [facts.market.excess_again(market) for market in markets]
-    if all(unpaid):
-        return Allocation(stops=f"there is not the money to continue: {unpaid[0]}")
+    markets = [_own_market(facts), *([Market.ON_DEMAND] if facts.may_use_both else [])]
+    excesses = [facts.market.resume_excess(market) for market in markets]
+    if all(excesses):
+        return Allocation(stop_reason=f"the budget does not allow the run to continue: {excesses[0]}")
     spot, on_demand = (facts.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))
     probes = [] if facts.is_spot_too_expensive else [_own_market(facts)]
-    if facts.may_ask_both and (spot.failed_at_s >= on_demand.failed_at_s or facts.is_spot_too_expensive):
+    if facts.may_use_both and (spot.failed_at_s >= on_demand.failed_at_s or facts.is_spot_too_expensive):
         probes.append(Market.ON_DEMAND)
     return replace(kept, probes=tuple(probes), spot_too_expensive=facts.is_spot_too_expensive)

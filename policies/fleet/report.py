@@ -1,11 +1,11 @@
-"""What a user should learn once: shortages, deadlines out of reach, money that runs out, work that changes hands.
+"""Report to the user: shortages, missed deadlines, a nearly spent budget, and who generates.
 
-Each is a topic with a state. It is journalled when the state differs from the last report of that topic.
+Each topic has a state. It is journalled when the state differs from the last report of that topic.
 """
 
 from __future__ import annotations
 
-from policies.fleet.budget import Purse, caps_of
+from policies.fleet.budget import Spending, caps_of
 from policies.fleet.deadline import course_of
 from policies.model.events import (
     BudgetNeared,
@@ -21,13 +21,13 @@ from policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
 from policies.tick.draft import Tick
 from policies.tick.snapshot import GENERATING, OWN_GENERATION
 
-NEAR_SHARE = 0.8  # of `budget.usd`: once it is spent the user is notified, while there is time to raise it
-MISSING_S = 3600.0  # without a machine of a role; shorter shortages are usual, and pass
-PRICES = "prices"  # kind of what is noticed
+NEAR_SHARE = 0.8  # of `budget.usd`: once spent, the user is notified while there is time to raise it
+MISSING_S = 3600.0  # without a machine of a role; shorter shortages are common
+PRICES = "prices"  # a kind of Noticed event
 
 
 def report(tick: Tick) -> None:
-    """Journal what the user should learn now."""
+    """Journal each topic whose state has changed."""
     if tick.state.phase not in LIVE_RUN:
         return
     _budget(tick)
@@ -41,49 +41,51 @@ def _budget(tick: Tick) -> None:
     usd = caps_of(tick.state, tick.spec).usd
     if usd is None:
         return
-    spent = Purse(tick.state, tick.snapshot, tick.spec).spent_usd
+    spent = Spending(tick.state, tick.snapshot, tick.spec).spent_usd
     if spent >= NEAR_SHARE * usd:
         tick.report(BudgetNeared(spent, usd), f"{spent:.2f} of {usd:.2f} USD are spent")
 
 
 def _prices(tick: Tick) -> None:
-    """The cloud does not list its offers: machines are bought all the same, wherever it finds them, unless there
-    is a budget."""
-    why = tick.snapshot.prices_trouble
-    if not why or f"{NOTICED} {PRICES}" in tick.state.reports:
+    """Report that the cloud does not list its offers. Without a budget, machines are bought nevertheless."""
+    error = tick.snapshot.prices_trouble
+    if not error or f"{NOTICED} {PRICES}" in tick.state.reports:
         return
     step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
-    capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec).are_set
-    then = "nothing is bought, for there is a budget" if capped else "machines are bought wherever it finds them"
-    text = f"the cloud does not list its offers: {why}; {then}"
+    is_capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec).are_set
+    effect = "nothing is bought, because the run has a budget" if is_capped else "the cloud chooses where to buy"
+    text = f"the cloud does not list its offers: {error}; {effect}"
     tick.report(Noticed(PRICES, step, text), text)
 
 
 def _generation(tick: Tick) -> None:
-    """Who makes the completions: rollout nodes, or the trainer while there are none."""
+    """Report who makes the completions: rollout nodes, or the trainer while none is available."""
     beat, since_s = tick.snapshot.trainer, tick.state.own_generation_since_s
     if beat is None or tick.state.phase is not RunPhase.TRAINING or beat.timeline != tick.state.timeline:
         return
     if beat.activity == OWN_GENERATION:
         without_s = tick.state.shortages.rollout_since_s
         waited_s = None if without_s is None else tick.waited_s(without_s)
-        tick.report(TrainerGenerates(beat.step, waited_s), "no rollout node is there: the trainer generates")
+        tick.report(TrainerGenerates(beat.step, waited_s), "no rollout node is available: the trainer generates")
     elif since_s is not None and _nodes_generate(tick, beat.activity):
         lasted_s = tick.waited_s(since_s)
-        tick.report(NodesGenerate(beat.step, lasted_s), f"nodes make the completions again, at step {beat.step}")
+        tick.report(NodesGenerate(beat.step, lasted_s), f"rollout nodes generate again, at step {beat.step}")
 
 
 def _nodes_generate(tick: Tick, activity: str) -> bool:
-    """Whether nodes make what the trainer requests. A trainer that waits has none, and will generate again."""
+    """Whether nodes make the trainer's completions. A waiting trainer has no nodes and will generate again."""
     if activity == GENERATING:
         return True
-    there = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
-    return there and activity != OWN_GENERATION
+    is_serving = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
+    return is_serving and activity != OWN_GENERATION
 
 
 def _capacity(tick: Tick) -> None:
-    """The run has waited for machines for an hour, as far as this controller has watched: without one for the
-    trainer, or without a rollout node that serves while the trainer works. A parked run has reported that."""
+    """Report that the run has waited for machines for an hour, as far as this controller has watched.
+
+    Either the trainer has no machine, or no rollout node serves while the trainer works. A parked run has already
+    reported it.
+    """
     state = tick.state
     if state.phase is RunPhase.PARKED:
         return
@@ -99,26 +101,26 @@ def _capacity(tick: Tick) -> None:
 def _missing(tick: Tick, role: Role, since_s: float) -> None:
     if tick.silent_s(since_s) < MISSING_S:
         return
-    lacks = "no trainer machine" if role is Role.TRAINER else "no rollout node has served"
-    minutes = f"{lacks} for {tick.silent_s(since_s) / 60:.0f} min"
+    missing = "no trainer machine" if role is Role.TRAINER else "no rollout node has served"
+    minutes = f"{missing} for {tick.silent_s(since_s) / 60:.0f} min"
     refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
     newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
-    why = f"{minutes}; last refused: {newest.last_refusal}" if newest else minutes
-    tick.report(CapacityMissing(role, since_s, why), why)
+    reason = f"{minutes}; last refusal: {newest.last_refusal}" if newest else minutes
+    tick.report(CapacityMissing(role, since_s, reason), reason)
 
 
 def _deadline(tick: Tick) -> None:
-    """The deadline is out of reach; the run goes on as fast as pays."""
+    """Report a deadline that has passed or is out of reach. The run continues at the most economical pace."""
     course = course_of(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
         return
-    shape, most = tick.snapshot.measured.step, tick.spec.rollout.replicas.max
-    if shape is None or most == 0:
+    shape, max_nodes = tick.snapshot.measured.step, tick.spec.rollout.replicas.max
+    if shape is None or max_nodes == 0:
         if course.now_s > course.deadline_s:
-            event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, most, None)
+            event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, max_nodes, None)
             tick.report(event, f"the deadline has passed at step {course.step} of {course.steps}")
-    elif course.is_late(shape, most):
-        end_s, step_s = course.end_s(shape, most), shape.seconds(most)
-        event = DeadlineMissed(course.deadline_s, end_s, course.step, course.steps, most, step_s)
+    elif course.is_late(shape, max_nodes):
+        end_s, step_s = course.end_s(shape, max_nodes), shape.seconds(max_nodes)
+        event = DeadlineMissed(course.deadline_s, end_s, course.step, course.steps, max_nodes, step_s)
         late_s = end_s - course.deadline_s
-        tick.report(event, f"the deadline is out of reach: {late_s:.0f} s late even with {most} nodes")
+        tick.report(event, f"the deadline is out of reach: {late_s:.0f} s late even with {max_nodes} nodes")

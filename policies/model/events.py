@@ -1,7 +1,7 @@
-"""What is journalled. A run's state is the fold of these and of nothing else.
+"""The journal's events. A run's state is the fold of these alone.
 
-Fields hold JSON's own types and the enums of `vocabulary`; a new field needs a default, so that older journals
-still read.
+Fields hold JSON types and the enums of `vocabulary`. A new field needs a default, so that older journals can be
+read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """A controller took the run; the entry's number is its epoch. `since_told_s`: how long ago the last event
-    before it was journalled, by the store's clock; 0: not known."""
+    """A controller took over the run; the entry's number is its epoch.
+
+    `since_told_s`: time since the event before it was journalled, by the store's clock; 0: unknown.
+    """
 
     host: str
     pid: int
@@ -38,7 +40,7 @@ class TookOver:
 
 @dataclass(frozen=True, slots=True)
 class RunMoved:
-    """The run changed its phase. `parked_s`: how long it was parked, where it was until now."""
+    """The run changed its phase. `parked_s`: how long it was parked, if it was until now."""
 
     phase: RunPhase
     reason: str
@@ -47,7 +49,7 @@ class RunMoved:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRestarted:
-    """The gateway came back as another process."""
+    """The gateway is a new process."""
 
     boot_id: str
 
@@ -62,7 +64,7 @@ class CommandTaken:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """A pitfall was seen in the metrics: what it is, and what to do."""
+    """A pitfall was found in the metrics; `text` describes it and the fix."""
 
     kind: str
     step: int
@@ -71,8 +73,10 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class StoreSlowed:
-    """A checkpoint was put off at `step`: earlier ones are still being stored. `stored_step` is the newest
-    stored one's, 0 while there is none."""
+    """A checkpoint was postponed at `step`, because earlier ones are still being stored.
+
+    `stored_step`: of the newest stored checkpoint; 0: none.
+    """
 
     step: int
     stored_step: int
@@ -80,7 +84,7 @@ class StoreSlowed:
 
 @dataclass(frozen=True, slots=True)
 class StoreCaughtUp:
-    """There is room for checkpoints again."""
+    """The store can take checkpoints again."""
 
     step: int
     stored_step: int
@@ -88,8 +92,10 @@ class StoreCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class TrainerGenerates:
-    """No rollout node is there, and the trainer makes the completions itself, from `step` on. `waited_s`: for how
-    long there had been no machine; None: there is one, and it does not serve."""
+    """The trainer generates from `step` on, because no rollout node is available.
+
+    `waited_s`: for how long no node had served; None: one exists and does not serve.
+    """
 
     step: int
     waited_s: float | None = None
@@ -97,7 +103,7 @@ class TrainerGenerates:
 
 @dataclass(frozen=True, slots=True)
 class NodesGenerate:
-    """They are made by rollout nodes again, after so long."""
+    """Rollout nodes generate again, after `lasted_s`."""
 
     step: int
     lasted_s: float
@@ -105,12 +111,12 @@ class NodesGenerate:
 
 @dataclass(frozen=True, slots=True)
 class SpecProved:
-    """A trainer has come as far as training: run.yaml, its data and its rewards can be worked with."""
+    """A trainer has trained: run.yaml, its data and its rewards work."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSetAside:
-    """An optional object of the store, or part of it, cannot be read and is left out; a command is moved away."""
+    """An optional object of the store, or part of it, cannot be read and is ignored; a command is moved away."""
 
     key: str
     why: str
@@ -132,12 +138,12 @@ RunEvent = (
 )
 
 
-# Of money, of time, and of what money cannot buy.
+# Budget, deadline and capacity.
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetRefused:
-    """No more machines of a role are bought, for they do not fit under the budget. The run goes on."""
+    """Machines of a role are no longer bought, because they do not fit under the budget. The run continues."""
 
     role: str
     reason: str
@@ -145,7 +151,7 @@ class BudgetRefused:
 
 @dataclass(frozen=True, slots=True)
 class BudgetReached:
-    """The run stores what it has and stops: no more money is left than that takes."""
+    """The run stores its state and stops: the remaining budget only pays for that."""
 
     spent_usd: float
     reason: str
@@ -154,7 +160,7 @@ class BudgetReached:
 
 @dataclass(frozen=True, slots=True)
 class BudgetNeared:
-    """Four fifths of `budget.usd` are spent. The run goes on."""
+    """Four fifths of `budget.usd` are spent. The run continues."""
 
     spent_usd: float
     usd: float
@@ -171,9 +177,9 @@ class CapacityMissing:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineMissed:
-    """The deadline has passed, or is out of reach even with the most nodes that there may be. The run goes on.
+    """The deadline has passed, or is out of reach even with the maximum number of nodes. The run continues.
 
-    `expected_end_s` with so many `nodes`, each step of `step_s`; None before steps were measured.
+    `expected_end_s` is with `nodes` nodes and steps of `step_s`; None before steps were measured.
     """
 
     deadline_s: float  # seconds since the epoch
@@ -194,12 +200,12 @@ class BudgetSet:
 MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityMissing | DeadlineMissed | BudgetSet
 
 
-# Of machines and of the work on them.
+# Machines and the work on them.
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequested:
-    """The intent to have a machine, written before it is asked for."""
+    """The intent to buy a machine, journalled before it is requested."""
 
     node: str
     role: Role
@@ -207,16 +213,19 @@ class NodeRequested:
     incarnation: int
     market: Market
     reason: str
-    most_usd_per_h: float = 0.0  # that a machine of its kind may cost; 0: not known
-    pool: Pool | None = None  # where it is asked for; None: wherever run.yaml's resources allow
-    stand_in: bool = False  # on demand, in place of a spot machine that cannot be had
-    disk_usd_per_h: float = 0.0  # on top; 0: its own, or not known
+    most_usd_per_h: float = 0.0  # maximum price of a machine of its kind; 0: unknown
+    pool: Pool | None = None  # where it is requested; None: wherever run.yaml's resources allow
+    stand_in: bool = False  # a fallback node: on demand instead of unavailable spot
+    disk_usd_per_h: float = 0.0  # additional; 0: none, or unknown
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMoved:
-    """A node changed its phase. `refusal` is set when the cloud refused the machine, and when the machine is given
-    up because it never served or soon broke. One that is GONE with it was given up first, and never bought."""
+    """A node changed its phase.
+
+    `refusal` is set when the cloud refused the machine, and when the machine is abandoned because it never served
+    or soon broke. A node that is GONE with a refusal was abandoned first and never bought.
+    """
 
     node: str
     phase: NodePhase
@@ -226,7 +235,7 @@ class NodeMoved:
 
 @dataclass(frozen=True, slots=True)
 class BuyingStopped:
-    """No more machines of a kind are requested, except one now and then to see whether it works again."""
+    """Machines of a kind are no longer requested, except one at a time to test whether the kind works again."""
 
     kind: str  # vocabulary.kind_of
     reason: str
@@ -241,7 +250,7 @@ class BuyingResumed:
 
 @dataclass(frozen=True, slots=True)
 class FleetSized:
-    """There are to be so many rollout nodes from now on, in place of `before`: a step is cheapest with them."""
+    """The wanted number of rollout nodes changed from `before` to `nodes`, which make a step cheapest."""
 
     nodes: int
     before: int
@@ -250,21 +259,23 @@ class FleetSized:
 
 @dataclass(frozen=True, slots=True)
 class MachineBought:
-    """A node's machine was first seen: where, and at what prices."""
+    """A node's machine was first seen, with its pool and prices."""
 
     node: str
     market: Market
     where: str
     price_usd_per_h: float
     on_demand_usd_per_h: float
-    pool: Pool | None = None  # where it really is, whatever was asked for; None: its cloud has no pools
-    disk_usd_per_h: float | None = None  # of its disk there; None: as when it was asked for
+    pool: Pool | None = None  # the actual pool, not the requested one; None: its cloud has no pools
+    disk_usd_per_h: float | None = None  # of its disk there; None: as requested
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRecommended:
-    """The cloud recommends to replace a machine, which it may preempt soon. `reason` says how often that followed
-    in the same pool."""
+    """The cloud recommends to replace a machine, which it may preempt soon.
+
+    `reason` tells how often a preemption followed in the same pool.
+    """
 
     node: str
     reason: str
@@ -272,8 +283,10 @@ class RebalanceRecommended:
 
 @dataclass(frozen=True, slots=True)
 class JobExited:
-    """The work of a node ended while its machine is up. `attempt` says which run of the work; `reason` is its last
-    line, empty where it left none."""
+    """A node's work ended while its machine is up.
+
+    `attempt` is the number of this run of the work; `reason` its last line, empty if none.
+    """
 
     node: str
     attempt: int
@@ -304,12 +317,12 @@ MachineEvent = (
 )
 
 
-# Of divergence and of rollbacks.
+# Divergence and rollbacks.
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceWatched:
-    """Something is off since `onset_step`. `evidence` is one sentence per signal, the strongest first."""
+    """The run may be diverging since `onset_step`. `evidence`: one sentence a signal, the strongest first."""
 
     timeline: int
     step: int
@@ -319,7 +332,7 @@ class DivergenceWatched:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceCleared:
-    """What was watched has passed."""
+    """The possible divergence has passed."""
 
     timeline: int
     step: int
@@ -327,7 +340,7 @@ class DivergenceCleared:
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """The detectors tripped: the trainer's own or, where it could not tell, the controller's."""
+    """The detectors tripped: the trainer's own, or else the controller's."""
 
     timeline: int
     step: int
@@ -338,25 +351,25 @@ class Diverged:
 
 @dataclass(frozen=True, slots=True)
 class RollbackBegun:
-    """The intent to go on with `fork`: target and changes are chosen, nothing has happened yet."""
+    """The intent to continue with `fork`: target and changes are chosen, and nothing has happened yet."""
 
     fork: Fork
     cause: Cause
-    from_step: int  # how far the timeline before had come
+    from_step: int  # the step that the timeline before had reached
     reason: str
-    effects: Mapping[str, str] = field(default_factory=dict)  # what each change does, by key of `grpo`
+    effects: Mapping[str, str] = field(default_factory=dict)  # the effect of each change, by key of `grpo`
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineForked:
-    """The fork is in the store. From here on the run is on `timeline`, and an older trainer stops."""
+    """The fork is in the store. From now on the run is on `timeline`, and an older trainer stops."""
 
     timeline: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFenced:
-    """No trainer of an older timeline is left."""
+    """All trainers of older timelines have ended."""
 
     timeline: int
 
@@ -379,7 +392,7 @@ class FleetMoved:
 
 @dataclass(frozen=True, slots=True)
 class ProbationPassed:
-    """The new timeline came far enough beyond the old one's trip."""
+    """The new timeline passed the old one's trip by the required number of steps."""
 
     timeline: int
     step: int
@@ -387,15 +400,17 @@ class ProbationPassed:
 
 @dataclass(frozen=True, slots=True)
 class HealthyChosen:
-    """The run ends diverged: this is its last healthy checkpoint, to be exported. None: there is none."""
+    """The run ends diverged; `version` is its last healthy checkpoint, to be exported. None: it has none."""
 
     version: str | None  # PolicyVersion as text
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The weights of a checkpoint lie in the store below `prefix`, as files for `from_pretrained`. If it is
-    empty, they could not be exported."""
+    """A checkpoint's weights are in the store under `prefix`, as files for `from_pretrained`.
+
+    Empty if they could not be exported.
+    """
 
     version: str
     prefix: str

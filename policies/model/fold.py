@@ -1,7 +1,7 @@
 """How each journalled event changes the run's state.
 
-`apply` is the only way state changes, in a running controller as on `resume`: so the next daemon, once it has read
-the journal, knows what the last one knew.
+State changes only through `apply`, in a running controller as on `resume`. So the next daemon, once it has read
+the journal, knows everything the last one knew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeVar, assert_never
 
 from policies.model import exit_codes
-from policies.model.buying import HELD_S, MachineKind, after_move
+from policies.model.buying import SPOT_STABLE_S, MachineKind, after_move
 from policies.model.events import (
     BudgetNeared,
     BudgetReached,
@@ -66,27 +66,27 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-# Folding many events changes mappings in place instead of copying them each time. A `RunState` is a value. So is a
-# draft, except to its holder: `apply` changes its mappings, and the draft before is used up.
+# Folding many events changes mappings in place instead of copying them each time. A `RunState` is immutable. A
+# draft is not: `apply` changes its mappings, and the draft before must not be used again.
 
 
-class _Own(dict[K, V]):
+class _DraftMapping(dict[K, V]):
     """A draft's mapping."""
 
 
 def draft(state: RunState) -> RunState:
-    """Return a draft of the state, for one holder."""
+    """Return a mutable draft of the state, for a single owner."""
     return replace(
         state,
-        nodes=_Own(state.nodes),
-        slots=_Own(state.slots),
-        kinds=_Own(state.kinds),
-        pools=_Own(state.pools),
+        nodes=_DraftMapping(state.nodes),
+        slots=_DraftMapping(state.slots),
+        kinds=_DraftMapping(state.kinds),
+        pools=_DraftMapping(state.pools),
     )
 
 
 def final(state: RunState) -> RunState:
-    """Return a draft as a value, which nothing changes any more."""
+    """Return a draft as an immutable state."""
     return replace(
         state,
         nodes=MappingProxyType(state.nodes),
@@ -97,44 +97,48 @@ def final(state: RunState) -> RunState:
 
 
 def with_item(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    """Return the mapping with that value: itself, where it is a draft's."""
-    if isinstance(mapping, _Own):
+    """Return the mapping with that value; a draft's mapping is changed in place."""
+    if isinstance(mapping, _DraftMapping):
         mapping[key] = value
         return mapping
     return MappingProxyType({**mapping, key: value})
 
 
 def without_item(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
-    """Return the mapping without that key: itself, where it is a draft's."""
-    if isinstance(mapping, _Own):
+    """Return the mapping without that key; a draft's mapping is changed in place."""
+    if isinstance(mapping, _DraftMapping):
         del mapping[key]
         return mapping
     return MappingProxyType({k: v for k, v in mapping.items() if k != key})
 
 
-def in_place_of(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
-    """Return what takes the mapping's place: in a draft its own, too."""
-    return _Own(changed) if isinstance(mapping, _Own) else MappingProxyType(changed)
+def matching_mapping(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
+    """Return `changed` as the same kind of mapping: a draft's or an immutable one."""
+    return _DraftMapping(changed) if isinstance(mapping, _DraftMapping) else MappingProxyType(changed)
 
 
-# A controller takes over on a host whose clock may be another's: no time of a state lies after its own.
+# A controller may take over on a host with another clock: no time in the state may be in its future.
 
 
-MOST_UNSEEN_S = 86400.0  # the store says that more went by than hosts' clocks showed: then its own is wrong
+MOST_UNSEEN_S = 86400.0  # if the store's clock shows a larger difference than this, it is wrong itself
 
 
 def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
-    """By how much the clock of a controller that takes over at `time_s` is behind the one before it, which told of
-    its last event at `told_s`, seconds: as far as it shows. Time does not go back; and it went on for at least
-    `since_told_s`, if the store's clock tells: what cost money then was paid for."""
+    """Return how far the clock of a new controller is known to be behind its predecessor's, in seconds.
+
+    The new one takes over at `time_s`; the last event was journalled at `told_s`. Time does not go back, and by
+    the store's clock at least `since_told_s` have passed, in which machines cost money.
+    """
     unseen_s = since_told_s - max(0.0, time_s - told_s)
     return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
 
 
 def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
-    """Return the state with no time after `time_s`, at which a controller takes over on a clock that is `back_s`
-    behind: what was journalled before happened before, whatever the clock said then. A machine stays as old as it
-    is known to be: it is paid for."""
+    """Clamp all times to `time_s`, at which a controller takes over on a clock that is `back_s` behind.
+
+    Journalled events are in the past, whatever the clock said then. Machines keep their known age, which is paid
+    for.
+    """
     nodes = {
         name: replace(
             node,
@@ -144,21 +148,25 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
         )
         for name, node in state.nodes.items()
     }
-    slots = {name: replace(one, refused_at_s=min(one.refused_at_s, time_s)) for name, one in state.slots.items()}
+    slots = {
+        name: replace(slot, refused_at_s=min(slot.refused_at_s, time_s)) for name, slot in state.slots.items()
+    }
     kinds = {
-        name: replace(one, failed_at_s=min(one.failed_at_s, time_s), stopped_at_s=one.stopped_at_s - back_s)
-        for name, one in state.kinds.items()
+        name: replace(kind, failed_at_s=min(kind.failed_at_s, time_s), stopped_at_s=kind.stopped_at_s - back_s)
+        for name, kind in state.kinds.items()
     }
     pools = {
-        name: replace(one, refused_at_s=min(one.refused_at_s, time_s), taken_at_s=min(one.taken_at_s, time_s))
-        for name, one in state.pools.items()
+        name: replace(
+            record, refused_at_s=min(record.refused_at_s, time_s), taken_at_s=min(record.taken_at_s, time_s)
+        )
+        for name, record in state.pools.items()
     }
     return replace(
         state,
-        nodes=in_place_of(state.nodes, nodes),
-        slots=in_place_of(state.slots, slots),
-        kinds=in_place_of(state.kinds, kinds),
-        pools=in_place_of(state.pools, pools),
+        nodes=matching_mapping(state.nodes, nodes),
+        slots=matching_mapping(state.slots, slots),
+        kinds=matching_mapping(state.kinds, kinds),
+        pools=matching_mapping(state.pools, pools),
         size=replace(state.size, at_s=min(state.size.at_s, time_s)),
         shortages=Shortages(
             _not_after(state.shortages.spot_since_s, time_s),
@@ -171,7 +179,7 @@ def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
         parked_at_s=_not_after(state.parked_at_s, time_s),
         proved_at_s=_not_after(state.proved_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
-        rollbacks=tuple(replace(one, since_s=min(one.since_s, time_s)) for one in state.rollbacks),
+        rollbacks=tuple(replace(rollback, since_s=min(rollback.since_s, time_s)) for rollback in state.rollbacks),
     )
 
 
@@ -179,33 +187,36 @@ def _not_after(since_s: float | None, time_s: float) -> float | None:
     return None if since_s is None else min(since_s, time_s)
 
 
-# How journalled events change what is known of the pools.
+# How journalled events change the pools' records.
 
 
-NOTICED = "the cloud will take it back"  # why a node drains: its machine is as good as lost
+NOTICED = "the cloud will take it back"  # a node's reason to drain; its stay in the pool has ended
 
 
-def note_bought(state: RunState, event: MachineBought, asked: Pool | None, time_s: float) -> RunState:
-    """The machine came: where it landed, and if that is elsewhere, not where it was asked for."""
-    landed = landed_in(asked, event.pool)
+def note_bought(state: RunState, event: MachineBought, requested: Pool | None, time_s: float) -> RunState:
+    """Record a machine's arrival in its pool, and a refusal by the requested pool if that is another one."""
+    landed = landed_in(requested, event.pool)
     if landed is None or event.pool is None:
         return state
-    if asked is not None and asked != landed:
-        state = _with(state, asked, lambda record: refused(record, time_s, time_s))
+    if requested is not None and requested != landed:
+        state = _with(state, requested, lambda record: refused(record, time_s, time_s))
     if landed != landed.anywhere and str(landed.anywhere) in state.pools:  # its quota has room again
         state = _with(state, landed.anywhere, lambda record: came(record, time_s))
     return _with(state, landed, lambda record: came(record, time_s))
 
 
-def landed_in(asked: Pool | None, landed: Pool | None) -> Pool | None:
-    """The pool that a machine is in: the one asked for where that leaves the zone to the cloud."""
-    if asked is None or landed is None:
-        return landed or asked
-    return asked if asked == replace(landed, zone=asked.zone and landed.zone) else landed
+def landed_in(requested: Pool | None, landed: Pool | None) -> Pool | None:
+    """Return the pool of a machine: the requested one if that leaves the zone to the cloud."""
+    if requested is None or landed is None:
+        return landed or requested
+    return requested if requested == replace(landed, zone=requested.zone and landed.zone) else landed
 
 
 def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
-    """`node` as it was before the move. Credentials that are refused say nothing of a pool."""
+    """Record a node's refusal or the end of its stay in its pool. `node`: as it was before the move.
+
+    Refused credentials do not count against a pool.
+    """
     if node.pool is None:
         return state
     if move.phase is NodePhase.REFUSED:
@@ -213,9 +224,9 @@ def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> R
             return state
         pool = node.pool.anywhere if move.refusal is Refusal.QUOTA else node.pool  # a quota is the region's
         return _with(state, pool, lambda record: refused(record, node.requested_at_s, time_s))
-    noticed = node.phase is NodePhase.DRAINING and node.reason == NOTICED
-    if node.came_at_s is None or node.phase is NodePhase.TERMINATING or noticed:
-        return state  # told already
+    has_notice = node.phase is NodePhase.DRAINING and node.reason == NOTICED
+    if node.came_at_s is None or node.phase is NodePhase.TERMINATING or has_notice:
+        return state  # recorded already
     since_s, taken = node.came_at_s, move.phase is NodePhase.GONE or move.reason == NOTICED
     if not taken and move.phase is not NodePhase.TERMINATING:
         return state
@@ -233,13 +244,10 @@ def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord
 
 
 # How each journalled event changes the run's state.
-#
-# `apply` is the only way state changes, in a running controller as on `resume`: so the next daemon, once it has
-# read the journal, knows what the last one knew.
 
 
 def fold(history: Iterable[tuple[int, float, Iterable[Event]]], onto: RunState | None = None) -> RunState:
-    """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for a history that cannot have been."""
+    """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for an impossible history."""
     state = draft(onto or RunState())
     for number, time_s, events in history:
         for event in events:
@@ -248,9 +256,9 @@ def fold(history: Iterable[tuple[int, float, Iterable[Event]]], onto: RunState |
 
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
-    """Return the state after one event of entry `number`; a draft is used up.
+    """Return the state after one event of entry `number`. A draft must not be used again.
 
-    Raises IllegalMove for a move that no table has.
+    Raises IllegalMove for a move that is not in the phase tables.
     """
     reports = with_report(state.reports, event, time_s)
     if reports is not state.reports:
@@ -294,7 +302,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             | CapacityMissing()
             | DeadlineMissed()
         ):
-            return state  # a report, and no more
+            return state  # only reported
         case _:
             assert_never(event)
 
@@ -307,19 +315,19 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     state = replace(state, reports=without(state.reports, GENERATION))
     if event.phase is not RunPhase.STARTING:
         return state
-    if was_parked:  # nobody has mended anything; and only now is a machine for the trainer missing
+    if was_parked:  # no user acted, so failures still count; the trainer's machine is missing only from now on
         since_s = None if state.shortages.trainer_since_s is None else time_s
         return replace(state, shortages=replace(state.shortages, trainer_since_s=since_s))
-    # Somebody has mended something, or wants another try.
+    # A user has repaired something, or wants another try.
     money, failures = replace(state.money, is_reached=False, unspent_usd=0.0), replace(state.failures, count=0)
-    return replace(state, money=money, failures=failures, kinds=in_place_of(state.kinds, {}))
+    return replace(state, money=money, failures=failures, kinds=matching_mapping(state.kinds, {}))
 
 
-# How journalled events change what is known of divergences, rollbacks and timelines.
+# Events of divergences, rollbacks and timelines.
 
 
 def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> RunState:
-    """Return the state after one event of them. Raises IllegalMove for a move that no table has."""
+    """Return the state after a timeline event. Raises IllegalMove for a move that is not in the phase tables."""
     match event:
         case DivergenceWatched():
             return replace(state, watched=event)
@@ -353,7 +361,7 @@ def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> 
 def _begun(state: RunState, event: RollbackBegun, time_s: float) -> RunState:
     check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
     begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
-    kept = [one for one in state.rollbacks if one.stage is not RollbackStage.BEGUN]
+    kept = [rollback for rollback in state.rollbacks if rollback.stage is not RollbackStage.BEGUN]
     return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
 
 
@@ -367,11 +375,11 @@ def _at_stage(state: RunState, stage: RollbackStage, time_s: float) -> RunState:
     return replace(state, rollbacks=(*state.rollbacks[:-1], moved))
 
 
-# How journalled events change what is known of machines, from the order to the end, and of their work.
+# Events of machines, from the request to the end, and of their work.
 
 
 def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> RunState:
-    """Return the state after one event of them. Raises IllegalMove for a move that no table has."""
+    """Return the state after a machine event. Raises IllegalMove for a move that is not in the phase tables."""
     match event:
         case NodeRequested():
             return _requested(state, event, time_s)
@@ -445,7 +453,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     lost = unserved and event.phase in (NodePhase.GONE, NodePhase.DRAINING)
     state = _noting_spot(state, node, event, time_s)
     if node.stand_in:
-        pass  # its slot's own tries go on beside it
+        pass  # it does not count for its slot, which spot may fill at the same time
     elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
         refusals = slot.refusals_in_a_row + 1
         slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
@@ -453,8 +461,8 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
     state = _with_slot(state, node.slot, slot)
     kind = state.kinds.get(node.kind, MachineKind())
-    came, at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
-    kind = after_move(kind, event, time_s, came=came, served=node.served, lost=lost, asked_at_s=at_s)
+    came, requested_at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
+    kind = after_move(kind, event, time_s, came=came, served=node.served, lost=lost, requested_at_s=requested_at_s)
     state = _with_kind(state, node.kind, kind)
     money = state.money
     if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
@@ -474,21 +482,25 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
 
 
 def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
-    """Note since when spot does not give what is asked of it: from a refusal or loss on, unless one has held."""
-    taken = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
-    if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not taken:
+    """Note since when spot is short: from a refusal or loss on, a new shortage if a spot node was stable."""
+    is_lost = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
+    if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not is_lost:
         return state
-    mine = [one for one in state.nodes.values() if one.kind == node.kind and one.phase is NodePhase.SERVING]
-    held = any(time_s - one.since_s >= HELD_S for one in mine)
-    again = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
-    if state.shortages.spot_since_s is None or (held and not again):
+    serving = [
+        other for other in state.nodes.values() if (other.kind, other.phase) == (node.kind, NodePhase.SERVING)
+    ]
+    has_stable = any(time_s - other.since_s >= SPOT_STABLE_S for other in serving)
+    was_refused = state.kinds.get(node.kind, MachineKind()).refused_in_a_row > 0
+    if state.shortages.spot_since_s is None or (has_stable and not was_refused):
         return replace(state, shortages=replace(state.shortages, spot_since_s=time_s))
     return state
 
 
 def _noting_machines(state: RunState, role: Role, phase: NodePhase, time_s: float) -> RunState:
-    """Note since when the trainer has had no machine, or no rollout node has served, after one of `role` moved to
-    `phase`. Rollout machines that come and do not serve end no shortage: the trainer waits on."""
+    """Note since when the trainer has no machine, or no rollout node serves, after a node of `role` moved.
+
+    Rollout machines that come and do not serve end no shortage.
+    """
     trainer, rollout = state.shortages.trainer_since_s, state.shortages.rollout_since_s
     if role is Role.TRAINER:
         trainer = None if state.trainer_machines else time_s if trainer is None else trainer

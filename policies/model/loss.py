@@ -1,4 +1,4 @@
-"""What keys of `grpo` do to the objective, by the loss in use: from `GRPOTrainer._compute_loss` of TRL 1.16."""
+"""Effects of `grpo` keys on the objective, by loss type, from `GRPOTrainer._compute_loss` of TRL 1.16."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TRL_DEFAULTS: Mapping[str, float] = {
     "top_entropy_quantile": 1.0,
 }
 DEFAULT_LOSS = "dapo"
-# They clip the policy ratio at 1 - epsilon and 1 + epsilon_high. `cispo` weighs each token by the ratio up to
+# These clip the policy ratio at 1 - epsilon and 1 + epsilon_high. `cispo` weighs each token by the ratio up to
 # epsilon_high; `sapo` and `vespo` use neither.
 CLIPPING_LOSSES = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 
-# How many completions are computed, gathered and generated at a time.
+# The numbers of completions computed, accumulated and generated at a time.
 BATCH_KEYS = frozenset(
     {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
 )
 
 
 def value_of(grpo: Mapping[str, Any], key: str) -> float:
-    """A key's value, or TRL's default."""
+    """Return a key's value, or TRL's default."""
     value = grpo.get(key)
     return TRL_DEFAULTS[key] if value is None else float(value)
 
@@ -41,37 +41,37 @@ def loss_of(grpo: Mapping[str, Any]) -> str:
 
 
 def is_on_policy(grpo: Mapping[str, Any], processes: int) -> bool:
-    """Whether every completion is trained on by the weights that it was generated with: then the ratio is 1."""
+    """Whether each completion is trained on only by the weights that generated it, so that the ratio is 1."""
     return value_of(grpo, "num_iterations") == 1 and steps_of_generation(grpo, processes) <= 1
 
 
 def steps_of_generation(grpo: Mapping[str, Any], processes: int) -> float:
-    """How many optimizer steps one generation is trained on in."""
+    """Return the number of optimizer steps that train on one generation."""
     accumulated = int(value_of(grpo, "gradient_accumulation_steps"))
     batches = int(grpo.get("steps_per_generation") or accumulated)
-    if (whole := grpo.get("generation_batch_size")) is not None:
-        batches = int(whole) // (int(value_of(grpo, "per_device_train_batch_size")) * processes)
+    if (batch_size := grpo.get("generation_batch_size")) is not None:
+        batches = int(batch_size) // (int(value_of(grpo, "per_device_train_batch_size")) * processes)
     return batches / accumulated * value_of(grpo, "num_iterations")
 
 
 def weight_cap(grpo: Mapping[str, Any]) -> float:
-    """`epsilon_high`, or TRL's default for it; for `cispo` the largest weight of a token."""
+    """Return `epsilon_high`, or TRL's default for it; for `cispo` the largest weight of a token."""
     high = grpo.get("epsilon_high")
     return value_of(grpo, "epsilon") if high is None else float(high)
 
 
 def pieces_keep_gradient(grpo: Mapping[str, Any]) -> bool:
-    """Whether smaller batches on each device, and more of them, give the same gradient.
+    """Whether smaller batches on each device, with more accumulation, give the same gradient.
 
-    `bnpo` weighs a completion by the tokens of its device's batch; the entropy bonus and the choice of tokens by
-    their entropy are means over that batch, too.
+    `bnpo` weighs a completion by the tokens of its device's batch. The entropy bonus and the selection of tokens
+    by entropy are computed over that batch, too.
     """
     plain = value_of(grpo, "entropy_coef") == 0 and not grpo.get("use_adaptive_entropy")
     return plain and value_of(grpo, "top_entropy_quantile") == 1 and loss_of(grpo) != "bnpo"
 
 
 def effects(changes: Mapping[str, float], before: Mapping[str, Any], processes: int) -> dict[str, str]:
-    """Return what each change does, in a few words, by key.
+    """Describe the effect of each change, by key.
 
     Args:
         changes: keys of `grpo` with their new values.
@@ -93,27 +93,27 @@ def _effect(key: str, before: Mapping[str, Any], after: Mapping[str, Any], proce
         case "epsilon" | "epsilon_high":
             return _of_epsilon(key, after, processes)
         case "max_grad_norm":
-            return f"a gradient of a norm above {after[key]:g} is scaled down to it"
+            return f"gradients with a norm above {after[key]:g} are scaled down to it"
         case "temperature":
             return f"completions are sampled at temperature {after[key]:g}"
         case _ if key in BATCH_KEYS:
             if pieces_keep_gradient(after):
                 return "the same batch and gradient, computed in smaller pieces"
-            return "the same batch in smaller pieces; what this loss averages over a piece changes"
+            return "the same batch in smaller pieces; this loss's averages over a piece change"
         case "gradient_checkpointing":
-            return "the same gradient: activations are computed twice in the place of being kept"
+            return "the same gradient: activations are computed again instead of kept"
         case "num_generations":
-            return f"{after[key]:g} completions for each prompt, of as many prompts as before"
+            return f"{after[key]:g} completions for each prompt, with the same number of prompts"
         case "max_completion_length":
             return f"completions end after {after[key]:g} tokens"
-    return "told to TRL"
+    return "passed to TRL"
 
 
 def _of_beta(before: float, after: float) -> str:
     if after == 0:
         return "no KL term"
     if before == 0:
-        return "a KL term where there was none: a reference model is loaded beside the trained one"
+        return "adds a KL term, which loads a reference model in addition to the trained one"
     return f"the KL term pulls {_times(after / before)} as hard towards the reference model"
 
 
@@ -122,11 +122,11 @@ def _of_epsilon(key: str, after: Mapping[str, Any], processes: int) -> str:
     if loss == "cispo" and key == "epsilon" and after.get("epsilon_high") is not None:
         return "nothing: loss_type cispo has no lower bound"
     if loss not in CLIPPING_LOSSES and loss != "cispo":
-        return f"nothing: loss_type {loss} clips no ratio"
+        return f"nothing: loss_type {loss} does not clip the ratio"
     if loss == "cispo" and not (is_on_policy(after, processes) and cap >= 1):
-        return f"the ratio weighs a token by {cap:g} at most"
+        return f"the ratio weighs a token by at most {cap:g}"
     if is_on_policy(after, processes):
-        return "nothing: each completion is trained on once, by the weights that made it, so that the ratio is 1"
+        return "nothing: each completion is trained on once, by the weights that made it, so the ratio is 1"
     return f"the ratio is clipped below {1 - value_of(after, 'epsilon'):g} and above {1 + cap:g}"
 
 

@@ -1,6 +1,6 @@
-"""What the launch of a node's work and that work agree on: variables of the environment, modules, names of files.
+"""The contract between a node's launcher and its work: environment variables, modules, file names.
 
-`orchestrator` starts the work and may not import it, nor the work what started it.
+`orchestrator` starts the work; neither imports the other.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from policies.model.vocabulary import Role
 RUN_ENV = "GRPO_ORCH_RUN"  # the store's URL
 NODE_ENV = "GRPO_ORCH_NODE"  # the node's name
 TOKEN_ENV = "GRPO_ORCH_TOKEN"  # the run's secret
-ATTEMPT_ENV = "GRPO_ORCH_ATTEMPT"  # which run of the node's work this is
-TIMELINE_ENV = "GRPO_ORCH_TIMELINE"  # the timeline that the trainer goes on with
-DEAD_MAN_ENV = "GRPO_ORCH_DEAD_MAN_S"  # silence of the run after which the work ends by itself; 0: never
-WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder of this machine alone, gone with it
+ATTEMPT_ENV = "GRPO_ORCH_ATTEMPT"  # number of this run of the node's work
+TIMELINE_ENV = "GRPO_ORCH_TIMELINE"  # the timeline that the trainer continues
+DEAD_MAN_ENV = "GRPO_ORCH_DEAD_MAN_S"  # the work ends after this long without contact from the run; 0: never
+WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder on this machine, lost with it
 
 WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
-GATEWAY = "orchestrator.gateway"  # beside the trainer
-TRAINER = "tasks.trainer.main"  # below `WORK[Role.TRAINER]`
-EVALUATOR = "tasks.evaluating.main"  # in its place, where the run is an evaluation
-LOCAL_MACHINE = "tasks.machine.local_machine"  # above the work, on the local cloud
+GATEWAY = "orchestrator.gateway"  # next to the trainer
+TRAINER = "tasks.trainer.main"  # started by `WORK[Role.TRAINER]`
+EVALUATOR = "tasks.evaluating.main"  # instead of the trainer, if the run is an evaluation
+LOCAL_MACHINE = "tasks.machine.local_machine"  # starts the work on the local cloud
 
 MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.children`
 
 # In the machine's working folder:
-NOTICE = "notice"  # it will be taken back: how many seconds it stays, or nothing
+NOTICE = "notice"  # the preemption notice: the seconds that remain, or empty
 REBALANCE = "rebalance"  # the cloud recommended a rebalance
-SPOOL = "spool"  # a link to the spool, wherever that is
-SPOOL_PREFIX = "grpo-orch-"  # of the names of spools: nothing else that the link leads to is ever removed
+SPOOL = "spool"  # a link to the spool
+SPOOL_PREFIX = "grpo-orch-"  # of spool names: no other target of the link is ever removed

@@ -1,4 +1,4 @@
-"""Where a machine is bought: what is had, refused and taken back together."""
+"""Spot and on-demand pools, and the history of machines in each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from policies.model.vocabulary import Market, Role
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pool:
-    """Machines of one kind in one zone on one market, in the cloud's own words.
+    """Machines of one instance type in one zone on one market, by the cloud's names.
 
-    `zone` is empty where the cloud chooses it by itself (on Azure, on Kubernetes).
+    `zone` is empty where the cloud chooses it (on Azure, on Kubernetes).
     """
 
     cloud: str  # aws
@@ -23,17 +23,17 @@ class Pool:
 
     @property
     def place(self) -> str:
-        """`aws/us-east-1/us-east-1b`, as SkyPilot's `infra` has it."""
+        """`aws/us-east-1/us-east-1b`, as in SkyPilot's `infra`."""
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
     @property
     def machine(self) -> str:
-        """`p5.48xlarge H100:8`: what differs in speed."""
+        """`p5.48xlarge H100:8`: the hardware."""
         return f"{self.instance_type} {self.accelerators}".strip()
 
     @property
     def anywhere(self) -> Pool:
-        """The same in the whole region, which is what a quota is for."""
+        """The same pool without its zone: the scope of a quota."""
         return replace(self, zone="")
 
     def __str__(self) -> str:
@@ -43,23 +43,23 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class PoolOffer:
-    """A pool that run.yaml allows for a role, what a machine costs there by the cloud's list, and what it does."""
+    """A pool that run.yaml allows for a role, with the cloud's list price."""
 
     role: Role
     pool: Pool
     usd_per_h: float
-    rank: int = 0  # place in run.yaml's `ordered`: a lower one is tried first, whatever it costs
+    rank: int = 0  # position in run.yaml's `ordered`: lower ranks are tried first, at any price
 
 
-# What a run has lived through in one pool: launches, stays, refusals and losses, the newest of each.
+# A run's history in one pool: launches, stays, refusals and losses, the newest of each.
 
-KEPT = 32  # launches and stays a pool; older ones count for little
-STAYED_S = 3600.0  # a machine that was there for so long shows that the pool holds again
+KEPT = 32  # launches and stays of a pool; older ones count for little
+STAYED_S = 3600.0  # a machine that stayed this long shows that the pool is stable again
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A machine was asked for in the pool, and came or did not."""
+    """A request for a machine in the pool, and whether it came."""
 
     at_s: float
     came: bool
@@ -67,7 +67,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Stayed:
-    """A machine was there until then, for so many hours; the cloud took it, or it was given back."""
+    """A machine's stay until `until_s`, ended by the cloud (`taken`) or by its release."""
 
     until_s: float
     hours: float
@@ -76,7 +76,7 @@ class Stayed:
 
 @dataclass(frozen=True, slots=True)
 class PoolRecord:
-    """A pool's history, as far as it is kept."""
+    """A pool's recent history."""
 
     pool: Pool
     launches: tuple[Launched, ...] = ()
@@ -86,14 +86,14 @@ class PoolRecord:
     taken_in_a_row: int = 0  # each within STAYED_S
     taken_at_s: float = 0.0
     rebalances: int = 0  # machines that left after a rebalance recommendation
-    rebalances_taken: int = 0  # of these, machines that the cloud took
+    rebalances_taken: int = 0  # of these, preempted ones
 
 
-def refused(record: PoolRecord, asked_at_s: float, time_s: float) -> PoolRecord:
-    """Return the record after the pool gave no machine. Requests side by side that it refuses are one in a row."""
+def refused(record: PoolRecord, requested_at_s: float, time_s: float) -> PoolRecord:
+    """Return the record after the pool refused a machine. Simultaneous refusals count as one in a row."""
     launches = (*record.launches, Launched(time_s, False))[-KEPT:]
-    again = not record.refused_in_a_row or asked_at_s >= record.refused_at_s
-    count = record.refused_in_a_row + again
+    is_new = not record.refused_in_a_row or requested_at_s >= record.refused_at_s
+    count = record.refused_in_a_row + is_new
     return replace(record, launches=launches, refused_in_a_row=count, refused_at_s=time_s)
 
 
@@ -106,10 +106,10 @@ def came(record: PoolRecord, time_s: float) -> PoolRecord:
 def stayed(
     record: PoolRecord, since_s: float, time_s: float, *, taken: bool, rebalance_recommended: bool = False
 ) -> PoolRecord:
-    """Return the record after a machine that came at `since_s` was taken by the cloud, or given back."""
-    long_s = max(0.0, time_s - since_s)
-    stays = (*record.stays, Stayed(time_s, long_s / 3600, taken))[-KEPT:]
-    before = 0 if long_s >= STAYED_S else record.taken_in_a_row
+    """Return the record after a machine that came at `since_s` was preempted (`taken`) or released."""
+    stay_s = max(0.0, time_s - since_s)
+    stays = (*record.stays, Stayed(time_s, stay_s / 3600, taken))[-KEPT:]
+    before = 0 if stay_s >= STAYED_S else record.taken_in_a_row
     count, at_s = (before + 1, time_s) if taken else (before, record.taken_at_s)
     return replace(
         record,

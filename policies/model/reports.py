@@ -1,7 +1,7 @@
-"""Reports: what a user learns once of each topic, and the one rule by which it is journalled once.
+"""Reports to the user, each journalled once.
 
-A topic has a state, such as the store that is slow or has caught up. An event reports it. An event whose report
-equals the last one of its topic is not journalled again.
+A topic has a state, such as the store being slow or having caught up. An event reports it. An event that reports
+the same state as the last one of its topic is not journalled again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Reports = Mapping[str, Report]
 
 
 def topic_of(event: Event) -> tuple[str, str] | None:
-    """Return the topic of which an event reports, and the topic's state; None for an event that is no report."""
+    """Return the topic that an event reports, and its state; None for other events."""
     match event:
         case BudgetNeared():
             return f"{BUDGET} neared", "neared"
@@ -84,12 +84,12 @@ def is_news(reports: Reports, event: Event) -> bool:
 
 
 def with_report(reports: Reports, event: Event, time_s: float) -> Reports:
-    """Return the reports with that of an event."""
+    """Return the reports with the event's added."""
     found = topic_of(event)
     return reports if found is None else MappingProxyType({**reports, found[0]: Report(found[1], time_s)})
 
 
 def without(reports: Reports, *topics: str) -> Reports:
-    """Return the reports without these topics and all below them: what happens next is news again."""
+    """Return the reports without topics that begin so; their next event is news again."""
     kept = {name: report for name, report in reports.items() if not name.startswith(topics)}
     return reports if len(kept) == len(reports) else MappingProxyType(kept)

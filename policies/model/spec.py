@@ -1,7 +1,7 @@
-"""The run's specification as every room sees it: run.yaml after validation, run.json in the store.
+"""The run's specification: run.yaml after validation, run.json in the store.
 
-Only data and its defaults. Reading YAML, naming lines and checking keys against TRL and vLLM is done in
-`orchestrator.config`. Keys of other projects (`grpo`, `peft`, `vllm`, `resources`) keep those projects' names.
+Only data and its defaults. `orchestrator.config` reads YAML, reports lines and checks keys against TRL and vLLM.
+Keys of other projects (`grpo`, `peft`, `vllm`, `resources`) keep those projects' names.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 from policies.model.vocabulary import Recovery
 
-# How many processes train: one for each GPU of the trainer's node, unless run.yaml says another number.
+# The number of training processes: one for each GPU of the trainer's node, unless run.yaml sets another.
 
-ALTERNATIVES = ("any_of", "ordered")  # SkyPilot's: lists of machines, each over the keys beside the list
+ALTERNATIVES = (
+    "any_of",
+    "ordered",
+)  # SkyPilot's lists of machines; each entry overrides the keys next to the list
 
 
 def processes_in(accelerate: Mapping[str, Any], resources: Mapping[str, Any]) -> int:
-    """How many processes train, by these sections of `trainer`; of alternatives the smallest decides."""
+    """Return the number of training processes from these sections of `trainer`: the smallest of alternatives."""
     count = accelerate.get("num_processes")
     if isinstance(count, int) and count > 0:
         return count
@@ -27,19 +30,21 @@ def processes_in(accelerate: Mapping[str, Any], resources: Mapping[str, Any]) ->
 
 
 def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
-    """The counts in SkyPilot's `accelerators`: `H100:8`, `H100`, `{H100: 8}`, or a list of alternatives.
+    """Return the counts in SkyPilot's `accelerators`: `H100:8`, `H100`, `{H100: 8}`, or a list of alternatives.
 
-    One for each alternative, those of `any_of` and `ordered` too; None for one that names none.
+    One for each alternative, those of `any_of` and `ordered` included; None for an alternative without a count.
     """
-    return {count for one in alternatives_of(resources) for count in _counts(one)}
+    return {count for machine in alternatives_of(resources) for count in _counts(machine)}
 
 
 def alternatives_of(resources: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The machines that SkyPilot's `resources` allows, in their order: each entry of `any_of` or `ordered` over
-    the keys beside the list; without such a list the one that is named."""
-    nested = [one for key in ALTERNATIVES for one in _listed(resources.get(key)) if isinstance(one, Mapping)]
-    beside = {key: value for key, value in resources.items() if key not in ALTERNATIVES}
-    return [{**beside, **one} for one in nested or [{}]]
+    """Return the machines that SkyPilot's `resources` allows, in order.
+
+    Each entry of `any_of` or `ordered` overrides the keys next to the list. Without a list there is one machine.
+    """
+    nested = [entry for key in ALTERNATIVES for entry in _listed(resources.get(key)) if isinstance(entry, Mapping)]
+    common = {key: value for key, value in resources.items() if key not in ALTERNATIVES}
+    return [{**common, **entry} for entry in nested or [{}]]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -52,13 +57,12 @@ def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
         accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
     elif isinstance(accelerators, str):
         accelerators = [accelerators]
-    for one in _listed(accelerators) or (None,):
-        yield _count(one) if isinstance(one, str) else None
+    for accelerator in _listed(accelerators) or (None,):
+        yield _count(accelerator) if isinstance(accelerator, str) else None
 
 
 def _count(text: str) -> int | None:
-    """Of `NAME` or `NAME:COUNT`, read as SkyPilot does; None for what is no whole count of GPUs, which is its to
-    judge."""
+    """Read the count of `NAME` or `NAME:COUNT` as SkyPilot does; None if it is no whole number of GPUs."""
     name, _, count = text.partition(":")
     if name.lower().startswith("tpu"):
         return None
@@ -69,31 +73,32 @@ def _count(text: str) -> int | None:
     return int(number) if number.is_integer() and number >= 0 else None
 
 
-# What is done about a prompt that no rollout node takes: it is left out of its step, or the run fails.
+# For a prompt that no rollout node accepts: leave it out of its step, or fail the run.
 OnBadPrompt = Literal["skip", "fail"]
-# What is done about a reward function that raises, hangs or returns no score: its completions have none, or the
-# run fails.
+# For a reward function that raises, hangs or returns no score: continue without the score, or fail the run.
 OnBadReward = Literal["none", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Arguments of `datasets.load_dataset`: a hub name or a folder or file, and which part of it; and how a prompt
-    is made of a row: by a template with columns in braces, one in each message of a chat, or a function's import
-    path. None: the rows have a column `prompt`."""
+    """Arguments of `datasets.load_dataset`, and how to make a prompt from a row.
+
+    `path` is a hub name, a folder or a file. `prompt` is a template with columns in braces, such templates in the
+    messages of a chat, or a function's import path; None: the rows have a column `prompt`.
+    """
 
     path: str
     name: str | None = None
     split: str = "train"
     revision: str | None = None
     prompt: str | tuple[dict[str, str], ...] | None = None
-    streaming: bool = False  # only the rows that the run can use are fetched
-    weight: float | None = None  # of several: its share of the prompts; None: each of its rows once
+    streaming: bool = False  # fetch only the rows that the run can use
+    weight: float | None = None  # its share of the prompts of several datasets; None: each of its rows once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
-    """An agent that makes conversations with the policy through an OpenAI client, and the limits of one session.
+    """An agent that talks to the policy through an OpenAI client, and the limits of one session.
 
     `run`: import path of a function `(base_url, api_key, row) -> reward or None`; or a command, which reads
     OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in GRPO_ORCH_ROW.
@@ -101,20 +106,20 @@ class AgentSpec:
 
     run: str | tuple[str, ...]
     python: str | None = None  # the function's interpreter, of an environment of its own; None: the trainer's
-    time_s: float = 600.0  # without the time in which it waits for the model
+    time_s: float = 600.0  # without the time waiting for the model
     turns: int = 32
-    tokens: int | None = None  # that all turns may have together; None: grpo.max_completion_length
+    tokens: int | None = None  # of all turns together; None: grpo.max_completion_length
     memory_gb: float | None = None  # of each process of a session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """The machine that trains: what it is, what it trains, on what, for what reward."""
+    """The training machine, its model, data and rewards."""
 
     model: str  # hub name or folder
     dataset: Dataset | tuple[Dataset, ...]
-    reward_funcs: tuple[str, ...] = ()  # import paths in TRL's signature; none are needed where an agent rewards
-    reward_args: dict[str, Any] = field(default_factory=dict)  # by a function's name: its arguments, by theirs
+    reward_funcs: tuple[str, ...] = ()  # import paths in TRL's signature; optional if an agent rewards
+    reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments, by a function's name
     eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
     setup: str = ""  # shell, run once on the machine before the trainer
@@ -122,16 +127,16 @@ class TrainerSpec:
     peft: dict[str, Any] | None = None  # LoraConfig keys
     accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
     tools: tuple[str, ...] = ()  # import paths of functions that the model may call, in TRL's form
-    environment_factory: str | None = None  # import path of what makes one, or of a mapping of those by name
-    rollout_func: str | None = None  # import path of what makes completions, in TRL's signature
+    environment_factory: str | None = None  # import path of a factory, or of a mapping of factories by name
+    rollout_func: str | None = None  # import path of a function that makes completions, in TRL's signature
     agent: AgentSpec | None = None  # makes whole conversations, each a session of the gateway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """How many rollout nodes: never more than `max`; below `min`, more are requested at once.
+    """The number of rollout nodes: at most `max`; below `min`, more are requested immediately.
 
-    With `max` 0 there are none, and the trainer generates by itself.
+    With `max` 0 there are none, and the trainer generates itself.
     """
 
     min: int = 1
@@ -148,19 +153,21 @@ class RolloutSpec:
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
-    recovery: Recovery = "continue"  # what happens to a completion whose node was lost
-    max_staleness: int = 0  # steps that a policy is older than the one that is trained on its completions
-    own_generation_after_s: float | None = 300.0  # so long without a node, and the trainer generates; None: never
+    recovery: Recovery = "continue"  # of a completion whose node was lost
+    max_staleness: int = 0  # age in steps of the policy that samples, compared with the one that is trained
+    own_generation_after_s: float | None = (
+        300.0  # without a node for this long, the trainer generates; None: never
+    )
 
 
-# Of `grpo`, where windows are sampled from older policies and the file says nothing. TRL's own default masks by
-# the ratio of whole sequences, and of long ones from another policy it would leave little.
+# Defaults of `grpo` where windows are sampled from older policies. TRL's own default masks by the ratio of whole
+# sequences, which would discard most long sequences from another policy.
 STALE_DEFAULTS: dict[str, Any] = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnRollback:
-    """What differs on the timeline after a rollback. A factor multiplies the diverged timeline's value.
+    """Changes on the timeline after a rollback. A factor multiplies the diverged timeline's value.
 
     The sampling seeds are always new: they are derived from the timeline.
     """
@@ -168,12 +175,12 @@ class OnRollback:
     beta_factor: float = 2.0
     epsilon_factor: float = 0.5
     learning_rate_factor: float = 0.5
-    skip_prompts: bool = True  # leave out the prompts from the onset to the trip
+    skip_prompts: bool = True  # skip the prompts from the onset to the trip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackBudget:
-    """How often a run rolls back by itself before it gives up."""
+    """How often a run rolls back automatically before it gives up."""
 
     total: int = 3
     recent: int = 2  # within `recent_steps`
@@ -182,9 +189,9 @@ class RollbackBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPolicy:
-    """What is done about a run that diverges. `pause` returns the machines, `alert` journals it and continues."""
+    """The response to divergence. `pause` returns the machines; `alert` journals it and continues."""
 
-    limit: float | None = None  # KL above the run's own start; None: judged by the run's own history alone
+    limit: float | None = None  # KL above its initial value; None: judged by the run's history alone
     task_changes: tuple[int, ...] = ()  # first steps of new tasks, such as the stages of a curriculum
     action: Literal["rollback", "pause", "alert"] = "rollback"
     on_rollback: OnRollback = field(default_factory=OnRollback)
@@ -193,10 +200,13 @@ class KlPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPolicy:
-    """What the fleet does by itself. `dead_man_min`: a machine ends by itself when neither daemon nor gateway has
-    been heard for so many minutes; 0: never. Half-lives of what was seen where machines are bought: losses
-    follow the hours of a day; capacity comes and goes within hours. `deadline`: when the last step is to be made,
-    as `2026-11-30T18:00:00Z`; see policies.fleet.deadline."""
+    """Automatic management of the fleet.
+
+    `dead_man_min`: a machine shuts itself down after this many minutes without contact from the daemon or the
+    gateway; 0: never. Half-lives are of observations in the pools: losses follow the time of day; capacity changes
+    within hours. `deadline`: when the last step should be done, as `2026-11-30T18:00:00Z`; see
+    policies.fleet.deadline.
+    """
 
     dead_man_min: float = 30.0
     loss_half_life_h: float = 24.0
@@ -206,34 +216,39 @@ class FleetPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesSpec:
-    """What the controller watches and how far it may go."""
+    """Limits and responses of the controller."""
 
     kl: KlPolicy = field(default_factory=KlPolicy)
     fleet: FleetPolicy = field(default_factory=FleetPolicy)
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
-    on_bad_prompt: OnBadPrompt = "skip"  # one prompt of many thousands is no reason to lose a night
-    on_bad_reward: OnBadReward = "fail"  # what is wrong with a function is mostly wrong with all of its scores
+    on_bad_prompt: OnBadPrompt = "skip"  # one bad prompt should not stop a run overnight
+    on_bad_reward: OnBadReward = "fail"  # a broken function usually breaks all of its scores
     reward_timeout_s: float = 1800.0  # one call of a reward function, over all of a process's completions
-    trainer_restarts: int = 5  # trainer exits in a row without one step of progress; then the run fails
-    min_completion_length: int | None = None  # completions may become this short when memory runs out; None: never
+    trainer_restarts: int = 5  # trainer exits in a row without a step of progress; then the run fails
+    min_completion_length: int | None = (
+        None  # lower limit for shorter completions to save memory; None: no shortening
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsSpec:
-    """Which checkpoints the store keeps, by `policies.ledger.retention`, and how they get there."""
+    """Which checkpoints the store keeps, by `policies.ledger.retention`, and how they are uploaded."""
 
-    keep_last: int = 3  # the newest stay
-    keep_every_steps: int | None = None  # a checkpoint whose step is a multiple of it stays for good
-    keep_rollouts_every_steps: int = 100  # a step's stored completions stay for good if it is a multiple of it
-    spool: str = ""  # folder for what is on its way to the store; empty: /dev/shm if it has room, else the node's
-    spool_gib: float | None = None  # how much may lie there; None: half of what is free there at the start
-    max_behind_steps: int | None = None  # training waits when the newest stored is so old; None: 10 x save_steps
+    keep_last: int = 3  # the newest checkpoints
+    keep_every_steps: int | None = None  # keep every checkpoint whose step is a multiple
+    keep_rollouts_every_steps: int = 100  # keep a step's stored completions if the step is a multiple
+    spool: str = ""  # folder for uploads; empty: /dev/shm if it has room, else the node's folder
+    spool_gib: float | None = None  # its maximum size; None: half of its free space at the start
+    max_behind_steps: int | None = None  # training waits when the newest stored is this old; None: 10 x save_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the run may cost in USD, enforced before each launch. Where it is reached, the trainer stores what it
-    has and every machine goes back; the run is then paused, or stopped as by `down`."""
+    """Limits of the run's cost in USD, enforced before each launch.
+
+    When a limit is reached, the trainer stores its state, every machine is returned, and the run is paused, or
+    stopped as by `down`.
+    """
 
     usd: float | None = None
     usd_per_h: float | None = None
@@ -242,29 +257,30 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
-    """Where the daemon sends notifications. Unset: nowhere."""
+    """Where the daemon sends notifications; nowhere by default."""
 
-    url_env: tuple[
-        str, ...
-    ] = ()  # environment variables of the daemon, each with an apprise URL, which is a secret
+    url_env: tuple[str, ...] = ()  # environment variables of the daemon, each with a (secret) apprise URL
     command: tuple[str, ...] = ()  # program and arguments; reads the message as JSON from standard input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """One fault for the local cloud. `target` is a slot (`rollout-0`, `trainer-0`: its machine), `rollouts`, or,
-    for kill alone, one process: `gateway`, `trainer`, `daemon`."""
+    """A fault for the local cloud.
+
+    `target` is a slot (`rollout-0`, or `trainer-0` for its machine), `rollouts`, or, only for kill, a process:
+    `gateway`, `trainer`, `daemon`.
+    """
 
     fault: Literal["kill", "preempt", "no_capacity"]
     at_step: int
     target: str = "rollouts"
-    notice_s: float = 0.0  # preempt: how long before the machine goes its notice comes
-    for_s: float = 3.0  # no_capacity: how long; kill daemon: after how long `resume` is called
+    notice_s: float = 0.0  # preempt: from the notice to the end of the machine
+    for_s: float = 3.0  # no_capacity: its duration; kill daemon: time until `resume` is called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """USD an hour for the rehearsal's bill; the local cloud itself costs nothing."""
+    """Simulated prices of the local cloud in USD an hour; it costs nothing itself."""
 
     on_demand_usd_per_h: float = 0.0
     spot_usd_per_h: float = 0.0
@@ -272,7 +288,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """Faults and prices with which the local cloud plays a real one."""
+    """Faults and prices with which the local cloud simulates a real one."""
 
     faults: tuple[Rehearsed, ...] = ()
     trainer_prices: Prices = field(default_factory=Prices)
@@ -292,20 +308,20 @@ class RunSpec:
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
     budget: Budget = field(default_factory=Budget)
     notify: Notify = field(default_factory=Notify)
-    metrics_port: int | None = None  # of the daemon's machine, for Prometheus there; None: none
-    secrets: tuple[str, ...] = ()  # environment variables that reach the nodes; their values are stored nowhere
+    metrics_port: int | None = None  # for Prometheus, on the daemon's machine; None: no metrics
+    secrets: tuple[str, ...] = ()  # environment variables passed to the nodes; their values are never stored
     cloud: Literal["local", "sky"] = "local"
     rehearse: Rehearsal | None = None
-    workdir: str = ""  # the folder of run.yaml: relative paths and reward modules are found from here
+    workdir: str = ""  # the folder of run.yaml, for relative paths and reward modules
 
 
-def datasets_of(named: Dataset | tuple[Dataset, ...] | None) -> tuple[Dataset, ...]:
-    """What `dataset` or `eval_dataset` names, one by one."""
-    return (named,) if isinstance(named, Dataset) else named or ()
+def datasets_of(datasets: Dataset | tuple[Dataset, ...] | None) -> tuple[Dataset, ...]:
+    """Return the datasets of `dataset` or `eval_dataset`."""
+    return (datasets,) if isinstance(datasets, Dataset) else datasets or ()
 
 
 def generates_itself(spec: RunSpec) -> bool:
-    """Whether the trainer generates, for the run has no rollout nodes."""
+    """Whether the trainer generates, because the run has no rollout nodes."""
     return spec.rollout.replicas.max == 0
 
 
@@ -316,63 +332,64 @@ def may_overlap(spec: RunSpec) -> bool:
 
 
 def stores_checkpoints(spec: RunSpec) -> bool:
-    """Whether a trainer that ends can be continued from where it was. An evaluation stores none."""
+    """Whether a trainer stores checkpoints from which it can continue. An evaluation does not."""
     return spec.grpo.get("save_strategy") != "no"
 
 
 def processes_of(spec: RunSpec) -> int:
-    """How many processes train."""
+    """Return the number of training processes."""
     return processes_in(spec.trainer.accelerate or {}, spec.trainer.resources)
 
 
 def fixes_accumulation(spec: RunSpec) -> bool:
-    """Whether the accelerate config names DeepSpeed's accumulation: another one in `grpo` would contradict it."""
+    """Whether the accelerate config sets DeepSpeed's accumulation; another one in `grpo` would contradict it."""
     deepspeed = (spec.trainer.accelerate or {}).get("deepspeed_config") or {}
     return bool(deepspeed.get("gradient_accumulation_steps", "auto") != "auto")
 
 
 def model_settings(grpo: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the model is loaded with, by the names of from_pretrained's arguments."""
+    """Return the arguments of from_pretrained for the model."""
     return settings_in(grpo, "model_init_kwargs")
 
 
 def settings_in(grpo: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What stands at a key of `grpo` that takes a mapping, or JSON."""
-    given = grpo.get(key) or {}
+    """Return the mapping at a key of `grpo`, which may also be JSON text."""
+    value = grpo.get(key) or {}
     try:
-        read = json.loads(given) if isinstance(given, str) else given
-    except ValueError:  # which TRL will say
+        settings = json.loads(value) if isinstance(value, str) else value
+    except ValueError:  # TRL will report it
         return {}
-    return read if isinstance(read, Mapping) else {}
+    return settings if isinstance(settings, Mapping) else {}
 
 
-# How weights, gradients and the optimizer's states are divided over the processes that train.
+# How weights, gradients and the optimizer's states are sharded over the training processes.
 
-# DeepSpeed's stages, or FSDP2, which divides all of them.
+# DeepSpeed's stages, or FSDP2, which shards all of them.
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 
 
 def sharding_of(spec: RunSpec) -> tuple[Sharding, bool, bool]:
-    """How a run divides, and whether its optimizer and its weights stay in the machine's own memory."""
+    """Return the run's sharding, and whether its optimizer and its weights are offloaded to host memory."""
     accelerate, grpo = spec.trainer.accelerate or {}, spec.grpo
     if not accelerate and not grpo.get("fsdp") and not grpo.get("deepspeed"):
         return "none", False, False
     kind = accelerate.get("distributed_type")
     if grpo.get("fsdp") or kind == "FSDP":
         config = {**_mapping(accelerate.get("fsdp_config")), **_mapping(grpo.get("fsdp_config"))}
-        away = bool(config.get("fsdp_offload_params") or config.get("cpu_offload"))
-        return "fsdp", away, away
-    theirs, own = _mapping(grpo.get("deepspeed")), _mapping(accelerate.get("deepspeed_config"))
-    zero = _mapping(theirs.get("zero_optimization"))
-    stage = zero.get("stage", own.get("zero_stage", 0 if theirs else 2)) if theirs or kind == "DEEPSPEED" else 0
-    optimizer = _device(zero.get("offload_optimizer"), own.get("offload_optimizer_device"))
-    weights = _device(zero.get("offload_param"), own.get("offload_param_device"))
+        is_offloaded = bool(config.get("fsdp_offload_params") or config.get("cpu_offload"))
+        return "fsdp", is_offloaded, is_offloaded
+    deepspeed, plugin = _mapping(grpo.get("deepspeed")), _mapping(accelerate.get("deepspeed_config"))
+    zero = _mapping(deepspeed.get("zero_optimization"))
+    has_deepspeed = bool(deepspeed) or kind == "DEEPSPEED"
+    stage = zero.get("stage", plugin.get("zero_stage", 0 if deepspeed else 2)) if has_deepspeed else 0
+    optimizer = _device(zero.get("offload_optimizer"), plugin.get("offload_optimizer_device"))
+    weights = _device(zero.get("offload_param"), plugin.get("offload_param_device"))
     stages: dict[str, Sharding] = {"1": "zero1", "2": "zero2", "3": "zero3"}
     return stages.get(str(stage), "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
 
 
 def computes_in_half(spec: RunSpec) -> bool:
-    """Whether passes compute in two bytes an element: TRL's default (1.16)."""
+    """Whether passes compute in two bytes an element, as by TRL's default (1.16)."""
     return bool(spec.grpo.get("fp16")) or bool(spec.grpo.get("bf16", True))
 
 
@@ -380,5 +397,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _device(theirs: Any, own: Any) -> str:
-    return str(_mapping(theirs).get("device") or own or "none")
+def _device(offload: Any, default: Any) -> str:
+    return str(_mapping(offload).get("device") or default or "none")

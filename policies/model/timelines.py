@@ -1,7 +1,7 @@
-"""Timelines: which steps belong to a run's present line, and what a fork changes.
+"""Timelines: which steps belong to a run's present lineage, and what a fork changes.
 
-A run begins on timeline 0. A rollback forks a new one from a checkpoint, and what the old one made after that
-checkpoint is abandoned: kept on record, and never continued.
+A run begins on timeline 0. A rollback forks a new one from a checkpoint. The old timeline's steps after that
+checkpoint are abandoned: they stay on record and are never continued.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from policies.model.vocabulary import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Steps of a timeline, both included, whose prompts later timelines leave out."""
+    """A range of steps, both ends included, whose prompts later timelines skip."""
 
     timeline: int
     first_step: int
@@ -24,12 +24,11 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """How a timeline began. `timelines/NNNN.json` in the store; timeline 0 has none.
+    """The beginning of a timeline. `timelines/NNNN.json` in the store; timeline 0 has none.
 
-    `start` is the checkpoint that it continues from, a PolicyVersion as text; None: it begins where the run began.
-    `changes` are all its differences from run.yaml, those of its predecessors included; `skipped` are
-    the steps whose prompts it leaves out until it has passed its probation. `from_step` is how far the timeline
-    before had come.
+    `start` is the checkpoint that it continues from, a PolicyVersion as text; None: the run's start. `changes` are
+    all its differences from run.yaml, those of its predecessors included. `skipped` are the steps whose prompts it
+    skips until it has passed its probation. `from_step` is the step that the timeline before had reached.
     """
 
     timeline: int
@@ -50,13 +49,14 @@ class Fork:
 
 
 def probation_until(from_step: int, start: PolicyVersion | None) -> int:
-    """Return its last step, as far beyond the trip as that was from the start: what diverges again has by then."""
+    """Return the last step of a probation: as far after the trip as the trip was after the start."""
     return 2 * from_step - (0 if start is None else start.step)
 
 
 def lineage(forks: Sequence[Fork], timeline: int) -> tuple[PolicyVersion | int, ...]:
-    """Return what `timeline` consists of, newest stretch first: itself as its number, then the last version of
-    each earlier stretch, as in (2, 1-150, 0-120).
+    """Return the stretches of a timeline, newest first: its number, then the last version of each earlier stretch.
+
+    For example (2, 1-150, 0-120).
 
     Raises KeyError for a timeline that is neither 0 nor in `forks`.
     """
@@ -72,7 +72,7 @@ def lineage(forks: Sequence[Fork], timeline: int) -> tuple[PolicyVersion | int, 
 
 
 def on_lineage(version: PolicyVersion, stretches: Sequence[PolicyVersion | int]) -> bool:
-    """Whether a version lies on the line that `lineage` described."""
+    """Whether a version lies on a lineage returned by `lineage`."""
     return any(
         version.timeline == stretch
         if isinstance(stretch, int)
@@ -82,5 +82,5 @@ def on_lineage(version: PolicyVersion, stretches: Sequence[PolicyVersion | int])
 
 
 def forked_spec(spec: RunSpec, fork: Fork | None) -> RunSpec:
-    """The run's specification as it is on the timeline that `fork` began."""
+    """Return the run's specification on the timeline that `fork` began."""
     return spec if fork is None or not fork.changes else replace(spec, grpo={**spec.grpo, **fork.changes})

@@ -1,7 +1,7 @@
-"""The nouns of the project, shared by every room.
+"""The basic types of the project, shared by every package.
 
-Plain frozen data, no behaviour beyond parsing and printing. Events are in `events`, phase tables in
-`phases`, the run's specification in `spec`.
+Plain frozen data with no behaviour except parsing and printing. Events are in `events`, phase tables in `phases`,
+the run's specification in `spec`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-# What happens to a completion whose node was lost: it continues from its tokens, or starts over with its seed.
+# A completion whose node was lost continues from its tokens, or starts over with its seed.
 Recovery = Literal["continue", "exact"]
 
 _VERSION = re.compile(r"^(\d+)-(\d+)$")
@@ -32,7 +32,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read what `str()` printed. Raises ValueError for anything else."""
+        """Parse the result of `str()`. Raises ValueError for other text."""
         found = _VERSION.match(text)
         if found is None:
             raise ValueError(f"not a policy version: {text!r} (expected TIMELINE-STEP, as in 0-120)")
@@ -40,7 +40,7 @@ class PolicyVersion:
 
 
 class Role(StrEnum):
-    """What a node is for."""
+    """The purpose of a node."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
@@ -58,29 +58,29 @@ class Market(StrEnum):
 
 
 class NodePhase(StrEnum):
-    """Where a node is in its life; the legal moves are in `phases.NODE_EDGES`."""
+    """The phase of a node; the legal moves are in `phases.NODE_EDGES`."""
 
-    REQUESTED = "requested"  # journalled, not yet seen at the cloud
-    BOOTING = "booting"  # the machine is there, its work is not
+    REQUESTED = "requested"  # journalled, not yet listed by the cloud
+    BOOTING = "booting"  # the machine is up, its work has not started
     SERVING = "serving"  # a rollout node in the gateway's membership, or a trainer with a heartbeat
-    DRAINING = "draining"  # told to leave, finishing what it holds
-    TERMINATING = "terminating"  # to be taken down
-    GONE = "gone"  # lost or taken down; never comes back under this id
-    REFUSED = "refused"  # the cloud would not give it
+    DRAINING = "draining"  # finishes its requests, or stores its state, and leaves
+    TERMINATING = "terminating"  # its machine is to be terminated
+    GONE = "gone"  # lost or terminated; never returns under this id
+    REFUSED = "refused"  # the cloud refused the machine
 
 
 class RunPhase(StrEnum):
-    """Where the run is; the legal moves are in `phases.RUN_EDGES`."""
+    """The phase of the run; the legal moves are in `phases.RUN_EDGES`."""
 
     STARTING = "starting"
     TRAINING = "training"
-    PARKED = "parked"  # no rollout node can be had: the trainer's machine is returned until one can
+    PARKED = "parked"  # no rollout node is available; the trainer's machine is returned until one is
     FINISHED = "finished"  # the trainer reached its last step
-    STOPPING = "stopping"  # asked to stop, machines going down
+    STOPPING = "stopping"  # machines are being released
     STOPPED = "stopped"
-    FAILED = "failed"  # cannot go on; everything stored is kept
-    PAUSED = "paused"  # it diverged, and run.yaml wants a person to decide
-    GAVE_UP = "gave_up"  # it diverged once more than the budget of rollbacks allows
+    FAILED = "failed"  # cannot continue; everything stored is kept
+    PAUSED = "paused"  # waits for a person to decide, for example after a divergence
+    GAVE_UP = "gave_up"  # it diverged more often than the budget of rollbacks allows
 
 
 class Cause(StrEnum):
@@ -92,17 +92,17 @@ class Cause(StrEnum):
 
 
 class RollbackStage(StrEnum):
-    """How far a rollback is, by what was last seen; the legal moves are in `phases.ROLLBACK_EDGES`."""
+    """The stage that a rollback has reached; the legal moves are in `phases.ROLLBACK_EDGES`."""
 
     BEGUN = "begun"  # decided and journalled
-    FORKED = "forked"  # the new timeline is in the store: no older trainer goes on
+    FORKED = "forked"  # the new timeline is in the store: no older trainer continues
     FENCED = "fenced"  # the old trainer's work has ended
     RESUMED = "resumed"  # a trainer trains on the new timeline
-    PROBATION = "probation"  # the fleet serves it; not yet as far beyond the trip as the trip was from the start
+    PROBATION = "probation"  # the fleet serves it; not yet as far after the trip as the trip was after the start
 
 
 class MachineState(StrEnum):
-    """A machine as its cloud describes it."""
+    """The state of a machine, as its cloud reports it."""
 
     STARTING = "starting"
     UP = "up"
@@ -110,75 +110,75 @@ class MachineState(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a cloud did not give a machine, by what the caller can do about it."""
+    """Why a machine was refused or abandoned, by what the caller can do about it."""
 
-    NO_CAPACITY = "no_capacity"  # wait, or look elsewhere
-    QUOTA = "quota"  # ask for a smaller or another machine
-    CREDENTIALS = "credentials"  # nothing helps but the user
+    NO_CAPACITY = "no_capacity"  # wait, or try another pool
+    QUOTA = "quota"  # request a smaller or another machine
+    CREDENTIALS = "credentials"  # only the user can fix this
     UNKNOWN = "unknown"  # try again
-    NEVER_SERVED = "never_served"  # it came, and did no work: see its log, or `policies.boot_timeout_s`
-    SOON_BROKEN = "soon_broken"  # it served, and its work failed for good within the hour: see its log
+    NEVER_SERVED = "never_served"  # it came and never worked: see its log, or `policies.boot_timeout_s`
+    SOON_BROKEN = "soon_broken"  # it served, and its work failed permanently within the hour: see its log
 
 
 def kind_of(role: Role, market: Market) -> str:
-    """`rollout on spot`: the kind of machines that can replace each other. Resources follow from the role."""
+    """Return `rollout on spot`: the kind of machines that can replace each other. The role implies resources."""
     return f"{role} on {'spot' if market is Market.SPOT else 'demand'}"
 
 
-# Timeline, incarnation of the machine, attempt. Of two trainers of a run, or of the gateways beside them, the one
-# with the higher precedence is the newer, and whatever the other still says or writes is ignored.
+# Timeline, incarnation of the machine, attempt. The newer of two trainers of a run, or of their gateways, has the
+# higher precedence; messages and writes of the other are ignored.
 Precedence = tuple[int, int, int]
 
 
 def precedence_of(timeline: int, node_id: str, attempt: int) -> Precedence:
-    """The precedence of what works on a trainer's machine. Raises ValueError unless `node_id` names a node."""
+    """Return the precedence of processes on a trainer's machine. Raises ValueError if `node_id` names no node."""
     return timeline, slot_and_incarnation(node_id)[1], attempt
 
 
 def slot_of(role: Role, index: int) -> str:
-    """`rollout-0`: the place that incarnations of a node fill one after another."""
+    """Return `rollout-0`: the name of a slot, which incarnations of a node fill one after another."""
     return f"{role}-{index}"
 
 
 def node_id_of(slot: str, incarnation: int) -> str:
-    """`rollout-0-i2`: one machine in one slot. Deterministic, so that launching twice is launching once."""
+    """Return `rollout-0-i2`: a machine in a slot. Deterministic, which makes launching idempotent."""
     return f"{slot}-i{incarnation}"
 
 
 def member_of(node_id: str, engine: int, engines: int) -> str:
-    """`rollout-0-i2.3`: one of a machine's engines as a member; the only one has its machine's name."""
+    """Return `rollout-0-i2.3`: an engine of a machine as a member. A single engine has its machine's name."""
     return node_id if engines == 1 else f"{node_id}.{engine}"
 
 
 def machine_of(member: str) -> str:
-    """The machine that a member works on: the inverse of `member_of`."""
+    """Return a member's machine: the inverse of `member_of`."""
     return member.partition(".")[0]
 
 
 def role_of(name: str) -> Role:
-    """The role of a slot or a node. Raises ValueError for another name."""
+    """Return the role of a slot or a node. Raises ValueError for other names."""
     return Role(name.partition("-")[0])
 
 
 def slot_and_incarnation(node_id: str) -> tuple[str, int]:
-    """The inverse of `node_id_of`. Raises ValueError for another name."""
+    """Return slot and incarnation: the inverse of `node_id_of`. Raises ValueError for other names."""
     slot, _, incarnation = node_id.rpartition("-i")
     if not slot:
         raise ValueError(f"not a node id: {node_id!r} (expected SLOT-iNUMBER, as in rollout-0-i2)")
     return slot, int(incarnation)
 
 
-# What an evaluation is of: the policies of another run. `run.json` of an evaluation's own run holds it.
+# An evaluation of another run's policies, stored in `run.json` of the evaluation's own run.
 
-BASE = "base"  # the name of the model that training began from, among checkpoints
+BASE = "base"  # the name of the base model, among checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One policy. `name` is BASE, or a checkpoint's PolicyVersion as text.
+    """A policy to evaluate. `name` is BASE, or a checkpoint's PolicyVersion as text.
 
-    Of a checkpoint `manifest` and `digest` are what the run's catalog said when the evaluation was begun: nothing
-    else is evaluated in its place. `pinned`: by the evaluation, which unpins it.
+    A checkpoint's `manifest` and `digest` are from the run's catalog at the start of the evaluation, so that no
+    other checkpoint is evaluated in its place. `pinned`: by the evaluation, which unpins it.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which policies of the run at the store URL `of`; of the dataset the first `rows`, None: all."""
+    """Policies of the run at the store URL `of`, evaluated on the dataset's first `rows`; None: all rows."""
 
     of: str
     subjects: tuple[Subject, ...]

@@ -1,13 +1,12 @@
-"""Whether a node computes what the trainer computes, judged by the log-probabilities of a short fixed text.
+"""Check that a node computes what the trainer computes, by the log-probabilities of a short fixed text.
 
-With each policy the trainer publishes them for `token_ids_for`, under the weights that it trains. A node that has
-loaded the weights computes the same text and serves only if the two agree. They never agree to the bit, for the
-node rounds to its own type and sums in another order: the rule says how far apart that may bring them.
+With each policy the trainer publishes the log-probabilities of `token_ids_for` under its own weights. A node that
+has loaded the weights computes the same text, and serves only if the two agree. They never agree to the bit,
+because the node rounds to its own type and sums in another order; the tolerance says how much that may differ.
 
-This proves that the engine computes the trainer's function, whatever may go wrong between the two: a tensor that
-was not published, not loaded or loaded elsewhere, a type that was misread, a layout that the reload did not
-restore. It does not tell one step's weights from the next's, which differ by less than rounding does: which
-version a node holds is proved by the digests of what it loaded.
+This proves that the engine computes the trainer's function. It catches tensors that were not published, not loaded
+or loaded into the wrong place, misread types, and layouts that a reload did not restore. It cannot distinguish one
+step's weights from the next's, which differ by less than rounding; the digests of the loaded weights do that.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LENGTH = 48  # tokens: 47 log-probabilities, one small prefill
-FEWEST = 8  # log-probabilities that prove anything, where a node's context is shorter than the text
+FEWEST = 8  # log-probabilities needed for a check, where a node's context is shorter than the text
 
-# The relative spacing of the numbers that matrices are multiplied in; for float32 that of TF32, which GPUs use.
-# QUANTISED is measured: with weights and inputs of matrices in e4m3 the noise is 5 to 10 times that of bfloat16.
+# Relative spacing of the numbers in matrix products; for float32 that of TF32, which GPUs use. QUANTISED is
+# measured: with weights and inputs in e4m3 the noise is 5 to 10 times that of bfloat16.
 SPACING = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 QUANTISED = "quantised"
 QUANTISED_SPACING = 2.0**-5
@@ -30,25 +29,25 @@ QUANTISED_SPACING = 2.0**-5
 # random walk; this is about twice the largest.
 NOISE_AT_NO_DEPTH, NOISE_PER_ROOT_LAYER = 6.0, 3.0
 TOLERANCE_MAX = 0.5  # two unrelated models differ by more than 1
-# Rounding that makes a router choose another expert changes single tokens a lot: the worst eighth is left out, and
-# with it all may be three times as far off.
+# Rounding that makes a router choose another expert changes single tokens a lot. So the worst eighth is left out,
+# and the difference with it may be three times as large.
 OUTLIERS = 8
 OUTLIERS_TOLERANCE = 3.0
-SPREAD_MIN = 0.01  # nats; where all tokens are alike to a model, only the last bits of the logarithm differ
+SPREAD_MIN = 0.01  # nats; if a model finds all tokens equally likely, only the logarithm's last bits differ
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A fixed text as the trainer computes it.
+    """A fixed text with the trainer's log-probabilities.
 
     Attributes:
         token_ids: the text.
-        logprobs: natural logarithms of the probability of `token_ids[1:]`, each after all before it, at
+        logprobs: natural logarithms of the probability of each of `token_ids[1:]` given those before it, at
             temperature 1; None where the trainer's is not a number.
-        dtype: what the trainer computes in, as in SPACING.
+        dtype: the type that the trainer computes in, as in SPACING.
         layers: of the model.
-        unused: regular expressions of tensors that may be in the base model's files and that the trainer's model
-            has no use for, as transformers names them.
+        unused: regular expressions of tensors that the base model's files may have and the trainer's model does
+            not use, by transformers' names.
     """
 
     token_ids: list[int]
@@ -59,20 +58,20 @@ class Canary:
 
 
 def token_ids_for(vocabulary: int) -> list[int]:
-    """A text of `LENGTH` tokens from all over the vocabulary, but for its ends, where special tokens are."""
+    """Return `LENGTH` tokens from the whole vocabulary except its ends, where special tokens are."""
     first, last = vocabulary // 16, max(vocabulary * 7 // 8, vocabulary // 16 + 1)
     count = last - first
-    stride = round(count * (math.sqrt(5) - 1) / 2)  # by the golden section tokens stay far from each other
+    stride = round(count * (math.sqrt(5) - 1) / 2)  # the golden ratio keeps tokens far from each other
     while math.gcd(stride, count) != 1:
         stride += 1
     return [first + (number * stride) % count for number in range(1, LENGTH + 1)]
 
 
 def tolerance(trainer: str, node: str, layers: int) -> float:
-    """How far a node's log-probabilities may be from the trainer's, relative to the spread of the trainer's.
+    """Return how far a node's log-probabilities may be from the trainer's, relative to their spread.
 
     Args:
-        trainer, node: the types that they compute in; an unknown one counts as quantised.
+        trainer, node: the types that they compute in; an unknown type counts as quantised.
         layers: of the model.
     """
     spacing = math.hypot(*(SPACING.get(dtype, QUANTISED_SPACING) for dtype in (trainer, node)))
@@ -80,31 +79,33 @@ def tolerance(trainer: str, node: str, layers: int) -> float:
 
 
 def disagreement(canary: Canary, logprobs: Sequence[float], dtype: str) -> str:
-    """Why the node does not compute what the trainer does, in a line; empty where it does.
+    """Return why the node does not compute what the trainer does, in one line; empty if it does.
 
     Args:
-        logprobs: the node's, of the tokens after the first; fewer than the trainer's where its context ends.
-        dtype: what the node computes in, as in SPACING, or QUANTISED.
+        logprobs: the node's, of the tokens after the first; fewer than the trainer's if its context is shorter.
+        dtype: the type that the node computes in, as in SPACING, or QUANTISED.
     """
-    theirs = [one for one in canary.logprobs[: len(logprobs)] if one is not None and math.isfinite(one)]
-    if len(theirs) < len(logprobs):
+    expected = [
+        logprob for logprob in canary.logprobs[: len(logprobs)] if logprob is not None and math.isfinite(logprob)
+    ]
+    if len(expected) < len(logprobs):
         return "the trainer's own log-probabilities are not numbers"
-    if len(theirs) < FEWEST:
-        return f"{len(theirs)} log-probabilities prove nothing; it takes {FEWEST}"
-    if not all(math.isfinite(one) for one in logprobs):
+    if len(expected) < FEWEST:
+        return f"{len(expected)} log-probabilities are too few to compare; at least {FEWEST} are needed"
+    if not all(math.isfinite(logprob) for logprob in logprobs):
         return "the node's log-probabilities are not numbers"
-    mean = sum(theirs) / len(theirs)
-    spread = max(_root_mean_square([one - mean for one in theirs]), SPREAD_MIN)
-    apart = sorted(abs(our - their) / spread for our, their in zip(logprobs, theirs, strict=True))
-    most = _root_mean_square(apart[: len(apart) - len(apart) // OUTLIERS])
-    every = _root_mean_square(apart)
+    mean = sum(expected) / len(expected)
+    spread = max(_root_mean_square([logprob - mean for logprob in expected]), SPREAD_MIN)
+    differences = sorted(abs(ours - theirs) / spread for ours, theirs in zip(logprobs, expected, strict=True))
+    without_worst = _root_mean_square(differences[: len(differences) - len(differences) // OUTLIERS])
+    overall = _root_mean_square(differences)
     allowed = tolerance(canary.dtype, dtype, canary.layers)
-    if most <= allowed and every <= OUTLIERS_TOLERANCE * allowed:
+    if without_worst <= allowed and overall <= OUTLIERS_TOLERANCE * allowed:
         return ""
     return (
-        f"its log-probabilities of {len(apart)} tokens are {most:.2g} of their spread from the trainer's,"
-        f" {every:.2g} with the worst; {dtype} against {canary.dtype} with {canary.layers} layers explains"
-        f" {allowed:.2g}"
+        f"its log-probabilities of {len(differences)} tokens differ from the trainer's by {without_worst:.2g} of"
+        f" their spread, {overall:.2g} with the worst; {dtype} against {canary.dtype} with {canary.layers} layers"
+        f" explains {allowed:.2g}"
     )
 
 

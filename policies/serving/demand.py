@@ -1,9 +1,9 @@
-"""The policies that are asked for, and which of them each machine is to hold.
+"""Track which policies are requested, and decide which of them each machine is to hold.
 
-A trainer that samples windows ahead asks for two or three policies at a time. It waits for the oldest first, so
-that has as many machines as its open requests need; the others load the newest. As requests finish it needs fewer,
-and its last, long ones are gathered on few machines: a machine that changes to the newer policy fetches it while
-its requests run on, and what still runs when it loads continues on a machine that has kept the older one.
+A trainer that samples windows ahead requests two or three policies at a time. It waits for the oldest first, so
+that policy gets as many machines as its open requests need; the others load the newest. As its requests finish it
+needs fewer machines, and its last, long requests are gathered on few. A machine that changes to the newer policy
+fetches it while its requests run; requests that still run when it loads continue on a machine with the older one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from policies.model.vocabulary import machine_of
 from policies.serving.member import Row
 from policies.serving.wire import PolicyRef, labelled_version
 
-# Open requests of an older policy for each engine that keeps it, while others could load a newer one. So many at a
-# time get their tokens a quarter more slowly than one alone (`policies.serving.sharing.DOUBLING_REQUESTS`).
+# Open requests of an older policy for each engine that keeps it while others could load a newer one. Together they
+# get their tokens a quarter more slowly than one alone (`policies.serving.sharing.DOUBLING_REQUESTS`).
 GATHERED_REQUESTS = 16
-KV_SHARE = 0.9  # of an engine's room for keys and values that they may need
+KV_SHARE = 0.9  # share of an engine's KV cache that they may need
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class _Open:
 
 
 class Demand:
-    """What is asked of one gateway.
+    """The policies requested from one gateway.
 
     Attributes:
-        newest: the newest policy that is asked for, or was last; None before the first.
+        newest: the newest policy requested, now or last; None before the first.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class Demand:
         return len(self._open) > 1
 
     def ref(self, label: str) -> PolicyRef | None:
-        """The policy of that label, if requests of it are open or it is the newest."""
+        """Return the policy with that label, if it has open requests or is the newest."""
         found = self._open.get(label)
         return found.ref if found is not None else self.newest if self._is_newest(label) else None
 
     def has(self, label: str) -> bool:
-        """Whether members are to hold it."""
+        """Whether members are to hold the policy with that label."""
         return self.ref(label) is not None
 
     def add(self, policy: PolicyRef, requests: int) -> None:
-        """So many more requests of a policy are open; one without any is the newest while no other has any."""
+        """Add open requests of a policy. With 0 requests, it becomes the newest if no policy has open requests."""
         if requests:
             self._open.setdefault(policy.label, _Open(policy, 0)).requests += requests
             self._choose_newest()
@@ -62,7 +62,7 @@ class Demand:
             self.newest = policy
 
     def finish(self, label: str, requests: int) -> None:
-        """So many of them are done or given up."""
+        """Remove open requests that are done or abandoned."""
         found = self._open[label]
         found.requests -= requests
         if found.requests <= 0:
@@ -73,7 +73,7 @@ class Demand:
         """Return the label of the policy that each machine is to hold.
 
         Args:
-            rows: the members that can be asked to load one.
+            rows: the members that can load a policy.
         """
         assert self.newest is not None
         machines = defaultdict[str, list[Row]](list)
@@ -81,17 +81,17 @@ class Demand:
             machines[machine_of(row.node)].append(row)
         found = {}
         for label in sorted(self._open.keys() - {self.newest.label}, key=labelled_version):
-            left, kept = self._open[label].requests, list[str]()
+            unassigned, kept = self._open[label].requests, list[str]()
             for machine in sorted(machines, key=lambda name: _order(label, name, machines[name])):
-                if left <= 0:
+                if unassigned <= 0:
                     break
                 kept.append(machine)
-                left -= sum(map(_share, machines[machine]))
-            # A small one that came first may not be needed beside a large one: it would be let go the next time.
+                unassigned -= sum(map(_capacity, machines[machine]))
+            # Drop small machines that came first and are not needed in addition to a large one.
             for machine in sorted(kept, key=lambda name: sum(row.running for row in machines[name])):
-                if left + sum(map(_share, machines[machine])) <= 0:
+                if unassigned + sum(map(_capacity, machines[machine])) <= 0:
                     kept.remove(machine)
-                    left += sum(map(_share, machines[machine]))
+                    unassigned += sum(map(_capacity, machines[machine]))
             for machine in kept:
                 found[machine] = label
                 del machines[machine]
@@ -102,20 +102,20 @@ class Demand:
 
     def _choose_newest(self) -> None:
         if self._open:
-            self.newest = max(self._open.values(), key=lambda one: labelled_version(one.ref.label)).ref
+            self.newest = max(self._open.values(), key=lambda policy: labelled_version(policy.ref.label)).ref
 
 
 def _order(label: str, name: str, rows: list[Row]) -> tuple[bool, bool, int, str]:
-    """Which machines keep an older policy: first those that hold it and have most to do with it, then those that
-    are to hold it already, then those that leave least undone."""
+    """Sort key for the machines that keep an older policy: first those that hold it, with the most requests; then
+    those that are to hold it; then those with the fewest running requests."""
     holds = any(row.policy == label for row in rows)
     running = sum(row.running for row in rows)
     return not holds, all(row.target != label for row in rows), -running if holds else running, name
 
 
-def _share(row: Row) -> int:
-    """How many open requests of an older policy an engine is enough for."""
-    share = min(GATHERED_REQUESTS, row.max_requests)
+def _capacity(row: Row) -> int:
+    """Return how many open requests of an older policy an engine may gather."""
+    capacity = min(GATHERED_REQUESTS, row.max_requests)
     if row.kv_tokens and row.running and row.outstanding:
-        share = min(share, int(KV_SHARE * row.kv_tokens * row.running / row.outstanding))
-    return max(1, share)
+        capacity = min(capacity, int(KV_SHARE * row.kv_tokens * row.running / row.outstanding))
+    return max(1, capacity)

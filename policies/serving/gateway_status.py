@@ -1,4 +1,4 @@
-"""What the gateway writes to the run's store about itself and its members, for all who are not the gateway."""
+"""The status of the gateway and its members, which it writes to the run's store for all other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policies.serving.wire import EngineWord
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A member of the gateway, for all who are not the gateway: in the run's store, and for the controller."""
+    """A member, as other processes see it."""
 
     node: str
     boot_id: str
@@ -20,20 +20,21 @@ class MemberStatus:
     draining: bool
     requests_running: int
     seen_s_ago: float
-    unfit: str = ""  # why it cannot hold the wanted policy, as its agent says
-    max_requests: int = 0  # at a time, as its engine says
+    # The rest as its agent announced it.
+    unfit: str = ""  # why it cannot hold the wanted policy
+    max_requests: int = 0  # at a time
     kv_tokens: int = 0
     engine: EngineWord | None = None
-    join_s: dict[str, float] = field(default_factory=dict)  # as its agent says
-    stage: Stage | None = None  # as its agent says
-    engines: int = 1  # of its machine, as its agent says
+    join_s: dict[str, float] = field(default_factory=dict)
+    stage: Stage | None = None
+    engines: int = 1  # of its machine
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """Something that happened to the table. `seq` counts from 1, `at_s` from the gateway's start.
+    """A change of the membership. `seq` counts from 1, `at_s` from the gateway's start.
 
-    `reason` is `NODE, ...: WHAT`: names have neither blanks nor commas, and WHAT is for people.
+    `reason` is `NODE, ...: WHAT`. Names contain no blanks or commas; WHAT is for people.
     """
 
     seq: int
@@ -42,23 +43,25 @@ class MembershipChange:
 
     @property
     def nodes(self) -> list[str]:
-        """To whom it happened."""
+        """The affected members."""
         return self.reason.partition(": ")[0].split(", ")
 
     @property
     def what(self) -> str:
-        """In words, on one line."""
+        """The description, on one line."""
         return " ".join(self.reason.partition(": ")[2].split())
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpread:
-    """How a policy came to those who were members when it was first wanted. What a node says of itself is here the
-    most that any of them did."""
+    """How a policy reached the nodes that were members when it was first wanted.
+
+    Values measured by nodes are the maximum over these.
+    """
 
     policy: str  # its label
     members: int
-    ready: int = 0  # of them that have come to hold it
+    ready: int = 0  # members that hold it
     first_ready_s: float = 0.0  # since it was wanted
     last_ready_s: float = 0.0
     fetch_s: float = 0.0
@@ -68,11 +71,10 @@ class VersionSpread:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """What the gateway knows, as it writes it to the store. Counters and `up_s` are since its own start; `changes`
-    are the last ones of the membership, the oldest first.
+    """The gateway's status. Counters and `up_s` are since its start; `changes` are the newest ones, oldest first.
 
-    `seq` grows with each write. Readers have other clocks: a number that has grown between two looks proves that
-    the gateway was alive between them.
+    `seq` grows with each write. Readers have other clocks, and a `seq` that has grown between two reads proves
+    that the gateway was alive between them.
     """
 
     boot_id: str
@@ -87,5 +89,5 @@ class GatewayStatus:
     tokens_saved: int = 0  # kept when their request was handed over
     tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
-    versions: list[VersionSpread] = field(default_factory=list)  # the last, the oldest first
+    versions: list[VersionSpread] = field(default_factory=list)  # the newest, oldest first
     coming: list[Coming] = field(default_factory=list)

@@ -1,31 +1,34 @@
-"""What a node does before it can be of use, and how long it may stay where it is.
+"""Stages of a starting node, and how long it may stay at one point.
 
-Time alone does not tell a node that is slow from one that hangs: at 300 Mbit/s 70B parameters take an hour. What
-tells is whether it gets on.
+Time alone does not distinguish a slow node from a hung one: at 300 Mbit/s, 70B parameters take an hour. Progress
+does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A download has got on with each such share of it. With 900 s for each, as by default, the slowest that is waited
-# for takes five hours, and has 8 MB/s at 141 GB.
+# Each such share of a download counts as progress. With the default of 900 s for each, the slowest download that
+# is tolerated takes five hours: 8 MB/s at 141 GB.
 SHARE = 1 / 20
-# vLLM does not say how far it has read. The disks that SkyPilot asks for by default give 218 MB/s on AWS; compiled
-# kernels and a busy host take their part of it.
+# vLLM does not report how much it has read. SkyPilot's default disks give 218 MB/s on AWS; compiling kernels and a
+# busy host take part of it.
 READ_BYTES_PER_S = 100e6
 BASE_MODEL = "fetching the base model"
-HUB = f"{BASE_MODEL} from the hub"  # from its start, also where the store gave most of it before it gave no more
+HUB = f"{BASE_MODEL} from the hub"  # from the beginning, even if the store delivered most of it before it failed
 POLICY = "fetching the policy"
 CHECKPOINT = "fetching the checkpoint"
 ENGINE = "starting vLLM"
-ENGINE_ANEW = "starting vLLM without what others have compiled"  # with which it did not come up
+ENGINE_ANEW = "starting vLLM without the shared compile cache"  # with which it did not start
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a node is at. For a download `done_bytes` of `total_bytes`, which is 0 while it is not known; for
-    `ENGINE` and `ENGINE_ANEW` the total is what vLLM reads from the disk."""
+    """A node's current activity.
+
+    For a download, `done_bytes` of `total_bytes`, which is 0 while unknown. For `ENGINE` and `ENGINE_ANEW` the
+    total is what vLLM reads from the disk.
+    """
 
     name: str
     done_bytes: int = 0
@@ -34,25 +37,28 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A node that is no member yet, as the gateway tells the others."""
+    """A joining node, as the gateway reports it."""
 
     node: str
     stage: Stage
-    still_s: float  # since it last got on
+    still_s: float  # since its last progress
 
 
 def gets_on(mark: Stage, now: Stage) -> bool:
-    """Whether a node has got on since it was at `mark`. Bytes that are fetched a second time do not count."""
+    """Whether a node has made progress since `mark`. Bytes that are fetched a second time do not count."""
     return mark.name != now.name or now.done_bytes - mark.done_bytes > SHARE * now.total_bytes
 
 
 def limit_s(stage: Stage, boot_timeout_s: float) -> float:
-    """How long a node may stay at one point of that stage: what its machine is given, and in which vLLM reads."""
-    reads = stage.name in (ENGINE, ENGINE_ANEW)
-    return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if reads else 0.0)
+    """Return how long a node may stay at one point of a stage: the boot timeout, plus vLLM's time to read."""
+    is_reading = stage.name in (ENGINE, ENGINE_ANEW)
+    return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if is_reading else 0.0)
 
 
-def longest_s(boot_timeout_s: float) -> float:
-    """What a node takes at most before its last stage, if it always gets on: it downloads the base model from the
-    store and, when that fails at its end, from the hub, each as slowly as it may. Four limits are for the rest."""
+def max_join_s(boot_timeout_s: float) -> float:
+    """Return the longest time until a node's last stage, if it always makes progress.
+
+    It downloads the base model from the store and, if that fails at the end, from the hub, each at the slowest
+    tolerated speed. Four limits are for the rest.
+    """
     return (2 / SHARE + 4) * boot_timeout_s

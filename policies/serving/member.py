@@ -1,4 +1,4 @@
-"""One member of the gateway's table, what a request costs it, and what a change of it is."""
+"""A member of the gateway's table, the load of a request, and a change of the table."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from policies.serving.joining import Stage
 from policies.serving.wire import EngineWord
 
-# A new member may be cold, or not work at all: it gets so many requests first, and one more for each that gets its
-# first token, which doubles them with every round.
+# Slow start: a new member may be cold or broken, so it gets this many requests at first, and one more for each
+# that gets its first token. This doubles the limit with every round.
 EASE_IN_REQUESTS = 8
-# The tokens of requests that are handed over are computed again as prompts, which stalls whoever decodes there. So
-# many at a time are two of vLLM's own steps of 8,192.
+# Tokens of requests that move are computed again as prompts, which stalls decoding on their new member. This limit
+# is two of vLLM's own steps of 8,192.
 REPLAY_TOKENS_MAX = 16_384
-KV_FULL = 0.9  # of an engine's room for keys and values
+KV_FULL = 0.9  # share of an engine's KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one request means for the member that gets it.
+    """The load that one request puts on its member.
 
     Args:
-        group: what the requests of one prompt have in common.
-        tokens: its prompt and what is expected to come.
-        replayed: how many of them another member had computed already; 0 for a new request.
-        is_turn: the group is a session, and this one of its turns.
+        group: shared by the requests of one prompt, or a session.
+        tokens: of its prompt and its expected completion.
+        replayed: tokens that another member had computed already; 0 for a new request.
+        is_turn: whether the group is a session and this is one of its turns.
     """
 
     group: Hashable
@@ -36,12 +36,11 @@ class Load:
 
 @dataclass(slots=True)
 class Row:
-    """One member, in one term: the table's own state, which the table alone changes. What others are told of it is
-    `policies.serving.gateway_status.MemberStatus`, whose shape is that of the runs' stores.
+    """One member in one term. Only the table changes it; `gateway_status.MemberStatus` is its public form.
 
-    `doubted` is set by a failed request and cleared by the next announcement; `mute` is set when it does not
-    answer the gateway, whatever its agent says, and cleared when it does; `stuck` is set when it answers and makes
-    no token, and cleared by a token or another policy.
+    `doubted` (suspected) is set by a failed request and cleared by the next announcement. `mute` (unresponsive) is
+    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `stuck` is set
+    when it answers and makes no tokens, and cleared by a token or another policy.
     """
 
     term: int
@@ -51,35 +50,37 @@ class Row:
     policy: str | None
     max_requests: int
     seen_at_s: float
-    target: str = ""  # the policy that it is to hold; empty before any is asked for
+    target: str = ""  # the policy that it is to hold; empty before any is requested
     doubted: bool = False
     mute: bool = False
     stuck: bool = False
-    unfit: str = ""  # why its agent has stopped trying to load what is wanted
+    unfit: str = ""  # why its agent has stopped trying to load the wanted policy
     running: int = 0
-    outstanding: int = 0  # tokens of the requests that run
-    replaying: int = 0  # of them those that are still to be computed again
+    outstanding: int = 0  # tokens of the running requests
+    replaying: int = 0  # of these, tokens still to be computed again
     allowed: int = EASE_IN_REQUESTS
     kv_tokens: int = 0
-    engine: EngineWord | None = None  # the last
+    engine: EngineWord | None = None  # the latest stats
     join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
     engines: int = 1
 
     @property
     def places(self) -> int:
-        """For how many more requests there is room."""
+        """How many more requests it may get."""
         return max(0, min(self.allowed, self.max_requests) - self.running)
 
     @property
     def keeps_session(self) -> bool:
-        """Whether it takes one more turn of a session that it has had: a member that is new to others has proved
-        itself to that one, and only an engine that is full cannot have the session's tokens any more."""
-        full = self.engine is not None and self.engine.waiting > 0 and self.engine.kv_usage >= KV_FULL
-        return self.running < self.max_requests and not full
+        """Whether it takes one more turn of a session that it has served.
+
+        Slow start does not apply: the member has proved itself to this session. A full engine has lost its cache.
+        """
+        is_full = self.engine is not None and self.engine.waiting > 0 and self.engine.kv_usage >= KV_FULL
+        return self.running < self.max_requests and not is_full
 
     def takes(self, load: Load) -> bool:
-        """Whether there is room for it."""
+        """Whether it has room for this load."""
         if not self.places:
             return False
         return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
@@ -87,13 +88,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an occurrence did to the table.
+    """A change of the table.
 
     Args:
-        nodes: to whom it happened.
-        what: in words, for people.
-        ended: terms.
-        news: whether anything is different now.
+        nodes: the affected members.
+        what: a description for people.
+        ended: terms that ended.
+        news: whether anything changed.
     """
 
     nodes: tuple[str, ...]
@@ -103,5 +104,5 @@ class Change:
 
     @property
     def reason(self) -> str:
-        """All of it in one line, as a MembershipChange has it."""
+        """The change in one line, as in a MembershipChange."""
         return f"{', '.join(self.nodes)}: {self.what}" if self.nodes else self.what

@@ -1,11 +1,11 @@
-"""Who may serve which policy version, and who gets the next request: the gateway's table of its nodes.
+"""The gateway's table of members: which may serve which policy version, and which gets the next request.
 
-Every change says what happened and which terms it ended; whoever keeps the table moves the requests of those terms
-elsewhere. The table holds no connection and reads no clock: `now_s` is any clock that does not go back.
+Every change describes itself and lists the terms that it ended; the caller moves the requests of those terms to
+other members. The table holds no connections and reads no clock: `now_s` is from any monotonic clock.
 
-A boot is one life of a node's server process. A node that announces a new boot voids all that was known of it, and
-a boot that was voided or has left never comes back. A term is one uninterrupted membership of one boot: a boot
-that fell silent and speaks again is in its second.
+A boot is one lifetime of a node's server process. When a node announces a new boot, everything known of the old
+one is void, and a boot that was voided or has left never returns. A term is one uninterrupted membership of one
+boot: a boot that timed out and announces itself again starts its second term.
 """
 
 from __future__ import annotations
@@ -17,129 +17,135 @@ from policies.model.vocabulary import machine_of
 from policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Row
 from policies.serving.wire import SILENT_S, Announce
 
-# Requests of one prompt stay together on the member that has the prompt cached, until that member has so many such
-# requests more than the least loaded one: up to there a larger batch costs a server hardly more time per token.
-TOGETHER_REQUESTS = 8
-# A turn of a session stays for longer: all that was said before would be computed again elsewhere.
-TOGETHER_TURNS = 32
-GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each a cached prompt at most
-DOUBTED_REQUESTS = 1  # for a member that failed as a whole, to prove itself
-# Nodes break one by one; a policy that no node can load is broken itself.
-EVERY_ONE_UNFIT = "; so is every other member, and then it is the policy and not the nodes"
+# Requests of one prompt go to the member that has the prompt cached, until it has this many such requests more
+# than the least loaded member. Up to there a larger batch hardly increases a server's time per token.
+GROUP_LEAD_REQUESTS = 8
+# A session's turns stay for longer: another member would have to compute the whole conversation again.
+SESSION_LEAD_TURNS = 32
+GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each at most one cached prompt
+RETRY_REQUESTS = 1  # allowed at first for a member that failed as a whole
+# Nodes fail independently; a policy that no node can load is broken itself.
+ALL_UNFIT_NOTE = "; all other members are unfit too, so the policy is broken and not the nodes"
 
 
 class Membership:
-    """One gateway's table."""
+    """The members of one gateway."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._terms = 0
         self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
-        self._together: dict[Hashable, str] = {}  # group -> the node that its last request went to
-        self._sessions: dict[Hashable, str] = {}  # session -> the node that its last turn went to
+        self._group_nodes: dict[Hashable, str] = {}  # group -> the node of its last request
+        self._session_nodes: dict[Hashable, str] = {}  # session -> the node of its last turn
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Every member, in the order in which they came."""
+        """All members, in the order in which they joined."""
         return tuple(self._rows.values())
 
     def row(self, node: str) -> Row | None:
-        """The node's row, or None when it is not a member."""
+        """Return the member's row, or None if it is no member."""
         return self._rows.get(node)
 
     def draining(self, node: str) -> bool:
-        """Whether the node was told to finish what it has and leave."""
+        """Whether the node finishes its requests and leaves."""
         return bool(self._draining) and not self._draining.isdisjoint((node, machine_of(node)))
 
     def on(self, machine: str) -> tuple[Row, ...]:
-        """The members on that machine; of a name that is one member's, that one."""
+        """Return the members on that machine; given a member's name, that member."""
         return tuple(row for row in self._rows.values() if machine in (row.node, machine_of(row.node)))
 
     def is_void(self, boot_id: str) -> bool:
-        """Whether that boot was replaced or has left: it is no member and will not be one again."""
+        """Whether that boot was replaced or has left, so that it can never be a member again."""
         return boot_id in self._void
 
-    def announce(self, node: str, said: Announce, now_s: float) -> Change:
-        """A node says what it is."""
-        if said.boot_id in self._void:
-            return Change((node,), f"boot {said.boot_id} is over and was not let in", news=False)
-        leaves = said.draining and not self.draining(node)
-        if leaves:
+    def announce(self, node: str, announcement: Announce, now_s: float) -> Change:
+        """Add a node, or update it from its announcement."""
+        boot_id, policy = announcement.boot_id, announcement.policy
+        if boot_id in self._void:
+            return Change((node,), f"rejected: boot {boot_id} is over", news=False)
+        is_leaving = announcement.draining and not self.draining(node)
+        if is_leaving:
             self._draining.add(node)
-        row, holds = self._rows.get(node), f"holds {said.policy or 'base weights'}{', drains' if leaves else ''}"
-        if row is not None and row.boot_id == said.boot_id:
+        row, holds = self._rows.get(node), f"holds {policy or 'base weights'}{', drains' if is_leaving else ''}"
+        if row is not None and row.boot_id == boot_id:
             before, doubted, unfit = row.policy, row.doubted, row.unfit
-            self._hear_engine(row, said)
-            row.address, row.policy, row.max_requests = said.address, said.policy, said.max_requests
-            row.seen_at_s, row.doubted, row.unfit, row.join_s = now_s, False, said.unfit, said.join_s
-            row.stage = said.stage
-            row.stuck = row.stuck and before == said.policy
-            if unfit != said.unfit:
-                return Change((node,), f"{holds}, {self._unfit_words(said.unfit)}")
-            if before != said.policy:
+            self._update_engine(row, announcement)
+            row.address, row.policy, row.max_requests = announcement.address, policy, announcement.max_requests
+            row.seen_at_s, row.doubted, row.stage = now_s, False, announcement.stage
+            row.unfit, row.join_s = announcement.unfit, announcement.join_s
+            row.stuck = row.stuck and before == policy
+            if unfit != announcement.unfit:
+                return Change((node,), f"{holds}, {self._unfit_note(announcement.unfit)}")
+            if before != policy:
                 return Change((node,), f"{holds}, before: {before or 'base weights'}")
-            return Change((node,), f"{holds}{', no longer in doubt' if doubted else ''}", news=leaves or doubted)
+            return Change(
+                (node,), f"{holds}{', no longer suspected' if doubted else ''}", news=is_leaving or doubted
+            )
         self._terms += 1
         self._rows[node] = Row(
             self._terms,
             node,
-            said.boot_id,
-            said.address,
-            said.policy,
-            said.max_requests,
+            boot_id,
+            announcement.address,
+            policy,
+            announcement.max_requests,
             seen_at_s=now_s,
-            unfit=said.unfit,
-            kv_tokens=said.kv_tokens,
-            engine=said.engine,
-            join_s=said.join_s,
-            stage=said.stage,
-            engines=said.engines,
+            unfit=announcement.unfit,
+            kv_tokens=announcement.kv_tokens,
+            engine=announcement.engine,
+            join_s=announcement.join_s,
+            stage=announcement.stage,
+            engines=announcement.engines,
         )
-        unfit = f", {self._unfit_words(said.unfit)}" if said.unfit else ""
+        unfit = f", {self._unfit_note(announcement.unfit)}" if announcement.unfit else ""
         if row is None:
-            return Change((node,), f"joined as boot {said.boot_id}, {holds}{unfit}")
+            return Change((node,), f"joined as boot {boot_id}, {holds}{unfit}")
         self._void.add(row.boot_id)
-        return Change((node,), f"boot {said.boot_id} in place of {row.boot_id}, {holds}{unfit}", (row.term,))
+        return Change((node,), f"boot {boot_id} replaces {row.boot_id}, {holds}{unfit}", (row.term,))
 
-    def _hear_engine(self, row: Row, said: Announce) -> None:
-        """An engine whose room is full gets no more: that would wait in it or push out others, and what waits here
-        can go to any member. With each first token it gets one more again."""
-        before, row.engine, row.kv_tokens = row.engine, said.engine, said.kv_tokens
-        if before is None or said.engine is None:
+    def _update_engine(self, row: Row, announcement: Announce) -> None:
+        """Store the engine's stats, and send no more requests to an engine whose KV cache is full.
+
+        Further requests would wait there or preempt others; waiting in the gateway, they can go to any member.
+        Each first token allows one more request again.
+        """
+        before, engine = row.engine, announcement.engine
+        row.engine, row.kv_tokens = engine, announcement.kv_tokens
+        if before is None or engine is None:
             return
-        full = said.engine.waiting > 0 and said.engine.kv_usage >= KV_FULL
-        if full or said.engine.preemptions > before.preemptions:
-            row.allowed = min(row.allowed, max(EASE_IN_REQUESTS, said.engine.running))
+        is_full = engine.waiting > 0 and engine.kv_usage >= KV_FULL
+        if is_full or engine.preemptions > before.preemptions:
+            row.allowed = min(row.allowed, max(EASE_IN_REQUESTS, engine.running))
 
-    def _unfit_words(self, unfit: str) -> str:
+    def _unfit_note(self, unfit: str) -> str:
         if not unfit:
             return "no longer unfit"
-        every = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
-        return f"unfit: {unfit}{EVERY_ONE_UNFIT if every else ''}"
+        are_all_unfit = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
+        return f"unfit: {unfit}{ALL_UNFIT_NOTE if are_all_unfit else ''}"
 
     def connection_lost(self, node: str, boot_id: str) -> Change:
-        """The connection on which the boot announced itself broke; it may announce itself again."""
-        return self._out(node, boot_id, "its announcing connection was lost")
+        """Remove the boot whose announcing connection broke; it may announce itself again."""
+        return self._drop(node, boot_id, "lost its announcing connection")
 
     def leave(self, node: str, boot_id: str) -> Change:
-        """The node says that this boot is over, member or not."""
+        """Remove a boot that has ended; it need not be a member."""
         self._void.add(boot_id)
-        return self._out(node, boot_id, "left")
+        return self._drop(node, boot_id, "left")
 
     def remove(self, node: str) -> Change:
-        """Take the node out by hand, or all of a machine's; these boots do not come back."""
+        """Remove a node, or all of a machine's, for good: these boots never return."""
         rows = self.on(node)
         if not rows:
-            return Change((node,), "to be removed; it was no member", news=False)
+            return Change((node,), "not removed: it is no member", news=False)
         for row in rows:
             self._void.add(row.boot_id)
             del self._rows[row.node]
         return Change(tuple(row.node for row in rows), "removed", tuple(row.term for row in rows))
 
     def drain(self, node: str) -> Change:
-        """No new request goes to the node, or to any of a machine's, in this boot or a later one; those that run
-        go on."""
+        """Send no new requests to a node, or to a machine's nodes, in this boot or a later one."""
         news = not self.draining(node)
         self._draining.add(node)
         rows = self.on(node)
@@ -147,48 +153,52 @@ class Membership:
         return Change(names, f"drains, {sum(row.running for row in rows)} requests running", news=news)
 
     def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
-        """A request failed there, or with `whole` the member makes no token any more: it gets no new one before it
-        has announced itself again."""
+        """Suspect a member: a request failed there or, with `whole`, it makes no tokens any more.
+
+        It gets no new request until it has announced itself again.
+        """
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no member any more", news=False)
-        # What else runs there may be no worse than before.
-        row.allowed = DOUBTED_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
+            return Change((node,), "no longer a member", news=False)
+        # Its other requests may be fine.
+        row.allowed = RETRY_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
         row.stuck = row.stuck or whole
         news, row.doubted = not row.doubted, True
-        return Change((node,), f"in doubt, {why}", news=news)
+        return Change((node,), f"suspected: {why}", news=news)
 
     def muted(self, node: str, term: int, why: str) -> Change:
-        """The member did not answer the gateway: it gets nothing until it does, whatever its agent says."""
+        """Mark a member as unresponsive: it gets no requests until it answers, even if its agent announces it."""
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no member any more", news=False)
-        row.allowed = DOUBTED_REQUESTS
+            return Change((node,), "no longer a member", news=False)
+        row.allowed = RETRY_REQUESTS
         news, row.mute = not row.mute, True
-        return Change((node,), f"does not answer, {why}", news=news)
+        return Change((node,), f"unresponsive: {why}", news=news)
 
     def answered(self, node: str, term: int) -> Change:
-        """The member answered the gateway."""
+        """Mark a member as responsive again."""
         row = self._in_term(node, term)
         if row is None or not row.mute:
-            return Change((node,), "answers", news=False)
+            return Change((node,), "responsive", news=False)
         row.mute = False
-        return Change((node,), "answers again")
+        return Change((node,), "responsive again")
 
     def expire(self, now_s: float) -> Change:
-        """Take out every member that has said nothing for more than SILENT_S. It may announce itself again."""
+        """Remove every member without an announcement for more than SILENT_S. It may announce itself again."""
         silent = [row for row in self._rows.values() if now_s - row.seen_at_s > SILENT_S]
         for row in silent:
             del self._rows[row.node]
         if not silent:
-            return Change((), "nobody is silent", news=False)
+            return Change((), "all members are announced", news=False)
         nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
-        return Change(nodes, f"nothing heard for {SILENT_S:g} s", terms)
+        return Change(nodes, f"no announcement for {SILENT_S:g} s", terms)
 
     def serving(self, policy: str) -> tuple[Row, ...]:
-        """The members that hold this policy and are not leaving, in doubt or mute, with or without room.
+        """Return the members that may serve this policy, whether or not they have room for a request.
 
-        If there are any that are to keep it, these alone."""
+        They hold it and are not draining, suspected or unresponsive. Members that are to keep it come alone, if
+        there are any.
+        """
         holders = tuple(
             row
             for row in self._rows.values()
@@ -197,7 +207,7 @@ class Membership:
         return tuple(row for row in holders if row.target in ("", policy)) or holders
 
     def loading(self, policy: str) -> tuple[Row, ...]:
-        """The members that do not hold the policy and, as far as is known, will."""
+        """Return the members that do not hold the policy yet and can load it."""
         return tuple(
             row
             for row in self._rows.values()
@@ -205,11 +215,11 @@ class Membership:
         )
 
     def able(self) -> tuple[Row, ...]:
-        """The members that hold some policy or, as far as is known, can load one."""
+        """Return the members that can hold a policy."""
         return tuple(row for row in self._rows.values() if self._may_load(row))
 
     def aim(self, targets: Mapping[str, str]) -> tuple[str, ...]:
-        """Name the policy that each machine's members are to hold; return the members for which it is another."""
+        """Set the policy that each machine's members are to hold; return the members for which it changed."""
         rows = [row for row in self._rows.values() if targets.get(machine_of(row.node), row.target) != row.target]
         for row in rows:
             row.target = targets[machine_of(row.node)]
@@ -222,55 +232,54 @@ class Membership:
         avoid: frozenset[str] = frozenset(),
         refused_by: frozenset[str] = frozenset(),
     ) -> Row | None:
-        """Return the member for one more request, or None when there is none with room.
+        """Choose the member for one more request; None if none has room.
 
-        It is the one with the fewest tokens to do, or the one that got the group's last request, while that has
-        not much more. A session's first turn goes to the one with the fewest sessions: most of them are not at
-        work at a time, and what they will ask for comes to where they are. One that was stuck is taken only when
-        no other has room.
+        Choose the member with the fewest outstanding tokens, or the member of the group's last request while that
+        has not many more. A session's first turn goes to the member with the fewest sessions: most sessions are
+        idle at any time, and their later turns follow. A stuck member is chosen only if no other has room.
 
         Args:
             policy: the label of the policy that the member must hold.
             load: the request.
-            avoid: nodes where the request failed last; taken only when no other has room, for a node that has come
-                back must not stand idle while the others are full.
-            refused_by: nodes that refused it; taken only when no other serves.
+            avoid: nodes where the request just failed; chosen only if no other has room, so that a recovered node
+                does not idle while the others are full.
+            refused_by: nodes that refused it; chosen only if no other serves.
         """
         serving = self.serving(policy)
         serving = tuple(row for row in serving if row.node not in refused_by) or serving
-        well = tuple(row for row in serving if not row.stuck)
-        others = tuple(row for row in well if row.node not in avoid)
-        best = next((some for some in (others, well) if any(row.places for row in some)), serving)
-        mate = self._sessions.get(load.group) if load.is_turn else None
-        if any(row.node == mate and row.keeps_session for row in best):
-            able = [row for row in best if row.node == mate or row.takes(load)]
+        working = tuple(row for row in serving if not row.stuck)
+        others = tuple(row for row in working if row.node not in avoid)
+        best = next((rows for rows in (others, working) if any(row.places for row in rows)), serving)
+        last_node = self._session_nodes.get(load.group) if load.is_turn else None
+        if any(row.node == last_node and row.keeps_session for row in best):
+            with_room = [row for row in best if row.node == last_node or row.takes(load)]
         else:
-            able = [row for row in best if row.takes(load)]
-        if not able:
+            with_room = [row for row in best if row.takes(load)]
+        if not with_room:
             return None
-        if load.is_turn and mate is None:
-            return self._fewest_sessions(able)
-        least = min(able, key=lambda row: row.outstanding)
-        mate = mate or self._together.get(load.group)
-        more = (TOGETHER_TURNS if load.is_turn else TOGETHER_REQUESTS) * load.tokens
-        for row in able:
-            if row.node == mate and row.outstanding < least.outstanding + more:
+        if load.is_turn and last_node is None:
+            return self._fewest_sessions(with_room)
+        least_loaded = min(with_room, key=lambda row: row.outstanding)
+        last_node = last_node or self._group_nodes.get(load.group)
+        lead_tokens = (SESSION_LEAD_TURNS if load.is_turn else GROUP_LEAD_REQUESTS) * load.tokens
+        for row in with_room:
+            if row.node == last_node and row.outstanding < least_loaded.outstanding + lead_tokens:
                 return row
-        return least
+        return least_loaded
 
     def started(self, node: str, load: Load) -> None:
-        """The request went to the node."""
+        """Count a request that was sent to the node."""
         row = self._rows[node]
         row.running += 1
         row.outstanding += load.tokens
         row.replaying += load.replayed
-        together = self._sessions if load.is_turn else self._together
-        if len(together) == GROUPS_MAX:
-            together.clear()
-        together[load.group] = node
+        last_nodes = self._session_nodes if load.is_turn else self._group_nodes
+        if len(last_nodes) == GROUPS_MAX:
+            last_nodes.clear()
+        last_nodes[load.group] = node
 
     def first_token(self, node: str, term: int, load: Load) -> None:
-        """The request got its first token there: its prompt is computed, and the member works."""
+        """Note a request's first token: its prompt is computed, and the member works."""
         row = self._in_term(node, term)
         if row is not None:
             row.replaying -= load.replayed
@@ -278,7 +287,7 @@ class Membership:
             row.allowed = min(row.allowed + 1, row.max_requests)
 
     def finished(self, node: str, term: int, load: Load, *, begun: bool) -> None:
-        """A request that the node got in that term is over, in whatever way; `begun`: it got a token there."""
+        """Count the end, of whatever kind, of a request sent in that term. `begun`: it got a token there."""
         row = self._in_term(node, term)
         if row is not None:
             row.running -= 1
@@ -286,15 +295,15 @@ class Membership:
             row.replaying -= 0 if begun else load.replayed
 
     def forget_groups(self) -> None:
-        """New weights make every cached prompt void."""
-        self._together.clear()
+        """Forget which member has which prompt cached: new weights void the caches."""
+        self._group_nodes.clear()
 
     def end_session(self, session: Hashable) -> None:
-        """It has no more turns."""
-        self._sessions.pop(session, None)
+        """Forget a session that has ended."""
+        self._session_nodes.pop(session, None)
 
     def _fewest_sessions(self, rows: Sequence[Row]) -> Row:
-        sessions = Counter(self._sessions.values())
+        sessions = Counter(self._session_nodes.values())
         return min(rows, key=lambda row: (sessions[row.node], row.outstanding))
 
     def _may_load(self, row: Row) -> bool:
@@ -304,9 +313,9 @@ class Membership:
         row = self._rows.get(node)
         return row if row is not None and row.term == term else None
 
-    def _out(self, node: str, boot_id: str, why: str) -> Change:
+    def _drop(self, node: str, boot_id: str, event: str) -> Change:
         row = self._rows.get(node)
         if row is None or row.boot_id != boot_id:
-            return Change((node,), f"boot {boot_id} {why}; it was no member", news=False)
+            return Change((node,), f"boot {boot_id} {event}; it was no member", news=False)
         del self._rows[node]
-        return Change((node,), why, (row.term,))
+        return Change((node,), event, (row.term,))

@@ -1,10 +1,9 @@
-"""How a completion that was cut goes on: which requests may, and what is asked of the next node.
+"""Continue a completion that was cut: which requests may continue, and the parameters for the next node.
 
-A request goes on from its prompt and the tokens that have arrived. That gives the undisturbed completion only
-where each further token is a function of the sequence so far, of its position in it, and of the seed. vLLM takes
-all tokens
-of a continued request for its prompt: a parameter that looks at the generated ones alone would begin anew
-in the middle, and a request with such a parameter starts over with its seed instead.
+A request continues from its prompt and the tokens that have arrived. The result equals the undisturbed completion
+only if each further token depends on the sequence so far, its position and the seed alone. vLLM treats all tokens
+of a continued request as its prompt, so a parameter that considers only generated tokens would restart in the
+middle. A request with such a parameter starts over with its seed instead.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Functions of the sequence, or counted down at the cut. `repetition_penalty` sees the prompt and what was
-# generated as one; `min_tokens` and `max_tokens` count what was generated, and so are reduced.
+# Functions of the whole sequence, or reduced at the cut. `repetition_penalty` considers all tokens
+# together; `min_tokens` and `max_tokens` count generated tokens, so they are reduced.
 SAFE = frozenset(
     {
         "allowed_token_ids",
@@ -40,7 +39,7 @@ SAFE = frozenset(
         "user",
     }
 )
-# They make the prompt, whose token ids are known once a node has answered, or belong to the whole request.
+# They define the prompt, whose token ids are known once a node has answered, or belong to the whole request.
 _PROMPT = frozenset(
     {
         "add_special_tokens",
@@ -54,27 +53,31 @@ _PROMPT = frozenset(
         "stream_options",
     }
 )
-# They look at the generated tokens alone. After a cut they begin anew: nearly the same.
+# They consider only the generated tokens and restart after a cut: nearly the same.
 NEARLY = frozenset({"bad_words", "frequency_penalty", "presence_penalty", "stop"})
-# They count what was generated; at 0 they do nothing.
+# They count generated tokens; at 0 they do nothing.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
 
 def continues(body: Mapping[str, Any]) -> bool:
-    """Whether a completion with these parameters of vLLM may go on from the middle: all are known to give the same
-    tokens then. One without a limit to its tokens may not: what is left of it is unknown."""
+    """Whether a completion with these vLLM parameters may continue: all are known to give the same tokens.
+
+    It needs a token limit, from which the remaining tokens follow.
+    """
     known = all(name in SAFE or name in _PROMPT or _is_off(name, value) for name, value in body.items())
     return known and limit_of(body) is not None
 
 
 def nearly_continues(body: Mapping[str, Any]) -> bool:
-    """Whether a completion with these parameters may go on from the middle where it cannot be made again, because
-    other nodes compute other last bits: a node could have made it so, but for what `NEARLY` forgets."""
+    """Whether a completion that cannot be repeated may continue, because other nodes compute other last bits.
+
+    A single node could have made the result, except for the effects of parameters in `NEARLY`.
+    """
     return all(name in SAFE or name in NEARLY or name in _PROMPT or _is_off(name, body[name]) for name in body)
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
-    """How many tokens the request may get, or None when it does not say."""
+    """Return the request's token limit; None without one."""
     limit = body.get("max_completion_tokens")
     if limit is None:
         limit = body.get("max_tokens")
@@ -82,27 +85,27 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
 
 
 def rest(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
-    """Return the parameters for what is missing after `arrived` tokens: those of sampling, without the prompt.
+    """Return the sampling parameters for the tokens that remain after `arrived`, without the prompt.
 
     Args:
-        body: the whole request's, which `continues` or `nearly_continues`.
+        body: the whole request's parameters, which satisfy `continues` or `nearly_continues`.
         arrived: fewer than the request's limit.
 
-    Raises ValueError where nothing is missing.
+    Raises ValueError if no tokens remain.
     """
     limit = limit_of(body)
     if limit is None or arrived >= limit:
-        raise ValueError(f"nothing is left of {limit} tokens after {arrived}")
-    left = {
+        raise ValueError(f"no tokens remain of {limit} after {arrived}")
+    remaining = {
         name: value
         for name, value in body.items()
         if name in SAFE or (name in NEARLY and not _is_off(name, value))
     }
-    left.pop("max_completion_tokens", None)  # its other name
-    left["max_tokens"] = limit - arrived
-    if "min_tokens" in left:
-        left["min_tokens"] = max(0, (left["min_tokens"] or 0) - arrived)
-    return left
+    remaining.pop("max_completion_tokens", None)  # an alias of max_tokens
+    remaining["max_tokens"] = limit - arrived
+    if "min_tokens" in remaining:
+        remaining["min_tokens"] = max(0, (remaining["min_tokens"] or 0) - arrived)
+    return remaining
 
 
 def _is_off(name: str, value: Any) -> bool:

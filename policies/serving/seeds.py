@@ -1,4 +1,4 @@
-"""The seed of each completion, a function of what it is and not of where or when it is made."""
+"""The seed of each completion. It depends on the completion's identity, not on where or when it is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def request_seed(run_seed: int, timeline: int, step: int, call: int, prompt: int
 
     `call` counts the generate calls within a step (training, then evaluation, then tool turns), `prompt` is
     the index within the call and `sample` the index within the prompt's group. BLAKE2b spreads neighbouring
-    inputs over the whole range; the timeline is an input, so a replayed step after a rollback samples anew.
+    inputs over the whole range. The timeline is an input, so a step repeated after a rollback gets new samples.
     """
-    words = f"{run_seed}/{timeline}/{step}/{call}/{prompt}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
+    identity = f"{run_seed}/{timeline}/{step}/{call}/{prompt}/{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1

@@ -1,20 +1,20 @@
 """Sessions: an agent's conversation with the policy, recorded token by token.
 
-A session belongs to one policy version. Its agent asks for one turn after the other, as any OpenAI client does, at
+A session belongs to one policy version. Its agent requests one turn after the other, as any OpenAI client does, at
 `/sessions/{id}/v1/chat/completions` or with the header `X-Session-ID`. The gateway records each turn before the
-agent gets it. It never makes tokens of a text itself: vLLM renders the messages, and where they continue a
-recorded turn, the recorded tokens take the place of the rendered ones. Where they do not, a new branch begins.
+agent gets it. The gateway never tokenizes text itself: vLLM renders the messages, and where they continue a
+recorded turn, the recorded tokens replace the rendered ones. Otherwise a new branch begins.
 
-| who asks whom | request | body | answer |
+| client, server | request | body | response |
 |---|---|---|---|
 | trainer, gateway | `PUT /sessions/{id}` | OpenSession | 204 |
 | agent, gateway | `POST /sessions/{id}/v1/chat/completions` | OpenAI's | OpenAI's |
 | trainer, gateway | `GET /sessions/{id}` | | Trace |
 | trainer, gateway | `DELETE /sessions/{id}` | | 204 |
 
-A session may be opened again, by a trainer that was started again. Requests that were answered before then get the
-recorded answer, and a trace holds only turns that were answered since. A session that only the header names, and
-nobody has opened, is opened by its first request, with the newest policy.
+A restarted trainer may open a session again. Requests that were answered before then get the recorded answer, and
+a trace holds only turns that were answered since. A session that was not opened and is only named by the header is
+opened by its first request, with the newest policy.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from policies.serving.wire import HandOver, PolicyRef
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"
-HEADER_REQUEST = "X-Request-ID"  # who asks again under the same one gets the same turn
-LOST_CODE = "session_not_found"  # of the error for a session that is not open
-LIMIT_CODE = "session_limit"  # of the error that an agent gets beyond a limit of its session
+HEADER_REQUEST = "X-Request-ID"  # a repeated request with the same ID gets the same turn
+LOST_CODE = "session_not_found"  # error code for a session that is not open
+LIMIT_CODE = "session_limit"  # error code for a request beyond a limit of its session
 TURNS_MAX = 1000
 TURNS_AT_ONCE_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """What the trainer says of a session.
+    """The trainer's request to open a session.
 
     Args:
         policy: the version that makes all of its turns.
-        seed: each turn's seed follows from this one and the turn's prompt.
-        sampling: vLLM's parameters, in the place of the agent's own, but for `max_tokens`.
-        turns_max: requests that it may make. The next one is refused, with LIMIT_CODE.
-        tokens_max: tokens that all its turns may have together. A turn that reaches it is cut there; each of
-            several at a time may have what was left when it was asked for.
+        seed: each turn's seed is derived from this one and the turn's prompt.
+        sampling: vLLM's parameters; they replace the agent's own, except `max_tokens`.
+        turns_max: requests that the agent may make. The next one is refused with LIMIT_CODE.
+        tokens_max: tokens of all turns together. A turn that reaches it is cut there; each of several parallel
+            turns may use what was left when it was requested.
     """
 
     policy: PolicyRef
@@ -71,13 +71,13 @@ class Branch:
     """One row to train on: a conversation from its first prompt to its last answer.
 
     Attributes:
-        token_ids: of prompts, answers and what came between them.
-        prompt_tokens: how many of them are before the first answer.
-        mask: for each token, 1 where the policy made it in this branch, and 0 elsewhere. A turn that two branches
-            share is in the mask of the first.
+        token_ids: of the whole conversation.
+        prompt_tokens: number of tokens before the first answer.
+        mask: for each token, 1 if the policy made it in this branch, else 0. A turn that two branches share is in
+            the mask of the first.
         logprobs: for each token, in natural logarithms; 0.0 where the mask is 0.
-        turns: the answers, in their order.
-        messages: the conversation in OpenAI's form, the last answer included.
+        turns: the answers, in order.
+        messages: the conversation in OpenAI's format, the last answer included.
     """
 
     token_ids: list[int]
@@ -90,12 +90,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was recorded of a session: its branches, in the order of their last turns.
+    """A session's record: its branches, in the order of their last turns.
 
     Attributes:
-        policy: the label of the version that made every token of the mask.
-        discarded: tokens that were made and thrown away.
-        limit: the limit that its agent went beyond, in words; empty where it kept to them.
+        policy: the label of the version that made every token with mask 1.
+        discarded: tokens that were made and discarded.
+        limit: a description of the limit that its agent exceeded; empty: none.
     """
 
     session: str
@@ -106,7 +106,7 @@ class Trace:
 
 
 def training_trace(trace: Trace) -> dict[str, Any]:
-    """A trace as OpenEnv's `TrainingTrace`, version 1: each answer once, with the prompt that it was made from."""
+    """Convert a trace to OpenEnv's `TrainingTrace`, version 1: each answer once, with its prompt."""
     turns = []
     for number, branch in enumerate(trace.branches):
         for turn in branch.turns:

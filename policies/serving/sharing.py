@@ -1,12 +1,12 @@
-"""Which running requests move to a member that has come late or is done early, so that the division is even again.
+"""Rebalance running requests over the members of one policy, when a member joins late or is done early.
 
-The first member that holds a new policy gets all there is to do. When the others come, little of it is done, and a
-request that moves loses only the time in which its prompt is computed again; one without a token does not lose
-even that. So requests are given out and taken back, rather than kept from a member that could begin with them.
+The first member that holds a new policy gets all requests. When others join, few requests have finished. A request
+that moves loses only the time to compute its prompt again, and without a token not even that. So all requests are
+handed out immediately and moved later, instead of being held back.
 
-The more requests a member has, the more slowly each gets its tokens. A division is even when all members are done
-at the same time; it is made anew where that saves a twentieth of the time left, and 0.3 s at least. So small a
-gain can be told from noise because members about as fast as the middle one are taken to be alike.
+The more requests a member has, the more slowly each gets its tokens. The load is balanced when all members finish
+at the same time. It is rebalanced where that saves a twentieth of the remaining time, and at least 0.3 s. Members
+with speeds close to the median count as equally fast, so that measurement noise causes no moves.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 from policies.serving.member import REPLAY_TOKENS_MAX
 
-# With so many more requests a token takes a member twice as long: reading their keys and values then costs as much
-# as reading the weights. For dense models of 7B to 32B at 2,000 to 8,000 tokens a request it is 32 to 128.
+# Requests that double a member's time per token: reading their keys and values then costs as much as reading the
+# weights. 32 to 128 for dense models of 7B to 32B at 2,000 to 8,000 tokens a request.
 DOUBLING_REQUESTS = 64
 SAVED_S = 0.3
-SAVED_SHARE = 0.05  # of the time until the last is done
-ALIKE_SHARE = 0.2  # of a speed: a measurement of one second is off by so much
-EVEN_SHARE = 0.02  # once begun, dividing goes on until no more than this is to be gained
+SAVED_SHARE = 0.05  # of the time until the last request is done
+ALIKE_SHARE = 0.2  # of a speed: the error of a measurement of one second
+EVEN_SHARE = 0.02  # once begun, rebalancing continues until it would save no more than this share
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The request continues at the node."""
+    """Move a request to a node, where it continues."""
 
     request: int
     node: str
@@ -35,12 +35,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A request under way that loses nothing when it moves.
+    """A running request that may move.
 
     Args:
-        request: names it.
+        request: its number.
         left: tokens that it is still expected to get.
-        replay: tokens to be computed again as its prompt; 0 where nothing was computed yet.
+        replay: tokens to compute again as its prompt; 0 if nothing was computed yet.
     """
 
     request: int
@@ -50,18 +50,17 @@ class Movable:
 
 @dataclass(frozen=True, slots=True)
 class Sharer:
-    """A member that takes part in the division.
+    """A member among which requests are balanced.
 
     Args:
         node: its name.
-        speed_tokens_s: of a request that it would have alone.
-        running: its requests.
-        left: tokens that each of them is still expected to get, in the mean; meaningless where none runs.
+        speed_tokens_s: of a single request running alone on it.
+        running: its number of requests.
+        left: tokens that each of them is still expected to get, on average; undefined without requests.
         free: how many more requests it takes.
         prefill_tokens_s: how fast it computes a prompt.
-        replaying: tokens of requests that moved there before and are still to be computed again.
-        movable: those of its requests that may move, in the order in which they would; read no further than
-            needed.
+        replaying: tokens of requests that moved there and are still to be computed again.
+        movable: its requests that may move, in order; read lazily.
     """
 
     node: str
@@ -75,42 +74,42 @@ class Sharer:
 
 
 def tokens_left(arrived: int, expected_tokens: float, max_tokens: int) -> float:
-    """Return the tokens to come. A request longer than expected is taken to get half of the expectation more."""
+    """Return the expected remaining tokens: at least half of what was expected in total."""
     return min(max_tokens - arrived, max(expected_tokens - arrived, expected_tokens / 2))
 
 
 def alone_tokens_s(rate_tokens_s: float, requests: float) -> float:
-    """The rate of a request that is alone on a member, from the rate that each of so many gets there."""
+    """Return the rate of a request alone on a member, from the rate that each of `requests` gets there."""
     return rate_tokens_s * (1 + requests / DOUBLING_REQUESTS)
 
 
 def share_out(sharers: Sequence[Sharer], *, begun: bool = False) -> list[Move] | None:
-    """Return the moves that make the division even, as far as they can be made now; None where that does not pay.
+    """Return the moves that balance the load, as far as they are possible now; None if they would save too little.
 
     Args:
         sharers: the members that hold one policy, each once.
-        begun: dividing has begun: what is still to be gained may be little.
+        begun: rebalancing has begun, so a smaller gain suffices.
     """
-    known = [one for one in sharers if one.speed_tokens_s > 0]
-    if len(known) < 2:
+    measured = [sharer for sharer in sharers if sharer.speed_tokens_s > 0]
+    if len(measured) < 2:
         return None
-    middle = sorted(one.speed_tokens_s for one in known)[len(known) // 2]
-    loads = [_Load(one, middle) for one in known]
-    now_s = max(one.ends_s() for one in loads)
-    saved_s = now_s - _even_s(loads)
+    median = sorted(sharer.speed_tokens_s for sharer in measured)[len(measured) // 2]
+    loads = [_Load(sharer, median) for sharer in measured]
+    now_s = max(load.ends_s() for load in loads)
+    saved_s = now_s - _balanced_s(loads)
     if saved_s < (EVEN_SHARE * now_s if begun else max(SAVED_S, SAVED_SHARE * now_s)):
         return None
     moves: list[Move] = []
     while True:
         givers = sorted(loads, key=_Load.ends_s, reverse=True)
-        giver = next((one for one in givers if one.offer() is not None), None)
+        giver = next((load for load in givers if load.offer() is not None), None)
         request = None if giver is None else giver.offer()
         if giver is None or request is None:
             return moves
-        takers = [one for one in loads if one is not giver and one.takes(request)]
+        takers = [load for load in loads if load is not giver and load.takes(request)]
         if not takers:
             return moves
-        taker = min(takers, key=lambda one: (one.ends_with_s(request), one.node))
+        taker = min(takers, key=lambda load: (load.ends_with_s(request), load.node))
         if taker.ends_with_s(request) >= giver.ends_s():
             return moves
         giver.give(request)
@@ -119,57 +118,61 @@ def share_out(sharers: Sequence[Sharer], *, begun: bool = False) -> list[Move] |
 
 
 class _Load:
-    """A member's requests while they are divided."""
+    """A member's requests while they are balanced."""
 
-    def __init__(self, sharer: Sharer, middle: float) -> None:
-        alike = abs(sharer.speed_tokens_s - middle) < ALIKE_SHARE * middle
+    def __init__(self, sharer: Sharer, median: float) -> None:
+        is_typical = abs(sharer.speed_tokens_s - median) < ALIKE_SHARE * median
         self.node, self.running = sharer.node, sharer.running
-        self.speed = middle if alike else sharer.speed_tokens_s
-        self.left = sharer.left * sharer.running  # tokens of all
+        self.speed = median if is_typical else sharer.speed_tokens_s
+        self.tokens_left = sharer.left * sharer.running
         self._offers = iter(sharer.movable)
         self._offer: Movable | None = None
         self._free, self._prefill_tokens_s = sharer.free, sharer.prefill_tokens_s
         self._replay = sharer.replaying
 
     def ends_s(self) -> float:
-        """When its requests are done."""
-        return self._ends_s(self.left, self.running, self._replay)
+        """Return when its requests are done."""
+        return self._ends_s(self.tokens_left, self.running, self._replay)
 
     def ends_with_s(self, request: Movable) -> float:
-        """When they would be with that one more."""
-        return self._ends_s(self.left + request.left, self.running + 1, self._replay + request.replay)
+        """Return when they would be done with one more request."""
+        return self._ends_s(self.tokens_left + request.left, self.running + 1, self._replay + request.replay)
 
     def takes(self, request: Movable) -> bool:
-        """Whether there is room, by the rule of `policies.serving.member`."""
-        again = self._replay + request.replay
-        return self._free > 0 and (again <= REPLAY_TOKENS_MAX or 0 in (self._replay, request.replay))
+        """Whether it has room, by the rule of `policies.serving.member`."""
+        replay = self._replay + request.replay
+        return self._free > 0 and (replay <= REPLAY_TOKENS_MAX or 0 in (self._replay, request.replay))
 
     def offer(self) -> Movable | None:
-        """Which of its requests goes next."""
+        """Return its next request to move."""
         if self._offer is None:
             self._offer = next(self._offers, None)
         return self._offer
 
     def give(self, request: Movable) -> None:
-        self.running, self.left, self._offer = self.running - 1, max(0.0, self.left - request.left), None
+        self.running -= 1
+        self.tokens_left = max(0.0, self.tokens_left - request.left)
+        self._offer = None
 
     def take(self, request: Movable) -> None:
-        self.running, self.left = self.running + 1, self.left + request.left
-        self._free, self._replay = self._free - 1, self._replay + request.replay
+        self.running += 1
+        self.tokens_left += request.left
+        self._free -= 1
+        self._replay += request.replay
 
-    def _ends_s(self, left: float, running: int, replay: int) -> float:
+    def _ends_s(self, tokens_left: float, running: int, replay: int) -> float:
         if not running:
             return 0.0
-        again_s = replay / self._prefill_tokens_s if replay and self._prefill_tokens_s > 0 else 0.0
-        return again_s + left / running * (1 + running / DOUBLING_REQUESTS) / self.speed
+        replay_s = replay / self._prefill_tokens_s if replay and self._prefill_tokens_s > 0 else 0.0
+        return replay_s + tokens_left / running * (1 + running / DOUBLING_REQUESTS) / self.speed
 
 
-def _even_s(loads: Sequence[_Load]) -> float:
-    """When all would be done, divided evenly over the members that are of use, the fastest first."""
-    running = sum(one.running for one in loads)
-    each = sum(one.left for one in loads) / max(1, running)
-    even_s, speed = float("inf"), 0.0
-    for number, one in enumerate(sorted(loads, key=lambda one: -one.speed), 1):
-        speed += one.speed
-        even_s = min(even_s, each * (running / DOUBLING_REQUESTS + number) / speed)
-    return even_s
+def _balanced_s(loads: Sequence[_Load]) -> float:
+    """Return when all requests would be done, balanced over the useful members, the fastest first."""
+    running = sum(load.running for load in loads)
+    tokens_each = sum(load.tokens_left for load in loads) / max(1, running)
+    balanced_s, speed = float("inf"), 0.0
+    for number, load in enumerate(sorted(loads, key=lambda load: -load.speed), 1):
+        speed += load.speed
+        balanced_s = min(balanced_s, tokens_each * (running / DOUBLING_REQUESTS + number) / speed)
+    return balanced_s

@@ -1,8 +1,8 @@
-"""What a rollout node's vLLM engine takes, and how many tokens its KV cache then holds.
+"""The memory of a rollout node's vLLM engine, and how many tokens its KV cache holds.
 
-vLLM 0.32 takes a share of each GPU, tries its largest batch, and gives what is left to the KV cache
-(`v1/worker/gpu_worker.py`, `determine_available_memory`). Weights and cache are exact; what the trial takes is an
-upper bound, and CUDA's graphs an assumption.
+vLLM 0.32 takes a share of each GPU, profiles its largest batch, and gives the rest to the KV cache
+(`v1/worker/gpu_worker.py`, `determine_available_memory`). Weights and cache are exact, the profiled batch is an
+upper bound, and CUDA graphs are an assumption.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from policies.weights.tensors import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
 BLOCK_TOKENS = 16  # of its cache
-DEFAULT_LENGTH = 4096  # where neither run.yaml nor config.json has one
-# From so much memory on it takes so many tokens and sequences at once (`engine/arg_utils.py`).
+DEFAULT_LENGTH = 4096  # if neither run.yaml nor config.json has one
+# Minimum GPU memory, with the default numbers of tokens and sequences in a batch (`engine/arg_utils.py`).
 BATCHES = ((160 * GIB, 16_384, 1024), (70 * GIB, 8192, 1024), (0, 2048, 256))
-# Of each word for each sequence: logits in two bytes, in float32, sorted with their places, log-probabilities.
+# Bytes for each word and sequence: logits in two bytes, in float32, sorted with indices, log-probabilities.
 SAMPLING_BYTES = 2 + 4 + 4 + 8 + 4
 GRAPHS_BYTES = GIB  # an assumption
-DOWNLOAD_BYTES = 2 * GIB  # what a node holds at most of a policy on its way (docs/decisions/027)
+DOWNLOAD_BYTES = 2 * GIB  # maximum of a policy that a node buffers during a download (docs/decisions/027)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How a run's engines serve.
+    """The settings of a run's engines.
 
     Attributes:
         gpus: of one engine, over which weights and KV cache are divided.
         weight_bytes, cache_bytes: of an element.
-        utilization: the share of a GPU's memory that vLLM takes for itself.
-        cache_total_bytes: of the KV cache of a GPU, where run.yaml says it; the share then does not count.
+        utilization: the share of a GPU's memory that vLLM takes.
+        cache_total_bytes: of a GPU's KV cache, if set in run.yaml; replaces the share.
         max_tokens: of a sequence, prompt and completion.
-        batch_tokens, batch_sequences: that it takes at once; 0: as many as vLLM finds right for the GPU.
-        adapter_params: of one adapter's room; 0 where weights are served whole.
+        batch_tokens, batch_sequences: in a batch; 0: vLLM's default for the GPU.
+        adapter_params: reserved for one adapter; 0 if weights are served whole.
     """
 
     gpus: int = 1
@@ -59,7 +59,7 @@ class Engine:
 
 
 def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
-    """Return how the run's engines serve. `config` is the model's config.json."""
+    """Return the settings of the run's engines. `config` is the model's config.json."""
     flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items() if value is not None}
     text = config.get("text_config") or {}
     longest = config.get("max_position_embeddings") or text.get("max_position_embeddings") or DEFAULT_LENGTH
@@ -74,27 +74,27 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
         max_tokens=whole_number(flags.get("max-model-len")) or int(longest),
         batch_tokens=whole_number(flags.get("max-num-batched-tokens")),
         batch_sequences=whole_number(flags.get("max-num-seqs")),
-        adapter_params=_adapter_room(spec, shape, config),
+        adapter_params=_adapter_reserve(spec, shape, config),
         graphs=not flags.get("enforce-eager"),
     )
 
 
 def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1) -> EngineMemory:
-    """Return what one engine takes of GPUs of this size, and all `engines` of a machine of its own memory."""
+    """Return one engine's memory on GPUs of this size, and the host memory of all `engines` of a machine."""
     weights = shape.params * engine.weight_bytes // engine.gpus
     others = {
         "weights": weights,
         "adapter": engine.adapter_params * engine.weight_bytes,
-        "activations": _trial_bytes(shape, engine, gpu_bytes),
+        "activations": _profile_bytes(shape, engine, gpu_bytes),
         "CUDA": CUDA_BYTES + (GRAPHS_BYTES if engine.graphs else 0),
     }
-    left = engine.cache_total_bytes
-    if left is None:
-        left = max(0, int(engine.utilization * gpu_bytes) - sum(others.values()))
-    sequences = left / _sequence_bytes(shape, engine)
-    host = {"processes": engines * (1 + engine.gpus) * PROCESS_BYTES, "policies on their way": DOWNLOAD_BYTES}
+    cache = engine.cache_total_bytes
+    if cache is None:
+        cache = max(0, int(engine.utilization * gpu_bytes) - sum(others.values()))
+    sequences = cache / _sequence_bytes(shape, engine)
+    host = {"processes": engines * (1 + engine.gpus) * PROCESS_BYTES, "policy downloads": DOWNLOAD_BYTES}
     return EngineMemory(
-        gpu=memory_of({**others, "KV cache": left}, "serving"),
+        gpu=memory_of({**others, "KV cache": cache}, "serving"),
         host=memory_of(host),
         token_bytes=_token_bytes(shape, engine),
         tokens=int(sequences * engine.max_tokens),
@@ -103,23 +103,25 @@ def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1
 
 
 def _token_bytes(shape: Shape, engine: Engine) -> int:
-    """Of the cache of one GPU: heads are divided, down to one on each; a latent vector is on all of them
-    (`v1/kv_cache_interface.py`)."""
+    """Return the bytes of a token in one GPU's cache.
+
+    Heads are divided over the GPUs, at least one on each; a latent vector is on all (`v1/kv_cache_interface.py`).
+    """
     parts = 1 if shape.latent is not None else min(engine.gpus, shape.kv_heads)
     return shape.layers * math.ceil(shape.cached / parts) * engine.cache_bytes
 
 
 def _sequence_bytes(shape: Shape, engine: Engine) -> int:
-    """Of the longest sequence, in whole blocks. Layers that look back over a window keep no more than that."""
+    """Return the bytes of the longest sequence, in whole blocks. Sliding-window layers keep only their window."""
     blocks = math.ceil(engine.max_tokens / BLOCK_TOKENS)
-    of_layer = _token_bytes(shape, engine) // shape.layers * BLOCK_TOKENS
-    looking_back = min(blocks, math.ceil((shape.window or 0) / BLOCK_TOKENS) + 1)
-    full = (shape.layers - shape.windowed_layers) * blocks
-    return of_layer * (full + shape.windowed_layers * looking_back)
+    layer_bytes = _token_bytes(shape, engine) // shape.layers * BLOCK_TOKENS
+    window_blocks = min(blocks, math.ceil((shape.window or 0) / BLOCK_TOKENS) + 1)
+    full_blocks = (shape.layers - shape.windowed_layers) * blocks
+    return layer_bytes * (full_blocks + shape.windowed_layers * window_blocks)
 
 
-def _trial_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
-    """The largest batch's pass, or drawing for as many sequences as there may be, whichever takes more."""
+def _profile_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
+    """Return the bytes of the largest batch's pass, or of sampling for the most sequences, whichever is larger."""
     tokens, sequences = next((tokens, count) for size, tokens, count in BATCHES if gpu_bytes >= size)
     tokens, sequences = engine.batch_tokens or tokens, engine.batch_sequences or sequences
     inner = shape.mlp_width
@@ -129,25 +131,29 @@ def _trial_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
     return max(layer, min(tokens, sequences) * shape.vocab * SAMPLING_BYTES)
 
 
-def _adapter_room(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int:
-    """What vLLM sets aside for one adapter of the least rank that it has room for; on all layers where none are
-    named. The parts that it divides over GPUs are counted on each."""
+def _adapter_reserve(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> int:
+    """Return the elements that vLLM reserves for one adapter of the smallest sufficient rank.
+
+    On all layers if none are named. Parts that vLLM divides over GPUs are counted on each.
+    """
     peft = spec.trainer.peft
     if peft is None or why_whole(spec, config):
         return 0
-    named = peft.get("target_modules") or ALL_LINEAR
-    lora = lora_of({**peft, "target_modules": named, "r": engine_rank(peft)}, shape)
+    modules = peft.get("target_modules") or ALL_LINEAR
+    lora = lora_of({**peft, "target_modules": modules, "r": engine_rank(peft)}, shape)
     return 0 if lora is None else adapter_params(shape, lora)
 
 
-def _cache_width(named: str, served: int) -> int:
-    """Bytes of an element of the cache, where the model's own are `served`."""
-    return 1 if "fp8" in named else WIDTH[NAMED[named]] if named in NAMED else served
+def _cache_width(dtype: str, model_width: int) -> int:
+    """Return the bytes of an element of the cache; `model_width` by default."""
+    return 1 if "fp8" in dtype else WIDTH[NAMED[dtype]] if dtype in NAMED else model_width
 
 
 def whole_number(value: object) -> int:
-    """A flag's whole number, as vLLM reads it (0.32, `human_readable_int`): also `4k`, 4,000, and `4K`, 4,096; 0
-    where it names none, as -1 and `auto` do."""
+    """Return a flag's whole number as vLLM reads it (0.32, `human_readable_int`).
+
+    `4k` is 4,000 and `4K` is 4,096. 0 without a number, as for -1 and `auto`.
+    """
     if isinstance(value, int):
         return max(0, value)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)|(\d+)([KMGT])", str(value).strip())
@@ -159,58 +165,60 @@ def whole_number(value: object) -> int:
     return int(float(decimal) * 10.0 ** (3 * (1 + "kmgt".index(thousands)) if thousands else 0))
 
 
-# Whether a prompt has room before a completion of full length, in the model's context and in vLLM's.
+# Whether a prompt and a completion of full length fit into the model's context, and into vLLM's.
 
 MAX_MODEL_LEN = "max-model-len"
-# With these vLLM takes another length than config.json has (0.32, `_get_and_verify_max_len`).
+# With these vLLM uses another length than config.json's (0.32, `_get_and_verify_max_len`).
 REPLACED_BY = ("config-format", "hf-config-path", "hf-overrides", "rope-scaling")
 OF_MODEL = "its max_position_embeddings"
 ALLOWED_BY = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-# Ways to stretch RoPE that max_position_embeddings counts already; for any other vLLM multiplies it by a factor.
+# RoPE scalings included in max_position_embeddings; for any other vLLM multiplies it by a factor.
 COUNTED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
 
 
 def context_problem(
     flags: Mapping[str, Any], env: Mapping[str, str], completion: int, config: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], str] | None:
-    """Return the key of run.yaml and the reason why every prompt would be refused; None where some may fit.
+    """Return the key of run.yaml and the reason why every prompt would be refused; None if some may fit.
 
-    How long prompts are is for the tokenizer to say: none of them is counted here.
+    The lengths of prompts depend on the tokenizer and are not checked here.
 
     Args:
-        flags: vLLM's, of `rollout.vllm`; empty where the trainer generates itself.
+        flags: vLLM's, of `rollout.vllm`; empty if the trainer generates itself.
         env: `rollout.env`.
         completion: `grpo.max_completion_length`.
-        config: the model's config.json; empty where it is not known.
+        config: the model's config.json; empty if unknown.
     """
     flags = {name.replace("_", "-"): value for name, value in flags.items()}
-    positions, asked = _positions(config), whole_number(flags.get(MAX_MODEL_LEN))
+    positions, max_model_len = _positions(config), whole_number(flags.get(MAX_MODEL_LEN))
     if any(flags.get(name) for name in REPLACED_BY):
         positions = None
     key = ("rollout", "vllm", MAX_MODEL_LEN)
-    if asked and asked <= completion:
-        message = f"{asked} leaves no room for a prompt: grpo.max_completion_length is {completion}"
+    if max_model_len and max_model_len <= completion:
+        message = f"{max_model_len} leaves no room for a prompt: grpo.max_completion_length is {completion}"
         return key, f"{message}; expected more than that"
     if positions is None:
         return None
-    longest = max(positions, whole_number(config.get("model_max_length")))  # as vLLM lets it be asked for
-    if asked > longest and env.get(ALLOWED_BY, "0") == "0":
-        message = f"{asked} is above the model's own context, and vLLM does not start"
+    allowed = max(positions, whole_number(config.get("model_max_length")))  # vLLM's limit
+    if max_model_len > allowed and env.get(ALLOWED_BY, "0") == "0":
+        message = f"{max_model_len} exceeds the model's context, and vLLM does not start"
         return key, f"{message}; expected at most {positions}, {OF_MODEL}"
-    if not asked and positions <= completion:
+    if not max_model_len and positions <= completion:
         message = f"{completion} leaves no room for a prompt in the model's context"
         return ("grpo", "max_completion_length"), f"{message}; expected less than {positions}, {OF_MODEL}"
     return None
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
-    """The model's context in tokens; None where config.json does not tell it."""
+    """Return the model's context in tokens; None if config.json does not define it."""
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
     scaling = text.get("rope_parameters") or text.get("rope_scaling")
-    if isinstance(scaling, Mapping):  # of the model, or of each type of its layers
+    if isinstance(scaling, Mapping):  # of the model, or of each type of layer
         parts = [scaling, *(part for part in scaling.values() if isinstance(part, Mapping))]
-        if any(one.get("factor") and (one.get("rope_type") or one.get("type")) not in COUNTED for one in parts):
+        if any(
+            part.get("factor") and (part.get("rope_type") or part.get("type")) not in COUNTED for part in parts
+        ):
             return None
     found = text.get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None

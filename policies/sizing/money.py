@@ -1,4 +1,4 @@
-"""What a run's machines cost, by the market on which they are bought. List prices, and nobody preempted."""
+"""The cost of a run's machines, by market. List prices, without preemptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAY_H = 24
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """USD an hour of one machine on each market; None where it cannot be had there, or nobody knows."""
+    """USD an hour of one machine on each market; None if unavailable there, or unknown."""
 
     on_demand_usd_per_h: float | None = None
     spot_usd_per_h: float | None = None
@@ -22,7 +22,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """USD; `to_end_usd` is None where the run's length is not known."""
+    """Cost in USD; `to_end_usd` is None if the run's length is unknown."""
 
     usd_per_h: float
     usd_per_day: float
@@ -30,20 +30,24 @@ class Cost:
 
 
 def cost(usd_per_h: float, hours: float | None) -> Cost:
-    """What machines of so many dollars an hour cost, for a run of so many hours."""
+    """Return the cost of machines at this hourly price, for a run of `hours`."""
     return Cost(usd_per_h, DAY_H * usd_per_h, None if hours is None else hours * usd_per_h)
 
 
 def hourly(
     trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market], beside_usd_per_h: float = 0.0
 ) -> float | None:
-    """USD an hour of a trainer and `nodes` rollout nodes on these markets, and of what is paid for beside them;
-    None where a price is not known."""
-    of_trainer, of_node = trainer.on(markets[0]), node.on(markets[1]) if nodes else 0.0
-    return None if of_trainer is None or of_node is None else of_trainer + nodes * of_node + beside_usd_per_h
+    """Return the USD an hour of a trainer and `nodes` rollout nodes on these markets, plus `beside_usd_per_h`.
+
+    None if a price is unknown.
+    """
+    trainer_usd, node_usd = trainer.on(markets[0]), node.on(markets[1]) if nodes else 0.0
+    return None if trainer_usd is None or node_usd is None else trainer_usd + nodes * node_usd + beside_usd_per_h
 
 
 def again_usd(train_s: float, usd_per_h: float) -> float:
-    """What it costs to make a lost step again: its completions are in the store, so all machines stand for as long
-    as it trains, and nothing is generated."""
+    """Return the cost of repeating a lost step: all machines for as long as it trains.
+
+    Nothing is generated, because its completions are in the store.
+    """
     return train_s * usd_per_h / 3600

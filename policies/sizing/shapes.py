@@ -1,4 +1,4 @@
-"""What a model is made of: the numbers from which its memory follows, and how they are read from a config.json."""
+"""The shape of a model, from which its memory follows, and how to read it from a config.json."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture in a layer that has one. Experts are three matrices of hidden x width each, in two tensors for
-    all of them; the shared ones work on every token, as one of `shared_width`."""
+    """The mixture of experts of a layer.
+
+    An expert has three matrices of hidden x width; all are stored in two tensors. Shared experts process every
+    token, like one expert of `shared_width`.
+    """
 
     count: int
-    chosen: int  # of them for each token
+    chosen: int  # experts for each token
     width: int
     shared_width: int = 0
     shared_gate: bool = False  # a weight for each element of the hidden state
-    layers: int  # that have one, of all layers
+    layers: int  # that have experts, of all layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Attention with keys and values in one small vector a token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
 
-    query_rank: int  # 0: queries are made without a detour
+    query_rank: int  # 0: queries are computed directly
     kv_rank: int
     rope_dim: int  # of each head, and the part of the cache that all heads share
     nope_dim: int
@@ -50,11 +53,11 @@ class Shape:
     """A decoder. Counts and widths are in elements.
 
     Attributes:
-        attention: a layer's linear layers around its attention.
-        mlp: those of a layer without experts.
+        attention: a layer's linear layers of its attention.
+        mlp: those of the MLP of a layer without experts.
         norms: elements of a layer's norms.
-        windowed_layers: that look back over `window` tokens alone.
-        other_params: of parts that read no text, such as a vision tower; none is known from config.json.
+        windowed_layers: layers that attend only to the last `window` tokens.
+        other_params: of parts that process no text, such as a vision tower; not derived from config.json.
     """
 
     model_type: str
@@ -77,7 +80,7 @@ class Shape:
 
     @property
     def params(self) -> int:
-        """All of them; a tied head counts once."""
+        """All parameters; a tied head counts once."""
         return self.text_params + self.other_params
 
     @property
@@ -86,46 +89,46 @@ class Shape:
 
     @property
     def embedding_params(self) -> int:
-        """Of the embedding, and of the head."""
+        """Parameters of the embedding; the head has the same number."""
         return self.vocab * self.hidden
 
     @property
     def layers_params(self) -> int:
-        """Of all layers, without embedding, head and last norm."""
+        """Parameters of all layers, without embedding, head and last norm."""
         sparse = self.experts.layers if self.experts else 0
-        common = self.norms + sum(one.params for one in self.attention)
-        dense = sum(one.params for one in self.mlp)
+        common = self.norms + sum(linear.params for linear in self.attention)
+        dense = sum(linear.params for linear in self.mlp)
         return self.layers * common + (self.layers - sparse) * dense + sparse * self.experts_params
 
     @property
     def experts_params(self) -> int:
-        """Of one layer's mixture, its router included."""
+        """Parameters of one layer's experts, the router included."""
         if self.experts is None:
             return 0
-        one = self.experts
-        routed = one.count * 3 * self.hidden * one.width
-        return (
-            routed + one.count * self.hidden + 3 * self.hidden * one.shared_width + one.shared_gate * self.hidden
-        )
+        experts, router = self.experts, self.experts.count * self.hidden
+        routed, shared = experts.count * 3 * self.hidden * experts.width, 3 * self.hidden * experts.shared_width
+        return routed + router + shared + experts.shared_gate * self.hidden
 
     @property
     def routed_params(self) -> int:
-        """Of all experts that tokens are sent to."""
-        one = self.experts
-        return 0 if one is None else one.layers * one.count * 3 * self.hidden * one.width
+        """Parameters of all routed experts, in all layers."""
+        experts = self.experts
+        return 0 if experts is None else experts.layers * experts.count * 3 * self.hidden * experts.width
 
     @property
     def attention_flops(self) -> int:
-        """Operations of all layers' attention in a forward pass, for each token and token that it looks at: scores
-        and their sum of values, 2 for each product."""
-        of_value = self.latent.value_dim if self.latent is not None else self.head_dim
-        return 2 * self.layers * self.heads * (self.head_dim + of_value)
+        """Operations of all layers' attention in a forward pass, for each token and token that it attends to.
+
+        For scores and the weighted sum of values, 2 for each product.
+        """
+        value_dim = self.latent.value_dim if self.latent is not None else self.head_dim
+        return 2 * self.layers * self.heads * (self.head_dim + value_dim)
 
     @property
     def layer_params(self) -> int:
-        """Of the largest layer."""
-        common = self.norms + sum(one.params for one in self.attention)
-        return common + max(sum(one.params for one in self.mlp), self.experts_params)
+        """Parameters of the largest layer."""
+        common = self.norms + sum(linear.params for linear in self.attention)
+        return common + max(sum(linear.params for linear in self.mlp), self.experts_params)
 
     @property
     def cached(self) -> int:
@@ -136,34 +139,34 @@ class Shape:
 
 
 def with_all_params(shape: Shape, counted: int) -> Shape:
-    """The shape with what its model's files hold beyond it, in `other_params`: they count `counted` parameters."""
+    """Return the shape with `other_params` from the parameters `counted` in the model's files."""
     stored_head = shape.embedding_params if shape.tied else 0
-    beyond = counted - shape.text_params
-    return replace(shape, other_params=0 if beyond in (0, stored_head) else max(0, beyond))
+    others = counted - shape.text_params
+    return replace(shape, other_params=0 if others in (0, stored_head) else max(0, others))
 
 
 # A model's shape, read from its config.json.
 #
-# The names are those of transformers 5.19 (`models/*/modeling_*.py`), whose own models the counts are tested
-# against. What is in none of these families is UnknownShape: nothing is guessed.
+# The names are those of transformers 5.19 (`models/*/modeling_*.py`), against whose models the counts are tested.
+# Other families raise UnknownShape: nothing is guessed.
 
-# The kinds of models whose shapes are known, by `model_type` (transformers 5.19, `configuration_*.py`).
+# Model families with known shapes, by `model_type` (transformers 5.19, `configuration_*.py`).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What config.json does not say of its kind.
+    """Properties of a model family that config.json does not contain.
 
     Attributes:
-        defaults: what it may leave out.
-        tied: whether the head is the embedding where nothing is said.
+        defaults: values that it may omit.
+        tied: whether the head is the embedding by default.
         qkv_bias: whether queries, keys and values have a bias.
         reads_bias: whether `attention_bias` and `mlp_bias` count.
         head_norms: whether each head's queries and keys are normalised.
         norms: of a layer, each as wide as the hidden state.
         fused: whether queries, keys and values are one linear layer, and gate and up.
-        windows: whether a `sliding_window` that is set is used.
-        full_every: every so many layers one looks back over everything; 0: none.
+        windows: whether `sliding_window` is used if set.
+        full_every: every n-th layer attends to all tokens; 0: none.
     """
 
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -180,7 +183,7 @@ class Family:
     full_every: int = 0
 
 
-# A text_config is written without what is as usual.
+# A text_config omits defaults.
 GEMMA_3 = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -216,11 +219,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class UnknownShape(ValueError):
-    """The configuration's model is of no known kind, or a number is missing; the message says which."""
+    """The model's family is unknown, or a number is missing from its configuration; the message tells which."""
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Return the shape of the model with this config.json, of its text part where it has others.
+    """Return the shape of the model with this config.json; of a multimodal model, that of its text part.
 
     Raises UnknownShape.
     """
@@ -228,17 +231,19 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     own: Mapping[str, Any] = {**text} if isinstance(text, Mapping) else config
     kind = str(own.get("model_type") or config.get("model_type") or "")
     if kind not in FAMILIES:
-        named = f"model_type {kind}" if kind else "a configuration without model_type"
-        raise UnknownShape(f"{named} is not among those whose memory is known: {', '.join(sorted(FAMILIES))}")
+        found = f"model_type {kind}" if kind else "a configuration without model_type"
+        raise UnknownShape(f"{found} is not supported; expected one of {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[kind]
-    tied = next((one["tie_word_embeddings"] for one in (own, config) if "tie_word_embeddings" in one), None)
+    tied = next(
+        (section["tie_word_embeddings"] for section in (own, config) if "tie_word_embeddings" in section), None
+    )
     return _shape(
         kind, family, _Read(kind, {**family.defaults, **own}), family.tied if tied is None else bool(tied)
     )
 
 
 class _Read:
-    """Whole numbers of a configuration, by the first of some names that is set."""
+    """Reads whole numbers of a configuration, by the first of several names that is set."""
 
     def __init__(self, kind: str, config: Mapping[str, Any]) -> None:
         self._kind, self.config = kind, config
@@ -249,7 +254,7 @@ class _Read:
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
         if default is None:
-            raise UnknownShape(f"the configuration, of {self._kind}, has no {names[0]}")
+            raise UnknownShape(f"the {self._kind} configuration has no {names[0]}")
         return default
 
     def is_set(self, name: str, default: bool = False) -> bool:
@@ -260,14 +265,14 @@ def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     layers, mlp_width = read.count("num_hidden_layers"), read.count("intermediate_size")
     if not (hidden and heads and layers):
-        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
+        raise UnknownShape(f"the {kind} configuration has a size of 0")
     kv_heads = read.count("num_key_value_heads", default=heads)
     latent = _latent(read) if family.latent else None
     head_dim = read.count("head_dim", default=hidden // heads)
     if latent is not None:
         head_dim = latent.nope_dim + latent.rope_dim
     if not (kv_heads and head_dim and (latent is None or latent.kv_rank + latent.rope_dim)):
-        raise UnknownShape(f"the configuration, of {kind}, has a size of 0")
+        raise UnknownShape(f"the {kind} configuration has a size of 0")
     norms = family.norms * hidden + (2 * head_dim if family.head_norms else 0)
     if latent is not None:
         norms += latent.query_rank + latent.kv_rank
@@ -299,23 +304,23 @@ def _attention(
     if latent is not None:
         yield from _latent_attention(latent, hidden, heads, bias)
         return
-    into = bias or (family.qkv_bias and read.is_set("qkv_bias", True))
+    qkv_bias = bias or (family.qkv_bias and read.is_set("qkv_bias", True))
     if family.fused:
-        yield Linear("qkv_proj", hidden, (heads + 2 * kv_heads) * head_dim, into)
+        yield Linear("qkv_proj", hidden, (heads + 2 * kv_heads) * head_dim, qkv_bias)
     else:
-        yield Linear("q_proj", hidden, heads * head_dim, into)
-        yield Linear("k_proj", hidden, kv_heads * head_dim, into)
-        yield Linear("v_proj", hidden, kv_heads * head_dim, into)
+        yield Linear("q_proj", hidden, heads * head_dim, qkv_bias)
+        yield Linear("k_proj", hidden, kv_heads * head_dim, qkv_bias)
+        yield Linear("v_proj", hidden, kv_heads * head_dim, qkv_bias)
     yield Linear("o_proj", heads * head_dim, hidden, bias)
 
 
 def _latent_attention(latent: Latent, hidden: int, heads: int, bias: bool) -> Iterable[Linear]:
-    of_query = heads * (latent.nope_dim + latent.rope_dim)
+    query_width = heads * (latent.nope_dim + latent.rope_dim)
     if latent.query_rank:
         yield Linear("q_a_proj", hidden, latent.query_rank, bias)
-        yield Linear("q_b_proj", latent.query_rank, of_query)
+        yield Linear("q_b_proj", latent.query_rank, query_width)
     else:
-        yield Linear("q_proj", hidden, of_query)
+        yield Linear("q_proj", hidden, query_width)
     yield Linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, bias)
     yield Linear("kv_b_proj", latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
     yield Linear("o_proj", heads * latent.value_dim, hidden, bias)
@@ -342,12 +347,12 @@ def _latent(read: _Read) -> Latent:
 
 
 def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
-    """The mixture, and in how many layers it is: every one, every n-th, or all after the first ones."""
+    """Return the experts, which are in every layer, every n-th, or all after the first ones."""
     if not family.experts:
         return None
     sparse_step = read.count("decoder_sparse_step", default=1)
-    named, first = read.config.get("mlp_only_layers"), read.count("first_k_dense_replace", default=0)
-    dense = [*(named if isinstance(named, list) else ()), *range(first)]
+    listed, first = read.config.get("mlp_only_layers"), read.count("first_k_dense_replace", default=0)
+    dense = [*(listed if isinstance(listed, list) else ()), *range(first)]
     width = read.count("moe_intermediate_size", "intermediate_size")
     return Experts(
         count=read.count("num_experts", "num_local_experts", "n_routed_experts"),
@@ -356,12 +361,14 @@ def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
         shared_width=read.count("shared_expert_intermediate_size", default=0)
         + read.count("n_shared_experts", default=0) * width,
         shared_gate=family.shared_gate,
-        layers=sum(at not in dense and sparse_step > 0 and (at + 1) % sparse_step == 0 for at in range(layers)),
+        layers=sum(
+            number not in dense and sparse_step > 0 and (number + 1) % sparse_step == 0 for number in range(layers)
+        ),
     )
 
 
 def _windows(family: Family, read: _Read, layers: int) -> tuple[int | None, int]:
-    """How far windowed layers look back, and how many there are."""
+    """Return the window of sliding-window layers, and the number of these layers."""
     window = read.count("sliding_window", default=0)
     if not (window and family.windows):
         return None, 0

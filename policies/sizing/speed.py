@@ -1,10 +1,10 @@
-"""How long a step takes, before anyone has measured one. Estimates, and said to be so.
+"""Estimate how long a step takes, before any was measured.
 
-Two limits of a GPU are asked for, and the slower counts (the roofline, Williams et al. 2009): bytes that it has
-to read, and operations that it has to make. A forward pass is 2 operations a parameter and token, a backward pass
-4: 2 for the gradients of what each layer was given, 2 for those of its weights (Kaplan et al., arXiv 2001.08361).
-Attention adds to a pass what grows with a sequence's length: a few per cent at a thousand tokens, several times
-the rest at 100,000. A padded batch has a mask, with which kernels compute what lies above the diagonal, too.
+The slower of two limits of a GPU counts (the roofline, Williams et al. 2009): bytes to read, and operations. A
+forward pass is 2 operations a parameter and token, a backward pass 4: 2 for the gradients of each layer's input, 2
+for those of its weights (Kaplan et al., arXiv 2001.08361). Attention adds a part that grows with a sequence's
+length: a few per cent at a thousand tokens, several times the rest at 100,000. A padded batch has a mask, with
+which kernels also compute the part above the diagonal.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# GPUs by SkyPilot's names: their memory, how fast they read it, and how fast they multiply.
+# GPUs by SkyPilot's names, with memory, bandwidth and throughput.
 #
-# Memory is what NVIDIA's driver reports (`nvidia-smi`, MiB), a little less than the name on the box. Bandwidth and
-# dense bfloat16 throughput are those of NVIDIA's data sheets, without sparsity; float16's for what is older than
-# Ampere and has no bfloat16. What runs reach of them is below.
+# Memory as NVIDIA's driver reports it (`nvidia-smi`, MiB), a little less than the nominal size. Bandwidth and
+# dense bfloat16 throughput are from NVIDIA's data sheets, without sparsity; float16's for GPUs older than Ampere,
+# which have no bfloat16. The shares that runs reach are below.
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind. `has_bf16`: whether it computes in bfloat16 (Ampere and later)."""
+    """A GPU model. `has_bf16`: whether it computes in bfloat16 (Ampere and later)."""
 
     name: str
     memory_mib: int
@@ -57,18 +57,19 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("H200", 143_771, 4800, 989),
     Gpu("B200", 183_359, 8000, 2250),
 )
-_BY_NAME: Mapping[str, Gpu] = {one.name.lower(): one for one in GPUS}
+_BY_NAME: Mapping[str, Gpu] = {gpu.name.lower(): gpu for gpu in GPUS}
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The kind that SkyPilot calls so, in any case of letters; None for one that is not in the table."""
+    """Return the GPU with this SkyPilot name, ignoring case; None if it is not in the table."""
     return _BY_NAME.get(name.lower())
 
 
-# Of a GPU's dense throughput in training. Published large runs reach 0.38 to 0.43 (Llama 3, arXiv 2407.21783) with
-# kernels and batches made for it; TRL pads its completions and runs plain transformers. An assumption.
+# Share of a GPU's dense throughput in training. Published large runs reach 0.38 to 0.43 (Llama 3, arXiv
+# 2407.21783) with optimized kernels and batches; TRL pads its completions and runs plain transformers. An
+# assumption.
 MFU = 0.3
-# Of its bandwidth while tokens are generated, and of its throughput there. Assumptions, too.
+# Shares of its bandwidth and throughput in generation. Assumptions, too.
 BANDWIDTH_SHARE = 0.7
 GENERATION_MFU = 0.4
 # transformers' own generate() starts each kernel from Python: an assumption.
@@ -79,7 +80,7 @@ TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one optimizer step takes; fractions where several steps share what was generated.
+    """The work of one optimizer step; fractions if several steps share a generation.
 
     Attributes:
         generated: completions generated for it.
@@ -102,39 +103,38 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What the trainer computes of each token, beside the forward pass that is always there."""
+    """The trainer's computations for each token, in addition to the forward pass."""
 
-    all_weights: bool  # they are trained, and not an adapter beside them
-    recomputed: bool  # gradient checkpointing: the forward pass is made again on the way back
+    all_weights: bool  # all weights are trained, instead of an adapter
+    recomputed: bool  # gradient checkpointing: the forward pass is repeated in the backward pass
     reference: bool  # the reference model's log-probabilities, where beta is above 0
-    old: bool  # the log-probabilities under the policy that generated, where they are computed anew
+    old: bool  # the log-probabilities under the policy that generated, where they are recomputed
 
     @property
     def flops_per_param(self) -> int:
-        """Operations for each parameter and token: 6 for weights that are trained, and nothing else."""
+        """Operations for each parameter and token: 6 for trained weights and nothing else."""
         return 4 + 2 * (self.all_weights + self.recomputed + self.reference + self.old)
 
     @property
     def attention_passes(self) -> int:
-        """How many forward passes attention takes the time of: a backward pass that of two."""
+        """Time of attention in forward passes; a backward pass counts as two."""
         return 3 + self.recomputed + self.reference + self.old
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What generates: one vLLM engine, or the trainer's own process.
+    """A vLLM engine, or the trainer's own process when it generates.
 
     Attributes:
         gpus: that work on one request together.
-        bandwidth_gb_per_s: of one of them.
-        tflops: of one of them.
-        weights_bytes: over all of them, read once for each token of a batch.
-        kv_bytes: of one token, over all of them.
-        params: that a token goes through: of a mixture of experts the active ones.
-        sequences_max: that fit at a time; None: as many as come.
-        token_floor_s: the least that one token of a batch takes, for reasons of software.
-        experts_bytes: of `weights_bytes`, those of experts. A token reads `experts_share` of them, and a batch
-            those that any of its tokens was sent to.
+        bandwidth_gb_per_s: of each GPU.
+        tflops: of each GPU.
+        weights_bytes: over all GPUs, read once for each token of a batch.
+        kv_bytes: of one token, over all GPUs.
+        params: used by a token: in a mixture of experts the active ones.
+        sequences_max: that fit at a time; None: no limit.
+        token_floor_s: minimum time for one token of a batch, due to software.
+        experts_bytes: of `weights_bytes`, those of experts. A token reads `experts_share` of them.
     """
 
     gpus: int
@@ -152,58 +152,58 @@ class Engine:
 def train_s(
     params: float, work: StepWork, passes: Passes, gpus: int, tflops: float, attention_flops: float = 0.0
 ) -> float:
-    """Seconds of one optimizer step on `gpus` GPUs, at MFU.
+    """Return the seconds of one optimizer step on `gpus` GPUs, at MFU.
 
     Args:
-        params: that a token goes through.
+        params: used by a token.
         attention_flops: of one forward pass's attention, for each token and token of its sequence.
     """
     length = work.prompt_tokens + work.completion_tokens
-    each = passes.flops_per_param * params + passes.attention_passes * attention_flops * length
-    return each * work.trained_tokens / (gpus * tflops * TERA * MFU)
+    token_flops = passes.flops_per_param * params + passes.attention_passes * attention_flops * length
+    return token_flops * work.trained_tokens / (gpus * tflops * TERA * MFU)
 
 
 def generate_s(engine: Engine, work: StepWork, engines: int) -> float:
-    """Seconds until the step's completions are there, from so many engines alike, each of full length.
+    """Return the seconds to generate the step's completions, all of full length, with `engines` equal engines.
 
-    Reading the weights takes as long for one sequence as for many: more engines help only with what grows with the
-    sequences.
+    Reading the weights takes as long for one sequence as for many, so more engines help only with the part that
+    grows with the number of sequences.
     """
     sequences = math.ceil(work.generated / engines)
-    at_once = min(sequences, max(1, engine.sequences_max or sequences))
-    rounds = math.ceil(sequences / at_once)
+    batch = min(sequences, max(1, engine.sequences_max or sequences))
+    rounds = math.ceil(sequences / batch)
     flops_per_s = engine.gpus * engine.tflops * TERA * GENERATION_MFU
     prefill_s = 2 * engine.params * work.prompts / engines * work.prompt_tokens / flops_per_s
-    return prefill_s + rounds * work.completion_tokens * token_s(engine, work, at_once)
+    return prefill_s + rounds * work.completion_tokens * token_s(engine, work, batch)
 
 
 def shared_by_nodes(engine: Engine, work: StepWork, engines: int) -> tuple[float, float]:
-    """Return generation as `policies.fleet` divides it: the seconds that no further node shortens, and the
-    node-seconds that nodes share, a node having so many engines.
+    """Split generation for `policies.fleet`, with `engines` engines a node.
 
-    The first is one completion by itself.
+    Return the seconds that no further node shortens, those of one completion alone, and the node-seconds that
+    nodes share.
     """
     floor_s = work.completion_tokens * token_s(engine, work, 1)
     return floor_s, max(0.0, generate_s(engine, work, engines) - floor_s)
 
 
 def token_s(engine: Engine, work: StepWork, sequences: int) -> float:
-    """Seconds for the next token of each of so many sequences, in the middle of their completions."""
+    """Return the seconds for the next token of each of `sequences` sequences, in mid-completion."""
     context = work.prompt_tokens + work.completion_tokens / 2
-    idle_bytes = engine.experts_bytes * (1 - engine.experts_share) ** sequences  # by experts chosen evenly
+    idle_bytes = engine.experts_bytes * (1 - engine.experts_share) ** sequences  # if experts are chosen evenly
     read_bytes = engine.weights_bytes - idle_bytes + sequences * context * engine.kv_bytes
     read_s = read_bytes / (engine.gpus * engine.bandwidth_gb_per_s * GB * BANDWIDTH_SHARE)
     compute_s = 2 * engine.params * sequences / (engine.gpus * engine.tflops * TERA * GENERATION_MFU)
     return max(read_s, compute_s, engine.token_floor_s)
 
 
-# How long new weights take from the optimizer's step until an engine may take them, by their form.
+# Time from an optimizer step until an engine may load the new weights, in each format.
 #
-# By the arithmetic of docs/benchmarks.md (Weights), with its rates: `send` and `fetch` are a transfer each, for
-# nodes read what the trainer wrote into the store; a delta is found by going through all weights.
+# By the calculation of docs/benchmarks.md (Weights), with its rates: `send` and `fetch` are one transfer each,
+# since nodes read from the store what the trainer wrote there; finding a delta scans all weights.
 
 LINKS_GBIT_PER_S = (10, 25, 100)
-# Measured (docs/benchmarks.md), one core; its arithmetic has 8 of them on each side.
+# Measured on one core (docs/benchmarks.md), which assumes 8 cores on each side.
 ENCODE_BYTES_PER_S = 1.0 * GB
 PROVE_BYTES_PER_S = 2.0 * GB
 CORES = 8
@@ -212,9 +212,9 @@ DELTAS = ((5e-7, 0.0106), (1e-6, 0.0178), (1e-5, 0.097))
 
 
 def delta_share(learning_rate: float) -> float:
-    """Bytes of a delta of bfloat16 weights as a share of the whole, at most 1.
+    """Return the bytes of a delta of bfloat16 weights as a share of the whole, at most 1.
 
-    Between measured learning rates, and beyond them, by the power that joins the two nearest.
+    Interpolated and extrapolated by a power law through the two nearest measured learning rates.
     """
     if learning_rate <= 0:
         return 0.0
@@ -225,13 +225,13 @@ def delta_share(learning_rate: float) -> float:
 
 
 def whole_s(weights_bytes: float, gbit_per_s: float) -> float:
-    """Seconds for all of it, an adapter's file too: encode, send, fetch, prove."""
+    """Return the seconds for whole weights, or an adapter: encode, send, fetch, verify."""
     encode_s, prove_s = _encode_s(weights_bytes), weights_bytes / (CORES * PROVE_BYTES_PER_S)
     return encode_s + 2 * _link_s(weights_bytes, gbit_per_s) + prove_s
 
 
 def delta_s(weights_bytes: float, share: float, gbit_per_s: float) -> float:
-    """Seconds for what changed: sent while it is encoded, fetched, applied to all of the weights and proved."""
+    """Return the seconds for a delta: send while encoding, fetch, apply to all weights and verify."""
     send_s, apply_s = _link_s(share * weights_bytes, gbit_per_s), weights_bytes / (CORES * PROVE_BYTES_PER_S)
     return max(_encode_s(weights_bytes), send_s) + send_s + apply_s
 

@@ -1,4 +1,4 @@
-"""What training takes, part by part: how much of each GPU, and of the machine's own memory."""
+"""The memory of training by part: on each GPU, and of the host."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from policies.sizing.training import FLOAT32, Training, adapted, generating
 
 
 def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:
-    """Return what each GPU and the machine hold at the highest of a step's moments."""
-    highest = max(moments(shape, training), key=lambda one: one.total_bytes)
+    """Return the memory of each GPU at its maximum in a step, and that of the host."""
+    highest = max(moments(shape, training), key=lambda memory: memory.total_bytes)
     gpu = memory_of({**highest.parts, "CUDA": CUDA_BYTES}, highest.moment)
     return TrainerMemory(gpu=gpu, host=host_memory(shape, training))
 
 
 def moments(shape: Shape, training: Training) -> Iterator[Memory]:
-    """What a GPU's tensors take at each moment of a step that may be its highest."""
+    """Yield the memory of a GPU's tensors at each moment of a step that may be its maximum."""
     layer, head = layer_pass(shape, training), head_pass(shape, training)
     held = held_by(shape, training)
     stay, gradients = held.stay, held.gradients
-    begun = gradients if training.accumulates else 0
+    accumulated = gradients if training.accumulates else 0
     last = shape.layers * (layer.input if training.checkpointing else layer.input + layer.saved)
-    kept = last + 2 * layer.input  # with what leaves the last layer, and its norm's
+    kept = last + 2 * layer.input  # with the outputs of the last layer and of its norm
     casts = held.casts(layer.casts * shape.layers) if training.checkpointing else 0
-    one = layer.saved + layer.backward if training.checkpointing else layer.backward
-    passing = layer.forward if training.checkpointing else 0
+    backward = layer.saved + layer.backward if training.checkpointing else layer.backward
+    forward = layer.forward if training.checkpointing else 0
     mask = _bool_mask(training)
     before = held.before_embedding(training.accumulates)
     yield memory_of(
         {
             **stay,
-            "gradients": begun,
+            "gradients": accumulated,
             "weights cast": casts,
-            "activations": kept + mask + max(head.hidden, passing),
+            "activations": kept + mask + max(head.hidden, forward),
             "logits": head.tile,
         },
         "forward pass",
@@ -43,19 +43,19 @@ def moments(shape: Shape, training: Training) -> Iterator[Memory]:
     yield memory_of(
         {
             **stay,
-            "gradients": begun,
+            "gradients": accumulated,
             "activations": kept + mask + head.hidden,
             "logits": head.tile + head.gradient,
         },
         "head's backward pass",
     )
-    of_head = head.kept_gradient or (held.head_gradient if not training.accumulates else 0)
+    head_gradient = head.kept_gradient or (held.head_gradient if not training.accumulates else 0)
     yield memory_of(
-        {**stay, "gradients": begun + of_head, "activations": last + layer.input + mask + one},
+        {**stay, "gradients": accumulated + head_gradient, "activations": last + layer.input + mask + backward},
         "last layer's backward pass",
     )
     yield memory_of(
-        {**stay, "gradients": before + head.kept_gradient, "activations": 2 * layer.input + mask + one},
+        {**stay, "gradients": before + head.kept_gradient, "activations": 2 * layer.input + mask + backward},
         "first layer's backward pass",
     )
     yield memory_of(
@@ -72,17 +72,17 @@ def _bool_mask(training: Training) -> int:
     return 0 if training.attention == "flash" else training.sequences * length * length
 
 
-# What one layer, and the head, hold of a batch between forward and backward pass.
-# Counted from what autograd saves in transformers 5.19's decoders under sdpa (`modeling_qwen2.py` and its
-# likes), PEFT 0.21's layers and TRL 1.16's head. The textbook's 34 bytes x hidden a token and layer (arXiv
-# 2205.05198) are of another MLP, with dropouts and without grouped heads. What is saved differs by four things:
+# Activations of one layer, and of the head, between forward and backward pass.
+# Counted from the tensors that autograd saves in transformers 5.19's decoders under sdpa (`modeling_qwen2.py` and
+# similar), PEFT 0.21's layers and TRL 1.16's head. The textbook's 34 bytes x hidden a token and layer (arXiv
+# 2205.05198) are for another MLP, with dropouts and without grouped heads. Saved tensors depend on four settings:
 # - *mixed precision* (float32 weights under autocast): norms stay in float32, each linear layer keeps its own cast
 #   of its input, and the cast weights are kept too.
 # - *weights in bfloat16*: norms compute in a float32 copy; linear layers share their input.
 # - *adapters*: a frozen layer keeps no input, an adapted one a copy of its own.
-# - *Liger's kernels* (0.8, `ops/rms_norm.py`, `ops/swiglu.py`): norms keep their input alone, the MLP gate and up.
+# - *Liger's kernels* (0.8, `ops/rms_norm.py`, `ops/swiglu.py`): norms keep only their input, the MLP gate and up.
 
-# TRL 1.16 computes logits in tiles of so many tokens and words (`kernels/chunked_logprob.py`).
+# TRL 1.16 computes logits in tiles of this many tokens and words (`kernels/chunked_logprob.py`).
 TILE_TOKENS = 4096
 TILE_VOCAB = 32_768
 
@@ -92,11 +92,11 @@ class Layer:
     """Bytes of one layer's pass.
 
     Attributes:
-        input: that a checkpoint keeps.
-        saved: what autograd keeps of it, its input left out.
-        forward: what comes and goes in the forward pass where nothing is saved.
-        backward: what comes and goes in the backward pass, over what is saved.
-        casts: of its weights, where they are cast to be computed with.
+        input: kept by a checkpoint.
+        saved: kept by autograd, without the input.
+        forward: temporary in the forward pass, if nothing is saved.
+        backward: temporary in the backward pass, in addition to saved tensors.
+        casts: of its weights, if they are cast for computations.
     """
 
     input: int
@@ -108,14 +108,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Bytes of the head's pass, and of the embedding's, in which a step ends.
+    """Bytes of the head's pass, and of the embedding's at the end of a step.
 
     Attributes:
-        hidden: the states that are scored, with their gradients.
-        tile: of logits, with the slices of the weight that it is computed from.
+        hidden: scored hidden states, with their gradients.
+        tile: of logits, with its slices of the weight.
         gradient: in float32 while it is added up, and a copy in the weights' type.
-        kept_gradient: what of it waits for the embedding's, where the two are tied.
-        embedding: what the end of the backward pass takes for the embedding.
+        kept_gradient: of a tied head, kept until the embedding's gradient.
+        embedding: the embedding's gradient at the end of the backward pass.
     """
 
     hidden: int
@@ -126,29 +126,29 @@ class Head:
 
 
 def layer_pass(shape: Shape, training: Training) -> Layer:
-    """Return what the largest layer holds of a batch."""
+    """Return the bytes of a batch in the largest layer."""
     tokens, compute, stored = training.tokens, training.compute_bytes, training.weight_bytes
     hidden, width = shape.hidden, _width(shape)
     casts = _linear_params(shape) * compute if training.is_mixed else 0
     saved = tokens * (_norms(shape, training) + _mlp(shape, training) + _attention(shape, training))
     saved += tokens * _inputs(shape, training) + _mask(shape, training)
     if training.lora is None:
-        in_flight, beside = 2 * width * compute, hidden * stored
+        in_flight, residual = 2 * width * compute, hidden * stored
     else:
-        down = any(one.name == "down_proj" for one in adapted(shape.mlp, training.lora))
-        in_flight = width * ((compute + FLOAT32) if down else 3 * compute)
-        beside = 5 * hidden * compute
+        adapts_down = any(layer.name == "down_proj" for layer in adapted(shape.mlp, training.lora))
+        in_flight = width * ((compute + FLOAT32) if adapts_down else 3 * compute)
+        residual = 5 * hidden * compute
     return Layer(
         input=tokens * hidden * stored,
         saved=saved + casts,
         forward=tokens * (3 * width * compute + hidden * (2 * compute + 2 * stored)) + _mask(shape, training),
-        backward=tokens * (in_flight + beside),
+        backward=tokens * (in_flight + residual),
         casts=casts,
     )
 
 
 def head_pass(shape: Shape, training: Training) -> Head:
-    """Return what head and embedding hold. The whole logits are never there.
+    """Return the bytes of head and embedding. The whole logits never exist at once.
 
     Only completions are scored; the head's gradient is added up in float32 (TRL 1.16, `ChunkedLogProbFunction`).
     """
@@ -170,7 +170,7 @@ def head_pass(shape: Shape, training: Training) -> Head:
 
 
 def _width(shape: Shape) -> int:
-    """Of the inner layer of a token's MLP: of all the experts that it is sent to."""
+    """Return the inner width of a token's MLP, all its experts included."""
     if shape.experts is None:
         return shape.mlp_width
     return max(
@@ -187,9 +187,9 @@ def _linear_params(shape: Shape) -> int:
 
 
 def _norms(shape: Shape, training: Training) -> int:
-    """What a layer's norms keep: a token's bytes, the layer's input left out.
+    """Return the bytes a token that a layer's norms keep, without the layer's input.
 
-    In float32 a norm's input is the stream itself, of which the first is the layer's input.
+    In float32 a norm's input is the residual stream itself, of which the first is the layer's input.
     """
     wide = (shape.norms - _head_norms(shape)) // shape.hidden * shape.hidden
     heads = (shape.heads + shape.kv_heads) * shape.head_dim if _head_norms(shape) else 0
@@ -203,31 +203,31 @@ def _norms(shape: Shape, training: Training) -> int:
 
 
 def _head_norms(shape: Shape) -> int:
-    """Elements of the norms of queries and keys, if there are any."""
+    """Return the elements of the norms of queries and keys; 0 without."""
     rest = shape.norms % shape.hidden
     return rest if shape.latent is None else 0
 
 
 def _mlp(shape: Shape, training: Training) -> int:
-    """Gate, its activation and up: a token's bytes. Experts also keep the tokens that they were sent."""
-    each = 2 if training.fused_layers else 3
-    sent = 2 * shape.experts.chosen * shape.hidden if shape.experts is not None else 0
-    return (each * _width(shape) + sent) * training.compute_bytes
+    """Return the bytes a token of gate, its activation and up. Experts also keep their input tokens."""
+    tensors = 2 if training.fused_layers else 3
+    routed = 2 * shape.experts.chosen * shape.hidden if shape.experts is not None else 0
+    return (tensors * _width(shape) + routed) * training.compute_bytes
 
 
 def _attention(shape: Shape, training: Training) -> int:
-    """Queries, keys and values, which are repeated for each head, and the result: a token's bytes."""
+    """Return the bytes a token of queries, keys and values, which are repeated for each head, and the result."""
     width = shape.heads * shape.head_dim
     values = shape.heads * (shape.latent.value_dim if shape.latent else shape.head_dim)
     return (2 * width + 2 * values) * training.compute_bytes + shape.heads * FLOAT32
 
 
 def _inputs(shape: Shape, training: Training) -> int:
-    """What linear layers keep to compute their gradients with: a token's bytes."""
+    """Return the bytes a token that linear layers keep for their gradients."""
     compute = training.compute_bytes
     if training.lora is not None:
-        ours = (*adapted(shape.attention, training.lora), *adapted(shape.mlp, training.lora))
-        return sum(one.inputs + training.lora.rank for one in ours) * compute
+        layers = (*adapted(shape.attention, training.lora), *adapted(shape.mlp, training.lora))
+        return sum(layer.inputs + training.lora.rank for layer in layers) * compute
     inner = _width(shape) * compute
     if training.is_mixed:
         return inner + _readers(shape) * shape.hidden * compute
@@ -235,14 +235,16 @@ def _inputs(shape: Shape, training: Training) -> int:
 
 
 def _readers(shape: Shape) -> int:
-    """How many linear layers read the hidden state."""
+    """Return how many linear layers read the hidden state."""
     layers: tuple[Linear, ...] = (*shape.attention, *shape.mlp)
-    return sum(one.inputs == shape.hidden and one.name not in ("o_proj", "down_proj") for one in layers)
+    return sum(layer.inputs == shape.hidden and layer.name not in ("o_proj", "down_proj") for layer in layers)
 
 
 def _mask(shape: Shape, training: Training) -> int:
-    """A padded batch's mask of (sequences x 1 x tokens x tokens), which each layer's sdpa converts to add it;
-    with `eager` attention the scores of all heads and their softmax too."""
+    """Return the bytes of a batch's mask (sequences x 1 x tokens x tokens), which each layer's sdpa converts.
+
+    With `eager` attention the scores of all heads and their softmax too.
+    """
     if training.attention == "flash":
         return 0
     length = training.prompt_tokens + training.completion_tokens

@@ -1,4 +1,4 @@
-"""What a run's memory depends on of how it trains: read from its specification."""
+"""The training settings that determine a run's memory, from its specification."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ FLOAT32 = 4
 # TRL 1.16's and transformers 5.19's.
 DEFAULT_BATCH = 8
 DEFAULT_COMPLETION = 256
-# Bytes of an optimizer's states for each trained parameter, in float32 unless the weights' own type is said. Block
-# constants of the 8-bit ones are 2 x 4 bytes for 256 elements (bitsandbytes 0.50, `functional.py`).
+# Bytes of an optimizer's states for each trained parameter. Block constants of 8-bit optimizers are 2 x 4 bytes
+# for 256 elements (bitsandbytes 0.50, `functional.py`).
 EIGHT_BIT = 2 + 8 / 256
+# Number of states in the weights' own type.
 IN_WEIGHTS_TYPE = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1, "adafactor": 0}
 ADAM_STATES = 2
-# What PEFT adapts where nothing is named (0.21, `utils/constants.py`).
+# PEFT's default target modules (0.21, `utils/constants.py`).
 PEFT_TARGETS = {"qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "phi3": ("qkv_proj",)}
 PEFT_USUAL = ("q_proj", "v_proj")
 
@@ -40,7 +41,7 @@ PEFT_USUAL = ("q_proj", "v_proj")
 class Lora:
     """An adapter of this rank on the linear layers with these names, in every layer.
 
-    `whole`: modules that are trained themselves, beside it (`modules_to_save`).
+    `whole`: modules that are trained as a whole in addition (`modules_to_save`).
     """
 
     rank: int
@@ -50,17 +51,17 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a run trains. Lengths are in tokens, and those of the longest batch.
+    """A run's training settings. Lengths are in tokens, and those of the longest batch.
 
     Attributes:
-        weight_bytes: of a weight, as a pass through the model finds it; the hidden state is as wide.
-        stored_bytes: of a weight from pass to pass: wider under FSDP2, which casts what it gathers.
-        compute_bytes: of an element where it is computed; fewer than `weight_bytes` under autocast.
+        weight_bytes: of a weight during a pass, and of an element of the hidden state.
+        stored_bytes: of a weight between passes: wider under FSDP2, which casts gathered weights.
+        compute_bytes: of an element in computations; fewer than `weight_bytes` under autocast.
         state_bytes: of the optimizer's states, for each trained parameter.
-        sequences: that one process takes through forward and backward pass at once.
-        generation_sequences: that one process makes at once, where the trainer generates by itself.
+        sequences: in one forward and backward pass of a process.
+        generation_sequences: that one process generates at once, if the trainer generates itself.
         accumulates: whether a step adds up the gradients of several batches.
-        fused_layers: whether Liger's kernels stand in for norms and activations.
+        fused_layers: whether Liger's kernels replace norms and activations.
     """
 
     processes: int = 1
@@ -84,44 +85,44 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of one pass, prompts and padding included."""
+        """Tokens of one pass, prompts and padding included."""
         return self.sequences * (self.prompt_tokens + self.completion_tokens)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether weights are cast to be computed with."""
+        """Whether weights are cast for computations."""
         return self.compute_bytes < self.weight_bytes
 
 
 def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
-    """Return how the run trains.
+    """Return the run's training settings.
 
     Args:
-        prompt_tokens: of the longest prompt, which only its dataset tells.
+        prompt_tokens: of the longest prompt, which depends on the dataset.
     """
     grpo = spec.grpo
-    sharding, optimizer_away, weights_away = sharding_of(spec)
-    half = computes_in_half(spec)
+    sharding, offloads_optimizer, offloads_weights = sharding_of(spec)
+    is_half = computes_in_half(spec)
     loaded_bytes = stored_bytes = _weight_bytes(grpo)
-    # DeepSpeed converts the model; FSDP2 casts what it gathers, and accelerate keeps what is trained in float32.
+    # DeepSpeed converts the model; FSDP2 casts gathered weights, and accelerate keeps trained weights in float32.
     if sharding == "fsdp":
         stored_bytes = loaded_bytes if spec.trainer.peft is not None else FLOAT32
-    elif sharding != "none" and half:
+    elif sharding != "none" and is_half:
         stored_bytes = 2
-    weight_bytes = 2 if half and sharding != "none" else loaded_bytes
-    # PEFT keeps what it trains in float32, and DeepSpeed its optimizer's copy.
-    in_float32 = spec.trainer.peft is not None or sharding.startswith("zero")
-    trained_bytes = FLOAT32 if in_float32 else stored_bytes
+    weight_bytes = 2 if is_half and sharding != "none" else loaded_bytes
+    # PEFT keeps trained weights in float32, and DeepSpeed its optimizer's copy.
+    is_float32 = spec.trainer.peft is not None or sharding.startswith("zero")
+    trained_bytes = FLOAT32 if is_float32 else stored_bytes
     sequences = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH)
-    at_once = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
+    batches = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
     return Training(
         processes=processes_of(spec),
         sharding=sharding,
-        offloads_optimizer=optimizer_away,
-        offloads_weights=weights_away,
+        offloads_optimizer=offloads_optimizer,
+        offloads_weights=offloads_weights,
         weight_bytes=weight_bytes,
         stored_bytes=stored_bytes,
-        compute_bytes=2 if half else weight_bytes,
+        compute_bytes=2 if is_half else weight_bytes,
         state_bytes=state_bytes(str(grpo.get("optim") or "adamw_torch"), trained_bytes),
         lora=lora_of(spec.trainer.peft, shape),
         reference=float(grpo.get("beta") or 0) != 0 and spec.trainer.peft is None,
@@ -130,141 +131,142 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         sequences=sequences,
         prompt_tokens=prompt_tokens,
         completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
-        generation_sequences=sequences * at_once if generates_itself(spec) else 0,
+        generation_sequences=sequences * batches if generates_itself(spec) else 0,
         accumulates=int(grpo.get("gradient_accumulation_steps") or 1) > 1,
         fused_layers=bool(grpo.get("use_liger_kernel")),
     )
 
 
 def divides_weights(spec: RunSpec) -> bool:
-    """Whether each process keeps a part of the weights alone, by ZeRO-3 or FSDP2."""
+    """Whether the weights are sharded over the processes, by ZeRO-3 or FSDP2."""
     return sharding_of(spec)[0] in ("zero3", "fsdp")
 
 
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
-    """The adapter that a LoraConfig makes for such a model; None where there is none."""
+    """Return the adapter of a LoraConfig for such a model; None without one."""
     if peft is None:
         return None
-    named = peft.get("target_modules")
-    every = frozenset(one.name for one in (*shape.attention, *shape.mlp))
-    if isinstance(named, str):
-        targets = every if named.lower() == ALL_LINEAR else _matched(named, shape)
-    elif named is None:
+    modules = peft.get("target_modules")
+    all_layers = frozenset(layer.name for layer in (*shape.attention, *shape.mlp))
+    if isinstance(modules, str):
+        targets = all_layers if modules.lower() == ALL_LINEAR else _matched(modules, shape)
+    elif modules is None:
         targets = frozenset(PEFT_TARGETS.get(shape.model_type, PEFT_USUAL))
     else:
-        targets = frozenset(str(one).rpartition(".")[2] for one in named)
-    whole = frozenset(str(one).rpartition(".")[2] for one in peft.get("modules_to_save") or ())
+        targets = frozenset(str(module).rpartition(".")[2] for module in modules)
+    whole = frozenset(str(module).rpartition(".")[2] for module in peft.get("modules_to_save") or ())
     return Lora(int(peft.get("r") or DEFAULT_RANK), targets, whole)
 
 
 def _matched(pattern: str, shape: Shape) -> frozenset[str]:
-    """The layers whose whole names a pattern matches in some layer (PEFT 0.21, `match_target_against_key`)."""
+    """Return the layers whose full names match a pattern anywhere (PEFT 0.21, `match_target_against_key`)."""
     blocks = (("self_attn", shape.attention), ("mlp", shape.mlp))
     try:
         return frozenset(
-            one.name
-            for block, layers in blocks
-            for one in layers
-            for at in range(shape.layers)
-            if re.fullmatch(pattern, f"model.layers.{at}.{block}.{one.name}")
+            linear.name
+            for block, linears in blocks
+            for linear in linears
+            for number in range(shape.layers)
+            if re.fullmatch(pattern, f"model.layers.{number}.{block}.{linear.name}")
         )
-    except re.error:  # which PEFT refuses
+    except re.error:  # PEFT refuses it
         return frozenset()
 
 
 def state_bytes(optimizer: str, trained_bytes: int) -> float:
-    """Bytes of an optimizer's states for each trained parameter, given the width of the parameter itself."""
+    """Return the bytes of an optimizer's states for each trained parameter, given the parameter's own width."""
     if "8bit" in optimizer or optimizer == "adamw_bnb_8bit":
         return EIGHT_BIT / (2 if "lion" in optimizer or "rmsprop" in optimizer else 1)
     return float(IN_WEIGHTS_TYPE.get(optimizer, ADAM_STATES) * trained_bytes)
 
 
 def _weight_bytes(grpo: Mapping[str, Any]) -> int:
-    """TRL loads in float32 unless it is told (1.16, `create_model_from_path`)."""
-    asked = model_settings(grpo)
-    named = str(asked.get("dtype") or asked.get("torch_dtype") or "float32").removeprefix("torch.")
-    return WIDTH[NAMED.get(named, "BF16")]
+    """Return the width of weights as TRL loads them: float32 by default (1.16, `create_model_from_path`)."""
+    settings = model_settings(grpo)
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+    return WIDTH[NAMED.get(dtype, "BF16")]
 
 
 def _attention(grpo: Mapping[str, Any]) -> Attention:
-    asked = str(model_settings(grpo).get("attn_implementation") or "sdpa")
-    return "eager" if asked == "eager" else "flash" if "flash" in asked else "sdpa"
+    implementation = str(model_settings(grpo).get("attn_implementation") or "sdpa")
+    return "eager" if implementation == "eager" else "flash" if "flash" in implementation else "sdpa"
 
 
-# How large a LoRA adapter is: two matrices a linear layer (arXiv 2106.09685).
+# The size of a LoRA adapter: two matrices a linear layer (arXiv 2106.09685).
 
 
 def adapter_params(shape: Shape, lora: Lora) -> int:
-    """Elements of the adapter: rank x (inputs + outputs) for each layer that it is on.
+    """Return the elements of the adapter: rank x (inputs + outputs) for each adapted layer.
 
-    Experts are no linear layers to PEFT: transformers keeps them in one tensor for all.
+    PEFT does not treat experts as linear layers: transformers keeps them in one tensor for all.
     """
     sparse = shape.experts.layers if shape.experts else 0
-    attention = sum(_of(one, lora) for one in adapted(shape.attention, lora))
-    mlp = sum(_of(one, lora) for one in adapted(shape.mlp, lora))
+    attention = sum(_layer_params(layer, lora) for layer in adapted(shape.attention, lora))
+    mlp = sum(_layer_params(layer, lora) for layer in adapted(shape.mlp, lora))
     return shape.layers * attention + (shape.layers - sparse) * mlp
 
 
 def copied_params(shape: Shape, lora: Lora) -> int:
-    """Elements of the base model's own matrices that are trained beside the adapter, each in a copy."""
+    """Return the elements of base matrices that are trained in addition to the adapter, each in a copy."""
     layers = (*shape.attention, *shape.mlp)
     ends = shape.embedding_params * len(lora.whole & {"lm_head", "embed_tokens"})
-    return ends + shape.layers * sum(one.params for one in layers if one.name in lora.whole)
+    return ends + shape.layers * sum(layer.params for layer in layers if layer.name in lora.whole)
 
 
 def trained_params(shape: Shape, training: Training) -> int:
-    """How many parameters the optimizer changes."""
+    """Return the number of trained parameters."""
     lora = training.lora
     return shape.params if lora is None else adapter_params(shape, lora) + copied_params(shape, lora)
 
 
 def adapted(layers: tuple[Linear, ...], lora: Lora | None) -> Iterator[Linear]:
-    """Those of the linear layers that have an adapter."""
-    return (one for one in layers if lora is not None and one.name in lora.targets)
+    """Return the linear layers that have an adapter."""
+    return (layer for layer in layers if lora is not None and layer.name in lora.targets)
 
 
-def _of(layer: Linear, lora: Lora) -> int:
+def _layer_params(layer: Linear, lora: Lora) -> int:
     return lora.rank * (layer.inputs + layer.outputs)
 
 
-# What a trainer takes that generates by itself, by transformers' `generate`: in a run without rollout nodes
-# (`rollout.replicas: 0`), or while none is to be had. And which trainers cannot.
+# Memory of a trainer that generates itself, by transformers' `generate`: in a run without rollout nodes
+# (`rollout.replicas: 0`), or while none is available. And the trainers that cannot.
 
-# Of each word for each completion where the next one is drawn: logits, shaped and as log-probabilities, in
-# float32, and their sum in float64 (`tasks/trl/own_generation.py`).
+# Bytes for each word of the vocabulary and completion when the next token is drawn: logits, processed and as
+# log-probabilities, in float32, and their sum in float64 (`tasks/trl/own_generation.py`).
 DRAW_BYTES = 3 * 4 + 2 * 8
 
 
 def why_not_itself(spec: RunSpec) -> str:
-    """Why the trainer of a run with rollout nodes does not generate while there is none; empty where it does."""
+    """Return why a trainer does not replace unavailable rollout nodes by generating itself; empty: it does."""
     if spec.rollout.recovery == "exact":
-        return "with recovery: exact no completion may differ from what a rollout node would make"
+        return "with recovery: exact every completion must be a rollout node's"
     if spec.rollout.max_staleness:
-        return "with max_staleness the completions of a step are an older policy's, whose weights it has not"
+        return "with max_staleness completions come from an older policy, whose weights the trainer no longer has"
     if spec.trainer.agent is not None:
-        return "an agent's sessions are the gateway's"
+        return "agents need the gateway's sessions"
     if divides_weights(spec):
         return "no process of the trainer has the whole model"
     for key in ("generation_kwargs", "vllm_structured_outputs_regex"):
         if spec.grpo.get(key):
-            return f"grpo.{key} is vLLM's"
+            return f"grpo.{key} needs vLLM"
     return ""
 
 
 def generating(shape: Shape, training: Training) -> dict[str, int]:
-    """Return the parts of a batch's generation, at its last token.
+    """Return the memory of a batch's generation at its last token, by part.
 
-    A cache grows by a copy: for a moment one layer's is there twice, and repeated for each head (transformers
-    5.19, `DynamicLayer.update`, `repeat_kv`). Under autocast all weights are cast once, and kept to the end.
+    A cache grows by a copy: for a moment one layer's exists twice, and repeated for each head (transformers 5.19,
+    `DynamicLayer.update`, `repeat_kv`). Under autocast all weights are cast once, and kept to the end.
     """
     length, count = training.prompt_tokens + training.completion_tokens, training.generation_sequences
-    one = count * length * training.compute_bytes
-    of_layer = 2 * shape.kv_heads * shape.head_dim
-    if shape.latent is not None:  # transformers keeps keys and values as they are computed with
-        of_layer = shape.heads * (shape.head_dim + shape.latent.value_dim)
+    element_bytes = count * length * training.compute_bytes
+    layer_width = 2 * shape.kv_heads * shape.head_dim
+    if shape.latent is not None:  # transformers keeps expanded keys and values
+        layer_width = shape.heads * (shape.head_dim + shape.latent.value_dim)
     casts = (shape.text_params - shape.embedding_params) * training.compute_bytes
+    copies = layer_width + 2 * shape.heads * shape.head_dim
     return {
-        "KV cache": one * (shape.layers * of_layer + of_layer + 2 * shape.heads * shape.head_dim),
+        "KV cache": element_bytes * (shape.layers * layer_width + copies),
         "logits": count * shape.vocab * DRAW_BYTES,
         "weights cast": casts if training.is_mixed and training.lora is None else 0,
     }

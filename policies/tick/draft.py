@@ -1,5 +1,4 @@
-"""One tick of the controller, in the making: events are folded as they are decided, so that each later decision of
-the tick sees what the earlier ones did."""
+"""A tick in progress. Events are folded as they are decided, so each decision sees the effects of earlier ones."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ from policies.tick.snapshot import Machine, Snapshot
 
 @dataclass(slots=True)
 class Tick:
-    """State and events of one tick. Mutable, and alive for that tick only: `state` is a draft, whose mappings are
-    not gone through while events are decided."""
+    """State and events of one tick. Mutable, and used for that tick only.
+
+    `state` is a draft: do not iterate over its mappings while events are decided.
+    """
 
     state: RunState
     snapshot: Snapshot
@@ -30,13 +31,13 @@ class Tick:
         self.state = draft(self.state)
 
     def emit(self, event: Event, reason: str) -> None:
-        """Decide `event`, because of `reason`. Raises IllegalMove when a phase table forbids it."""
+        """Add an event with its reason. Raises IllegalMove when a phase table forbids it."""
         self.state = apply(self.state, event, self.snapshot.now_s, self.state.epoch)
         self.events.append(event)
         self.reasons.append(reason)
 
     def report(self, event: Event, reason: str) -> None:
-        """Decide `event`, unless it says what the journal's last report of its topic says."""
+        """Add an event, unless it reports the same state as the last report of its topic."""
         if is_news(self.state.reports, event):
             self.emit(event, reason)
 
@@ -65,11 +66,11 @@ class Tick:
         self.emit(JobRestarted(node.id, node.attempt + 1, reason), f"{node.id}: {reason}")
 
     def waited_s(self, since_s: float) -> float:
-        """Seconds since then, for waits before a next try."""
+        """Return the seconds since then, for waits before a retry."""
         return self.snapshot.now_s - since_s
 
     def silent_s(self, since_s: float) -> float:
-        """Seconds since then in which this controller would have noticed a word: what may count against a node."""
+        """Return the seconds since then in which this controller would have noticed activity of a node."""
         return self.snapshot.silent_s(since_s)
 
     def node(self, node_id: str) -> Node | None:

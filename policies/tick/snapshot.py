@@ -1,4 +1,4 @@
-"""What one look at the world found, and what a decision may ask to be done."""
+"""The snapshot of a run's environment, and the actions of a decision."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from policies.model.vocabulary import (
 from policies.serving.gateway_status import MemberStatus
 from policies.serving.joining import Coming, Stage
 
-HEARTBEAT_FRESH_S = 10.0  # the trainer beats every 2 s
+HEARTBEAT_FRESH_S = 10.0  # the trainer sends a heartbeat every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating by itself"  # of one that replaces rollout nodes
-GENERATING = "generating"  # nodes make what it requests
+OWN_GENERATION = "generating by itself"  # the trainer replaces rollout nodes
+GENERATING = "generating"  # rollout nodes generate
 GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
 
 
@@ -41,14 +41,14 @@ class Machine:
     attempt: int = 1
     exit_code: int | None = None
     why: str = ""
-    notice: bool = False  # the cloud has said that it will take this machine back
+    notice: bool = False  # it has a preemption notice
     market: Market = Market.ON_DEMAND
     price_usd_per_h: float = 0.0
-    on_demand_usd_per_h: float = 0.0  # what it would cost on that market
-    where: str = ""  # cloud/region/zone and what it is, in the cloud's words
+    on_demand_usd_per_h: float = 0.0  # its price on that market
+    where: str = ""  # cloud/region/zone and instance type, by the cloud's names
     pool: Pool | None = None  # the same, in parts; None: its cloud has no pools
-    rebalance_recommended: bool = False  # by the cloud: it may preempt the machine soon
-    exit_reason: str = ""  # the last line of the work that ended; empty where it left none
+    rebalance_recommended: bool = False  # by the cloud, which may preempt the machine soon
+    exit_reason: str = ""  # the last line of the work that ended; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +64,20 @@ class Trainer:
     beat_at_s: float
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
-    store_slow: bool = False  # a checkpoint was put off: earlier ones are still being stored
+    store_slow: bool = False  # a checkpoint is postponed, because earlier ones are still being stored
     verdict: Verdict | None = None  # of the trainer's own guard
-    leaving: bool = False  # it knows that it or its machine is to end, and stores what it has
-    stage: Stage | None = None  # of what it fetches before it trains, or stores before it ends
+    leaving: bool = False  # it or its machine is about to end, and it stores its state
+    stage: Stage | None = None  # of a download before it trains, or an upload before it ends
 
     @property
     def precedence(self) -> Precedence:
-        """Of two trainers of a run the one with the higher precedence is the newer, and the other stops."""
+        """The newer of two trainers of a run has the higher precedence; the other one stops."""
         return precedence_of(self.timeline, self.node, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRefused:
-    """A launch that failed since the last look. `left`: it left a machine, which is paid for until it is gone."""
+    """A launch that failed since the last snapshot. `left`: it left a machine, which costs until it is gone."""
 
     node: str
     refusal: Refusal
@@ -87,27 +87,30 @@ class LaunchRefused:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a user asked for through the store: `down`, `down_now`, `rollback`."""
+    """A user's command in the store: `down`, `down_now`, `rollback`, `budget`."""
 
     command_id: str
     kind: str
-    start: str | None = None  # rollback: to which PolicyVersion, or `start`; None: where the policy would go
-    changes: Mapping[str, float] = field(default_factory=dict)  # rollback: of `grpo`; none: as the policy would
+    start: str | None = None  # rollback: a PolicyVersion, or `start`; None: the automatic target
+    changes: Mapping[str, float] = field(default_factory=dict)  # rollback: of `grpo`; empty: the automatic ones
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the controller's own detectors say of the rows that a timeline's trainer has stored."""
+    """The verdict of the controller's own detectors on a timeline's stored rows."""
 
     timeline: int
     verdict: Verdict
-    pitfalls: tuple[Pitfall, ...] = ()  # noticed at the newest rows
+    pitfalls: tuple[Pitfall, ...] = ()  # in the newest rows
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The gateway's process. `heard_s`: for how long without a break, where it is heard now; `silent_s`: for how
-    long it was not heard, where it is not."""
+    """The gateway's process.
+
+    `heard_s`: for how long it has been in contact without a break. `silent_s`: for how long it has not, if it is
+    not in contact now.
+    """
 
     boot_id: str | None = None
     age_s: float = 0.0
@@ -117,27 +120,27 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The run's store, as far as there was a reason to look."""
+    """The run's store, as far as it was read."""
 
-    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: there was no reason to look, or `damaged`
-    damaged: str = ""  # why the list of checkpoints cannot be read, and what helps
-    ever_stored: bool = False  # the store has ever listed a checkpoint; known where `checkpoints` is
+    checkpoints: tuple[PolicyVersion, ...] | None = None  # None: not read, or `damaged`
+    damaged: str = ""  # why the list of checkpoints cannot be read, and the fix
+    ever_stored: bool = False  # the store has ever listed a checkpoint; known if `checkpoints` is
     timeline: int = 0  # the newest
-    exported_to: str | None = None  # where the requested export lies, once it is done; "": it failed
-    unreadable: Mapping[str, str] = field(default_factory=dict)  # optional objects that are damaged: why
+    exported_to: str | None = None  # the location of the requested export, once done; "": it failed
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # damaged optional objects, with the reasons
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the newest steps consist of; None before enough were made."""
+    """The measured shape of the newest steps; None before there are enough."""
 
     step: StepShape | None = None  # with nodes
-    own_step: StepShape | None = None  # whose completions the trainer made, as if by one node
+    own_step: StepShape | None = None  # with the trainer's completions, counted as one node
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerCost:
-    """What the machine of a `--remote` daemon costs: so far, and an hour."""
+    """Cost of the machine of a `--remote` daemon: so far, and an hour."""
 
     usd: float = 0.0
     usd_per_h: float = 0.0
@@ -145,42 +148,43 @@ class ControllerCost:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the world. `machines` or `members` is None when that party did not answer: then nothing
-    may be concluded from an absence.
+    """The observed state of a run's environment.
+
+    `machines` or `members` is None when the cloud or the gateway did not answer: then an absence means nothing.
 
     `now_s` never goes back or jumps while one controller runs. For the last `steady_s` seconds the controller has
-    read store and cloud, and written, without a break: nobody can be called silent for longer.
+    read store and cloud, and written, without a break: no silence can be known to be longer.
     """
 
     now_s: float
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, MemberStatus] | None = None
-    coming: Mapping[str, Coming] = field(default_factory=dict)  # nodes that are no members yet, as far as heard
+    coming: Mapping[str, Coming] = field(default_factory=dict)  # known joining nodes
     gateway: Gateway = Gateway()
     trainer: Trainer | None = None
-    trainer_moved_at_s: float = -math.inf  # when what its machine fetches or stores last got on
-    stepped_at_s: float = -math.inf  # when the step that it is at was first seen
+    trainer_moved_at_s: float = -math.inf  # last progress of its machine's downloads and uploads
+    stepped_at_s: float = -math.inf  # when its present step was first seen
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     watched: Watched | None = None
-    # By `kind_of`: the most that a machine of the kind may cost an hour. None: not known yet, or not asked for.
+    # Maximum price an hour by `kind_of`. None: not known yet, or not needed.
     prices: Mapping[str, float] | None = None
-    # Where machines may be bought, on either market. Empty: there is nothing to choose; None: not known yet.
+    # Where machines may be bought, on either market. Empty: there is no choice; None: not known yet.
     pools: tuple[PoolOffer, ...] | None = ()
-    prices_trouble: str = ""  # why either is not known though it was asked again and again
+    prices_trouble: str = ""  # why either is still unknown after several tries
     controller: ControllerCost = ControllerCost()
     measured: Measured = Measured()
     store: Stored = Stored()
     steady_s: float = math.inf
 
-    # The machines of `members`, told once: a fleet of thousands asks of each.
+    # The machines of `members`, computed once for fleets of thousands.
     _member_machines: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_member_machines", frozenset(machine_of(name) for name in self.members or ()))
 
     def heartbeat_of(self, node: Node) -> Trainer | None:
-        """The last heartbeat, if the present attempt of the node's work made it."""
+        """Return the last heartbeat, if the present attempt of the node's work sent it."""
         beat = self.trainer
         return beat if beat is not None and (beat.node, beat.attempt) == (node.id, node.attempt) else None
 
@@ -189,58 +193,60 @@ class Snapshot:
         return node.id in self._member_machines
 
     def exit_code_of(self, node: Node) -> int | None:
-        """What the present attempt of the node's work has ended with."""
+        """Return the exit code of the present attempt of the node's work; None while it runs."""
         machine = (self.machines or {}).get(node.id)
         return machine.exit_code if machine is not None and machine.attempt == node.attempt else None
 
     def exit_reason_of(self, node: Node) -> str:
-        """Return the last line of the present attempt of the node's work; empty where it left none."""
+        """Return the last line of the present attempt of the node's work; empty: none."""
         machine = (self.machines or {}).get(node.id)
         return machine.exit_reason if machine is not None and machine.attempt == node.attempt else ""
 
     def silent_s(self, since_s: float) -> float:
-        """Seconds since then in which the controller would have noticed a word."""
+        """Return the seconds since then in which the controller would have noticed activity."""
         return min(self.now_s - since_s, self.steady_s)
 
-    def silent_beside_gateway_s(self, since_s: float) -> float:
-        """The same, of the trainer, in which its machine has worked and reached the store, as the gateway on it
-        shows. After both were cut off the gateway may be the first that is heard."""
+    def trainer_only_silent_s(self, since_s: float) -> float:
+        """Return the trainer's silence while the gateway shows that its machine works and reaches the store.
+
+        After both were cut off, the gateway may be back first.
+        """
         return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway.heard_s)
 
     def machine_silent_s(self, since_s: float) -> float:
-        """The same, of the trainer's machine: since then neither the trainer nor the gateway was heard."""
+        """Return the silence of the trainer's whole machine, the gateway included."""
         return 0.0 if self.members is not None else min(self.silent_s(since_s), self.gateway.silent_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Make sure that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
+    """Ensure that the machine exists and that attempt `attempt` of its work was started. Idempotent."""
 
     node: str
     slot: str
     market: Market
     attempt: int
     timeline: int = 0
-    pool: Pool | None = None  # there and nowhere else; None: wherever run.yaml's resources allow
+    pool: Pool | None = None  # only there; None: wherever run.yaml's resources allow
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Make sure that the machine is gone. Idempotent."""
+    """Ensure that the machine is gone. Idempotent."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """Ask the cloud about a machine whose work has fallen silent: it may be gone. Idempotent."""
+    """Check with the cloud whether a machine with silent work is gone. Idempotent."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """Make sure that the trainer of that attempt knows it is to store what it has and end. Idempotent."""
+    """Ensure that the trainer of that attempt is requested to store its state and end. Idempotent."""
 
     node: str
     attempt: int
@@ -248,14 +254,14 @@ class AskToStop:
 
 @dataclass(frozen=True, slots=True)
 class WriteFork:
-    """Make sure that the fork is in the store. Idempotent."""
+    """Ensure that the fork is in the store. Idempotent."""
 
     fork: Fork
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Make sure that the checkpoint's weights are exported. Idempotent."""
+    """Ensure that the checkpoint's weights are exported. Idempotent."""
 
     version: str  # PolicyVersion as text
 
@@ -265,7 +271,7 @@ Action = Launch | Terminate | Confirm | AskToStop | WriteFork | Export
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one tick decided: events to journal first, then actions, and a sentence that says why."""
+    """The decision of one tick: events to journal first, then actions, and a sentence with the reason."""
 
     events: tuple[Event, ...] = ()
     actions: tuple[Action, ...] = ()

@@ -1,7 +1,7 @@
-"""Whether a run's LoRA adapter travels alone, to be applied by the nodes' engine, or merged into whole weights.
+"""Decide whether a run publishes its LoRA adapter alone, for the nodes' engines to apply, or merged whole weights.
 
-One rule for all: `validate` tells its reason, the trainer publishes by it, and the nodes start vLLM by it. What it
-needs is in the run's specification and in the model's own config.json, which are the same everywhere.
+One rule for all: `validate` prints its reason, the trainer publishes by it, and the nodes start vLLM by it. It
+depends only on the run's specification and the model's config.json, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from policies.weights.tensors import FLOATS, NAMED, Tensor, served_types
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_BASE = "base.json"  # which model it is for
-BASE_MODEL = "base"  # what an engine with adapters serves its bare weights as: nobody asks for that but its agent
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes (0.32: `vllm.config.lora`)
+ADAPTER_BASE = "base.json"  # the model that it is for
+BASE_MODEL = "base"  # the name under which an engine with adapters serves its base weights, only to its agent
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank (0.32: `vllm.config.lora`)
 DEFAULT_RANK = 8  # PEFT's
-ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer but the head
+ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer except the head
 
-# LoraConfig's keys with which the saved tensors, rank and alpha say all that an engine has to know (vLLM 0.32:
-# `vllm.lora.peft_helper`). With any other that is set the trained function is more than that, or the base weights
-# are no longer the model's.
+# LoraConfig keys with which saved tensors, rank and alpha define the adapter completely (vLLM 0.32:
+# `vllm.lora.peft_helper`). Any other key changes the trained function, or the base weights.
 PLAIN_KEYS = frozenset(
     {
         "r",
@@ -43,19 +42,19 @@ PLAIN_KEYS = frozenset(
         "qalora_group_size",
     }
 )
-PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # the others begin by changing the base weights, or may
+PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # others change the base weights at the start, or may
 EMBEDDINGS = frozenset({"lm_head", "embed_tokens", "embed_out", "embed_in", "wte", "word_embeddings"})
 QUANTISED = "a quantised model cannot be published to rollout nodes"
 QUANTISED_WORDS = ("quantization_config", "load_in_4bit", "load_in_8bit")
 ONE_MODEL_EACH = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED"})
-# Where targets are not named, vLLM prepares everything for adapters: the head too, which it does up to this
+# Without named targets, vLLM prepares all layers for adapters: also the head, which it supports up to this
 # vocabulary (0.32: `vllm.lora.layers.logits_processor`), and experts, at many times the adapter's size.
 VOCABULARY_MAX = 258_048
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# With these in config.json there are linear layers to which vLLM applies no adapter, those that see or hear, and a
-# `text_config` may leave out what is as usual, the size of its vocabulary too.
+# With these in config.json, vision or audio layers exist to which vLLM applies no adapter, and a `text_config` may
+# omit defaults, such as the size of its vocabulary.
 OTHER_PARTS = ("text_config", "vision_config", "audio_config")
-# Generating models that vLLM 0.32 serves without adapters; a test compares with its sources.
+# Generative models that vLLM 0.32 serves without adapters; a test compares the list with its sources.
 WITHOUT_ADAPTERS = frozenset(
     {
         "BailingMoeV2_5ForCausalLM",
@@ -95,11 +94,11 @@ WITHOUT_ADAPTERS = frozenset(
 
 
 def why_whole(spec: RunSpec, config: Mapping[str, Any]) -> str:
-    """Why policies are published whole, in a clause that names what run.yaml says; empty where adapters travel.
+    """Return why policies are published whole, as a clause that names the key; empty if adapters are published.
 
     Args:
-        config: the model's config.json as the file is, for transformers adds what is left out there and takes out
-            what it has undone. Empty where it is not at hand.
+        config: the model's config.json as in the file, since transformers adds defaults and removes entries. Empty
+            if unavailable.
     """
     peft = spec.trainer.peft
     if peft is None:
@@ -108,7 +107,7 @@ def why_whole(spec: RunSpec, config: Mapping[str, Any]) -> str:
 
 
 def engine_flags(spec: RunSpec) -> dict[str, Any]:
-    """The flags of `vllm serve` with which an engine takes this run's adapters, one at a time."""
+    """Return the flags of `vllm serve` for an engine that serves this run's adapters, one at a time."""
     peft = spec.trainer.peft or {}
     flags: dict[str, Any] = {
         "enable-lora": True,
@@ -123,24 +122,25 @@ def engine_flags(spec: RunSpec) -> dict[str, Any]:
 
 
 def engine_type(spec: RunSpec, config: Mapping[str, Any]) -> str | None:
-    """The type, in safetensors' name, that engines round an adapter's matrices to when they load it
-    (`vllm/config/lora.py`: the model's own unless `lora-dtype` says otherwise); None where it is not certain.
+    """Return the type, by safetensors' name, to which engines round an adapter's matrices; None if uncertain.
+
+    It is the model's own unless `lora-dtype` is set (`vllm/config/lora.py`).
 
     Args:
         config: the base model's config.json.
     """
     flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    asked = str(flags.get("lora-dtype") or "auto").lower()
-    return served_types(flags, config).to if asked == "auto" else NAMED.get(asked)
+    dtype = str(flags.get("lora-dtype") or "auto").lower()
+    return served_types(flags, config).to if dtype == "auto" else NAMED.get(dtype)
 
 
 def engine_rank(peft: Mapping[str, Any]) -> int:
-    """The least rank that vLLM can make room for which holds all of this LoraConfig's; 0 if none does."""
+    """Return the smallest rank supported by vLLM that covers this LoraConfig; 0 if none does."""
     return next((rank for rank in RANKS if rank >= _largest_rank(peft)), 0)
 
 
 def _not_plain(peft: Mapping[str, Any]) -> str:
-    """What makes the adapter more than two matrices a layer beside an unchanged base model."""
+    """Return why the adapter is more than two matrices a layer and an unchanged base model; empty if it is not."""
     if (init := peft.get("init_lora_weights", True)) not in PLAIN_INITS:
         return f"trainer.peft.init_lora_weights: {init} changes the base weights"
     if (bias := peft.get("bias", "none")) != "none":
@@ -150,31 +150,31 @@ def _not_plain(peft: Mapping[str, Any]) -> str:
             return f"vLLM does not apply adapters with trainer.peft.{key}"
     targets = peft.get("target_modules")
     if isinstance(targets, str) and targets.lower() != ALL_LINEAR:
-        return "trainer.peft.target_modules is a pattern, and vLLM is told names"
+        return "trainer.peft.target_modules is a pattern, and vLLM needs names"
     if embeddings := sorted(EMBEDDINGS & set(_named_targets(peft) or ())):
-        return f"trainer.peft.target_modules has {embeddings[0]}, which is no linear layer to vLLM"
+        return f"trainer.peft.target_modules has {embeddings[0]}, which vLLM does not treat as a linear layer"
     if not engine_rank(peft):
-        return f"rank {_largest_rank(peft)} is above vLLM's largest, {RANKS[-1]}"
+        return f"rank {_largest_rank(peft)} is above vLLM's maximum, {RANKS[-1]}"
     return ""
 
 
 def _no_single_model(spec: RunSpec) -> str:
-    """What leaves no trainer process with a whole, plain model."""
+    """Return why no trainer process has a whole, plain model; empty if one does."""
     grpo, accelerate = spec.grpo, spec.trainer.accelerate or {}
     if any(word in str(grpo.get("model_init_kwargs")) for word in QUANTISED_WORDS):  # a mapping, or JSON
         return "the base model is quantised (grpo.model_init_kwargs)"
     for key in ("fsdp", "deepspeed"):
         if grpo.get(key):
-            return f"grpo.{key} may divide the weights over processes"
+            return f"grpo.{key} may shard the weights over processes"
     kind = accelerate.get("distributed_type") or "NO"
     stage = _zero_stage(accelerate.get("deepspeed_config") or {})
     if kind not in ONE_MODEL_EACH or stage not in (0, 1, 2):
-        return "trainer.accelerate may divide the weights over processes"
+        return "trainer.accelerate may shard the weights over processes"
     return ""
 
 
 def _no_such_engine(spec: RunSpec, peft: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What vLLM, as run.yaml has it, cannot do with adapters."""
+    """Return why vLLM with run.yaml's flags cannot serve the adapters; empty if it can."""
     flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
     if flags.get("enable-lora") is False:
         return "rollout.vllm.enable-lora is false"
@@ -185,21 +185,21 @@ def _no_such_engine(spec: RunSpec, peft: Mapping[str, Any], config: Mapping[str,
         return "the base model is quantised (its config.json)"
     without = sorted(WITHOUT_ADAPTERS & set(config.get("architectures") or ()))
     if without:
-        return f"vLLM has no adapters for {without[0]}"
+        return f"vLLM does not support adapters for {without[0]}"
     if model_settings(spec.grpo).get("revision") != flags.get("revision"):
         return "grpo.model_init_kwargs and rollout.vllm name different revisions of the base model"
     if _named_targets(peft) is None:
         if any(key in config for key in OTHER_PARTS):
-            return "the model is not of text alone, so target_modules have to be named"
+            return "the model is multimodal, so target_modules must be named"
         if config.get("vocab_size", 0) > VOCABULARY_MAX:
-            return f"vLLM has no adapters for a vocabulary above {VOCABULARY_MAX} unless target_modules are named"
+            return f"with a vocabulary above {VOCABULARY_MAX}, vLLM needs named target_modules"
         if any(config.get(key) for key in EXPERTS):
-            return "the model has experts, so target_modules have to be named"
+            return "the model has experts, so target_modules must be named"
     return ""
 
 
 def _named_targets(peft: Mapping[str, Any]) -> list[str] | None:
-    """The last parts of the target modules' names; None where they follow from the model."""
+    """Return the last parts of the target modules' names; None if they depend on the model."""
     targets = peft.get("target_modules")
     if targets is None or isinstance(targets, str):
         return None
@@ -212,14 +212,14 @@ def _largest_rank(peft: Mapping[str, Any]) -> int:
 
 
 def _zero_stage(config: Mapping[str, Any]) -> Any:
-    """Of an accelerate config's DeepSpeed section; a text where that is in a file of its own."""
+    """Return the stage in an accelerate config's DeepSpeed section; a text if it is in a separate file."""
     return "in a file" if "deepspeed_config_file" in config else config.get("zero_stage", 0)
 
 
-# Whether the tensors of a published adapter are two matrices each for layers that the base model has.
+# Check that a published adapter has two matrices for each of its layers, and that the base model has these layers.
 #
 # PEFT saves them as `base_model.model.LAYER.lora_A.weight` (rank x inputs) and `.lora_B.weight` (outputs x rank).
-# vLLM itself leaves out what it does not find in its model, and takes any rank up to its largest.
+# vLLM itself ignores layers that its model does not have, and takes any rank up to its maximum.
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -227,19 +227,19 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 def adapter_mismatch(
     published: Mapping[str, Tensor], config: Mapping[str, Any], base: Mapping[str, Tensor], engine_rank: int
 ) -> str:
-    """Why the tensors are no adapter for the base model, in a line that names one; empty where they are.
+    """Return why the tensors are no adapter for the base model, naming one; empty if they are.
 
     Args:
         config: adapter_config.json.
-        base: the base model's tensors. One that is not there is not compared, for transformers names some models'
-            layers otherwise than their files do: the engine then says whether it has the layer.
-        engine_rank: the largest that the engine has room for.
+        base: the base model's tensors. Missing ones are not compared, because transformers and the files name some
+            models' layers differently: the engine then reports whether it has the layer.
+        engine_rank: the maximum rank of the engine.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for name in sorted(published):
         found = _NAME.fullmatch(name)
         if found is None:
-            return f"a tensor that is none of an adapter's: {name}"
+            return f"a tensor that does not belong to an adapter: {name}"
         if published[name].dtype not in FLOATS:
             return f"quantised weights: {name} is of {published[name].dtype}"
         layers.setdefault(found[1], {})[found[2]] = published[name]
@@ -254,22 +254,22 @@ def adapter_mismatch(
 def _unfit(
     layer: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], weight: Tensor | None, engine_rank: int
 ) -> str:
-    """Why a layer's two matrices are not those of the configuration and of its weight; empty where they are."""
+    """Return why a layer's two matrices do not match the configuration and its weight; empty if they do."""
     if pair.keys() != {"A", "B"}:
         return f"missing tensors: half of the adapter of {layer}"
     inner, outer = pair["A"].shape, pair["B"].shape
     rank = _rank_of(layer, config)
     if len(inner) != 2 or len(outer) != 2 or (inner[0], outer[1]) != (rank, rank):
-        return f"another rank: {layer} has {list(inner)} and {list(outer)}, adapter_config.json says {rank}"
+        return f"wrong rank: {layer} has {list(inner)} and {list(outer)}, adapter_config.json has {rank}"
     if rank > engine_rank:
-        return f"another rank: {layer} has {rank}, the engine has room for {engine_rank}"
+        return f"wrong rank: {layer} has {rank}, the engine supports at most {engine_rank}"
     if weight is not None and weight.shape not in ((outer[0], inner[1]), (inner[1], outer[0])):
-        return f"another shape: {layer} is adapted as {[outer[0], inner[1]]}, the model's is {list(weight.shape)}"
+        return f"wrong shape: {layer} is adapted as {[outer[0], inner[1]]}, the model's is {list(weight.shape)}"
     return ""
 
 
 def _rank_of(layer: str, config: Mapping[str, Any]) -> Any:
-    """As PEFT and vLLM read the pattern: a key matches the end of a layer's name, and the first one counts."""
+    """Return a layer's rank as PEFT and vLLM do: by the first key that matches the end of its name."""
     for key, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({key})$", layer):
             return rank

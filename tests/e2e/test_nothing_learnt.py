@@ -78,10 +78,7 @@ def test_run_whose_rewards_are_all_none_fails(tiny: Path, tmp_path: Path) -> Non
     (run.yaml.parent / "rewards.py").write_text(NO_REWARD)
     try:
         message, events = ended(run)
-        assert (
-            "failed: training can teach nothing: complete at step 3, and no completion ever had a reward"
-            in message
-        )
+        assert "failed: training has no effect: complete at step 3, and no completion ever had a reward" in message
         assert [event.kind for event in events if isinstance(event, Noticed)] == ["no_reward"]
         assert run.cli("events", run.url).stdout.count("Warning at step 1: no completion had a reward") == 1
     finally:

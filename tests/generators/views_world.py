@@ -113,7 +113,7 @@ class World:
             self.asks_for(1, node)
             self.moves(4, node, NodePhase.BOOTING)
             self.moves(10, node, NodePhase.SERVING)
-        self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat"))
+        self.happens(10, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat"))
 
     def logs(self, at_s: float, step: int, timeline: int = 0, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}
@@ -138,7 +138,7 @@ class World:
         """All of it but the probation; the trainer and the gateway beside it come back 4 s later."""
         timeline = fork.timeline
         self.begins_rollback(at_s, fork, from_step, cause)
-        restarted = JobRestarted("trainer-0-i1", 1 + timeline, f"goes on with timeline {timeline}")
+        restarted = JobRestarted("trainer-0-i1", 1 + timeline, f"continues with timeline {timeline}")
         self.happens(at_s + 1, TimelineForked(timeline))
         if cause is Cause.USER:  # the trainer was at work
             self.happens(at_s + 2, JobExited("trainer-0-i1", timeline, exit_codes.FENCED, from_step))

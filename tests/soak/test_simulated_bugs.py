@@ -107,7 +107,7 @@ def _does_not_count_its_money() -> AbstractContextManager[object]:
 
 
 def _looks_at_its_money_only_before_it_buys() -> AbstractContextManager[object]:
-    return mock.patch.object(budget.Purse, "exceeded", return_value="")
+    return mock.patch.object(budget.Spending, "exceeded", return_value="")
 
 
 def _forgets_what_a_machine_cost_before_its_last_phase() -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""When a rollback begins, where it goes back to, and with what changed."""
+"""Begin rollbacks: decide when, to which checkpoint, and with which changes."""
 
 from __future__ import annotations
 
@@ -25,29 +25,24 @@ from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
 from policies.tick.draft import Tick
 from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 
-# A guard that has tripped stores what was sealed before it ends its trainer: among that may be the best target.
-# It is waited for so long, and again whenever the upload has got on. One that may be about to trip is waited for
-# as well, for a heartbeat or two.
+# A tripped guard stores sealed checkpoints before it ends its trainer; the best target may be one. Wait this
+# long, and again after each progress of the upload. For a guard that may be about to trip, wait a few heartbeats.
 DRAIN_WAIT_S = 600.0
 GUARD_WAIT_S = 6.0
-RUN_START = "start"  # in a command: the run's start, as against a checkpoint
-NAME_A_TARGET = (
-    "`grpo-orch rollback --to TIMELINE-STEP` goes to one all the same, `--to start` begins from step 0 again"
-)
+RUN_START = "start"  # in a command: the run's start instead of a checkpoint
+NAME_A_TARGET = "`grpo-orch rollback --to TIMELINE-STEP` forces a target, `--to start` starts over from step 0"
 NOTHING_SMALLER = (
-    "nothing is left to make smaller without other completions: `grpo-orch rollback --to latest --set "
-    "max_completion_length=NUMBER` makes them shorter, and so does policies.min_completion_length by itself"
+    "memory can only be saved by shorter completions: use `grpo-orch rollback --to latest --set "
+    "max_completion_length=NUMBER`, or set policies.min_completion_length to allow it automatically"
 )
-WHOLE_NUMBER_KEYS = frozenset(
-    {"max_completion_length", "max_steps"}
-)  # keys that a person may set, and that are whole numbers
+WHOLE_NUMBER_KEYS = frozenset({"max_completion_length", "max_steps"})  # of the keys that a user may set
 
 
 def begin_by_hand(tick: Tick, command: Command) -> None:
-    """Begin the rollback that a user asked for. A run that has ended continues with it."""
+    """Begin the rollback that a user requested. A run that has ended continues with it."""
     state = tick.state
-    finished = state.phase is RunPhase.FINISHED
-    if state.phase is RunPhase.STOPPING or (finished and "max_steps" not in command.changes):
+    is_finished = state.phase is RunPhase.FINISHED
+    if state.phase is RunPhase.STOPPING or (is_finished and "max_steps" not in command.changes):
         return
     stored = tick.snapshot.store
     if stored.checkpoints is None:
@@ -59,33 +54,33 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
         target = Target(None)
     else:
         named = PolicyVersion.parse(command.start)
-        gone = "" if named in stored.checkpoints else f"checkpoint {named} is not in the store any more"
-        target = Target(named, gone)
+        missing = "" if named in stored.checkpoints else f"checkpoint {named} is no longer in the store"
+        target = Target(named, missing)
     if target.missing:
         _refuse_by_hand(tick, f"{target.missing}; {NAME_A_TARGET}")
         return
     changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in LIVE_RUN:
-        tick.move_run(RunPhase.STARTING, "resumed with more steps" if finished else "rolled back by hand")
-    _begin(tick, target.start, Cause.USER, changes, "asked for by hand")
+        tick.move_run(RunPhase.STARTING, "resumed with more steps" if is_finished else "rolled back by hand")
+    _begin(tick, target.start, Cause.USER, changes, "requested by the user")
 
 
-def _refuse_by_hand(tick: Tick, why: str) -> None:
-    text = f"no rollback was begun: {why}"
+def _refuse_by_hand(tick: Tick, reason: str) -> None:
+    text = f"the rollback was refused: {reason}"
     tick.emit(Noticed("no_target", _reached(tick), text), text)
 
 
 def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
-    """Where a rollback by hand goes when no target is named: before what went wrong."""
-    trouble = state.diverged or state.watched
-    onset_step = None if trouble is None else trouble.onset_step
+    """Return the target of a user's rollback that names none: before the divergence, if there is one."""
+    divergence = state.diverged or state.watched
+    onset_step = None if divergence is None else divergence.onset_step
     return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
 
 
 def _target(
     state: RunState, checkpoints: Sequence[PolicyVersion], onset_step: int | None, *, ever_stored: bool
 ) -> Target:
-    """Where to go back to after a divergence since `onset_step`; None: there was none."""
+    """Return the target after a divergence since `onset_step`, or without one (None)."""
     before_step = None if onset_step is None else target_before_step(onset_step, state.rollbacks)
     return choose_target(checkpoints, state.forks, state.timeline, before_step, ever_stored=ever_stored)
 
@@ -101,14 +96,14 @@ def answer_divergence(tick: Tick) -> None:
         return
     target = _target(state, checkpoints, trip.onset_step, ever_stored=tick.snapshot.store.ever_stored)
     if policy.action == "pause" and not target.missing:
-        why = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
-        tick.move_run(RunPhase.PAUSED, why)
+        reason = f"diverged since step {trip.onset_step}; `grpo-orch rollback` goes back to {target}"
+        tick.move_run(RunPhase.PAUSED, reason)
         return
-    why = budget_spent(state.rollbacks, trip.step, policy.budget)
-    if why and policy.action == "rollback":
+    spent = budget_spent(state.rollbacks, trip.step, policy.budget)
+    if spent and policy.action == "rollback":
         start = None if target.start is None else str(target.start)
-        tick.emit(HealthyChosen(start), f"the last healthy one is {target}")
-        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {why}; last healthy: {target}")
+        tick.emit(HealthyChosen(start), f"last healthy: {target}")
+        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {spent}; last healthy: {target}")
         return
     if target.missing:
         tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {NAME_A_TARGET}")
@@ -118,8 +113,10 @@ def answer_divergence(tick: Tick) -> None:
 
 
 def _is_storing(tick: Tick) -> bool:
-    """Whether the trainer that diverged may still store checkpoints. While the store is away it can neither do so
-    nor say so."""
+    """Whether the trainer that diverged may still store checkpoints.
+
+    While the store is unavailable it can neither store nor report.
+    """
     beat = tick.snapshot.trainer
     if beat is None or beat.timeline != tick.state.timeline or tick.silent_s(beat.beat_at_s) > HEARTBEAT_FRESH_S:
         return False
@@ -142,8 +139,8 @@ def answer_memory(tick: Tick) -> None:
     if checkpoints is None:
         _pause_if_damaged(tick, "the trainer is out of memory")
         return
-    least, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
-    changes = changes_to_save_memory(_effective(tick), least, accumulates=accumulates)
+    min_length, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
+    changes = changes_to_save_memory(_effective(tick), min_length, accumulates=accumulates)
     if changes is None:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
         return
@@ -154,10 +151,10 @@ def answer_memory(tick: Tick) -> None:
     _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
 
 
-def _pause_if_damaged(tick: Tick, why: str) -> None:
-    """Wait for a person, without machines, if it cannot be read which checkpoints there are."""
+def _pause_if_damaged(tick: Tick, reason: str) -> None:
+    """Pause the run for a person to decide if the list of checkpoints cannot be read."""
     if tick.snapshot.store.damaged:
-        tick.move_run(RunPhase.PAUSED, f"{why}; {tick.snapshot.store.damaged}; then `grpo-orch rollback`")
+        tick.move_run(RunPhase.PAUSED, f"{reason}; {tick.snapshot.store.damaged}; then `grpo-orch rollback`")
 
 
 def _out_of_memory(tick: Tick) -> bool:
@@ -171,24 +168,24 @@ def _begin(
     tick: Tick, start: PolicyVersion | None, cause: Cause, changes: Mapping[str, bool | int | float], reason: str
 ) -> None:
     state = tick.state
-    known = [state.timeline, tick.snapshot.store.timeline, *(one.fork.timeline for one in state.rollbacks)]
+    used = [state.timeline, tick.snapshot.store.timeline, *(past.fork.timeline for past in state.rollbacks)]
     before = state.forks[-1] if state.forks else Fork(0, None)
-    passed = any(one.passed for one in state.rollbacks if one.fork == before)
+    has_passed = any(past.passed for past in state.rollbacks if past.fork == before)
     fork = Fork(
-        timeline=max(known) + 1,
+        timeline=max(used) + 1,
         start=None if start is None else str(start),
         changes={**before.changes, **changes},
-        skipped=(*(() if passed else before.skipped), *_skipped(tick, before)),
+        skipped=(*(() if has_passed else before.skipped), *_skipped(tick, before)),
         reason=reason,
         from_step=_reached(tick),
     )
-    told = effects(changes, _effective(tick), processes_of(tick.spec))
-    event = RollbackBegun(fork, cause, _reached(tick), reason, told)
-    tick.emit(event, f"back to {fork.start or 'the start'}: {reason}")
+    described = effects(changes, _effective(tick), processes_of(tick.spec))
+    event = RollbackBegun(fork, cause, _reached(tick), reason, described)
+    tick.emit(event, f"rolling back to {fork.start or 'the start'}: {reason}")
 
 
 def _reached(tick: Tick) -> int:
-    """How far the present timeline has come: to its trip, or as its trainer and its checkpoints say."""
+    """Return the step that the present timeline has reached: its trip, or by its trainer and checkpoints."""
     state, beat = tick.state, tick.snapshot.trainer
     if state.diverged is not None:
         return state.diverged.step
@@ -198,7 +195,7 @@ def _reached(tick: Tick) -> int:
 
 
 def _skipped(tick: Tick, before: Fork) -> tuple[Skipped, ...]:
-    """The steps of the present timeline whose prompts are to be left out."""
+    """Return the steps of the present timeline whose prompts are skipped."""
     trip = tick.state.diverged
     if trip is None or not tick.spec.policies.kl.on_rollback.skip_prompts:
         return ()
@@ -212,7 +209,7 @@ def _changes_by_rule(tick: Tick) -> dict[str, bool | int | float]:
 
 
 def _as_whole(key: str, value: float) -> int | float:
-    """All numbers of a command are floats once they have passed through the store."""
+    """Convert a command's value to int where the key needs it; the store returns all numbers as floats."""
     return int(value) if key in WHOLE_NUMBER_KEYS else value
 
 
@@ -222,10 +219,9 @@ def _effective(tick: Tick) -> dict[str, object]:
     return forked_spec(tick.spec, forks[-1] if forks else None).grpo
 
 
-# What to change for a trainer that ran out of memory: first what keeps the objective, then what does not.
+# Changes for a trainer that ran out of memory: first those that keep the objective, then others.
 
-# The mean of a smaller group says too little about its prompt.
-LEAST_GROUP = 4
+LEAST_GROUP = 4  # the mean of a smaller group is too noisy
 
 Changes = dict[str, bool | int | float]
 
@@ -233,11 +229,11 @@ Changes = dict[str, bool | int | float]
 def changes_to_save_memory(
     grpo: Mapping[str, Any], min_completion_length: int | None, *, accumulates: bool = True
 ) -> Changes | None:
-    """Return the next changes of `grpo` that need less memory, or None where nothing is left that may change.
+    """Return the next changes of `grpo` that save memory; None if no further change is allowed.
 
     In order: smaller batches on each device with more accumulation; gradient checkpointing; smaller groups; and
-    shorter completions, as far as `min_completion_length` allows. Where smaller batches change the gradient,
-    checkpointing comes first.
+    shorter completions, down to `min_completion_length`. Where smaller batches change the gradient, checkpointing
+    comes first.
 
     Args:
         accumulates: whether the accumulation may be changed.
@@ -252,8 +248,10 @@ def changes_to_save_memory(
 
 
 def _in_smaller_pieces(grpo: Mapping[str, Any]) -> Changes | None:
-    """Divide the batch on each device by its least divisor, and multiply the accumulation by that: a generation
-    and an optimizer step have as many completions as before."""
+    """Divide the batch on each device by its smallest divisor, and multiply the accumulation by it.
+
+    A generation and an optimizer step keep their number of completions.
+    """
     batch = int(value_of(grpo, "per_device_train_batch_size"))
     if batch == 1:
         return None
@@ -262,7 +260,7 @@ def _in_smaller_pieces(grpo: Mapping[str, Any]) -> Changes | None:
         "per_device_train_batch_size": batch // parts,
         "gradient_accumulation_steps": int(value_of(grpo, "gradient_accumulation_steps")) * parts,
     }
-    # Where it is not set, TRL derives it from the accumulation or from generation_batch_size.
+    # If unset, TRL derives it from the accumulation or from generation_batch_size.
     if (steps := grpo.get("steps_per_generation")) is not None:
         changes["steps_per_generation"] = int(steps) * parts
     return changes
@@ -273,21 +271,23 @@ def _with_checkpointing(grpo: Mapping[str, Any]) -> Changes | None:
 
 
 def _with_smaller_groups(grpo: Mapping[str, Any]) -> Changes | None:
-    """Halve the group, for as many prompts: a generation and an optimizer step have half the completions."""
-    group = int(value_of(grpo, "num_generations"))
-    halved: Changes = {"num_generations": group // 2}
-    whole = [group, int(value_of(grpo, "gradient_accumulation_steps"))]
-    halved["gradient_accumulation_steps"] = whole[1] // 2
+    """Halve the group and keep the number of prompts: generation and optimizer step have half the completions."""
+    group, accumulation = (
+        int(value_of(grpo, "num_generations")),
+        int(value_of(grpo, "gradient_accumulation_steps")),
+    )
+    halved: Changes = {"num_generations": group // 2, "gradient_accumulation_steps": accumulation // 2}
+    before = [group, accumulation]
     for key in ("steps_per_generation", "generation_batch_size"):
         if (value := grpo.get(key)) is not None:
             halved[key] = int(value) // 2
-            whole.append(int(value))
-    possible = group // 2 >= LEAST_GROUP and all(value % 2 == 0 for value in whole)
-    return halved if possible else None
+            before.append(int(value))
+    is_possible = group // 2 >= LEAST_GROUP and all(value % 2 == 0 for value in before)
+    return halved if is_possible else None
 
 
-def _with_shorter_completions(grpo: Mapping[str, Any], least: int | None) -> Changes | None:
+def _with_shorter_completions(grpo: Mapping[str, Any], min_length: int | None) -> Changes | None:
     length = int(value_of(grpo, "max_completion_length"))
-    if least is None or length <= least:
+    if min_length is None or length <= min_length:
         return None
-    return {"max_completion_length": max(least, length // 2)}
+    return {"max_completion_length": max(min_length, length // 2)}

@@ -1,4 +1,4 @@
-"""The choices of a rollback: where to, with what changed, and whether once more."""
+"""The choices of a rollback: its target, its changes, and whether the budget allows it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from policies.model.vocabulary import Cause, PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a rollback may go: to a checkpoint, to the run's start (`start` None), or, where `missing` says why,
-    nowhere without a person."""
+    """A rollback's target: a checkpoint, or the run's start (`start` None).
+
+    With `missing`, the reason, there is no automatic target.
+    """
 
     start: PolicyVersion | None
     missing: str = ""
@@ -33,34 +35,32 @@ def choose_target(
     *,
     ever_stored: bool,
 ) -> Target:
-    """Return where a rollback goes by itself: the newest checkpoint on the line, from before `before_step`.
+    """Return the automatic target: the newest checkpoint on the timeline's lineage from before `before_step`.
 
-    To the run's start only where that loses nothing: no checkpoint was ever stored or, without `before_step`, a
-    person had the timeline begin there and it has stored none yet.
+    The run's start is chosen only if that loses nothing: no checkpoint was ever stored or, without `before_step`,
+    a user had the timeline begin there and it has stored none yet.
 
     Args:
-        ever_stored: whether the store has ever listed a checkpoint, whatever it lists now.
+        ever_stored: whether the store has ever listed a checkpoint, even if it lists none now.
     """
     start = choose_start(checkpoints, forks, timeline, before_step)
     if start is not None:
         return Target(start)
-    began_anew = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
-    if not (checkpoints or ever_stored) or (began_anew and before_step is None):
+    began_at_start = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
+    if not (checkpoints or ever_stored) or (began_at_start and before_step is None):
         return Target(None)
     if before_step is None:
-        return Target(None, "the store has no checkpoint of this timeline any more")
-    there = (
-        f"there are {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "the store has none any more"
-    )
-    return Target(None, f"no checkpoint is from before step {before_step}, {there}")
+        return Target(None, "the store no longer has a checkpoint of this timeline")
+    stored = ", ".join(map(str, sorted(checkpoints))) or "no checkpoints"
+    return Target(None, f"no checkpoint is from before step {before_step}; the store has {stored}")
 
 
 def choose_start(
     checkpoints: Sequence[PolicyVersion], forks: Sequence[Fork], timeline: int, before_step: int | None
 ) -> PolicyVersion | None:
-    """Return the newest checkpoint on the line of `timeline` whose step is below `before_step`.
+    """Return the newest checkpoint on the lineage of `timeline`, with a step below `before_step` if given.
 
-    None where there is none. Without `before_step` the newest one.
+    None if there is none.
     """
     stretches = lineage(forks, timeline)
     found = [
@@ -74,28 +74,27 @@ def choose_start(
 def target_before_step(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
     """Return the step before which the next target must lie.
 
-    A timeline that trips during its probation has shown that its start was too late, so the next target lies
-    before that start, too, even if memory ran out in between. The run's start has nothing before it.
+    A timeline that trips during its probation started too late, so the next target also lies before that start,
+    even if memory ran out in between.
     """
-    for one in reversed(rollbacks):
-        if one.passed or one.cause is Cause.USER:
+    for rollback in reversed(rollbacks):
+        if rollback.passed or rollback.cause is Cause.USER:
             break
-        if one.cause is Cause.DIVERGED:
-            start = one.fork.start_at
+        if rollback.cause is Cause.DIVERGED:
+            start = rollback.fork.start_at
             return onset_step if start is None else min(onset_step, start.step)
     return onset_step
 
 
 def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
-    """Return the keys of `grpo` that a rollback changes, with their new values: those that do something.
+    """Return the keys of `grpo` that a rollback changes, with their new values, if the change has an effect.
 
-    Without a KL term (`beta` 0) there is none to strengthen, and none is added: it would need the memory of a
-    reference model, and be another objective than the user's. `epsilon`, and `epsilon_high` where it is set,
-    change only where they clip a ratio other than 1; `cispo` has a cap on weights instead, which comes nearer
-    to 1.
+    Without a KL term (`beta` 0) none is added: it would need memory for a reference model and change the user's
+    objective. `epsilon`, and `epsilon_high` where set, change only where they clip a ratio other than 1; `cispo`
+    instead caps weights, and its cap moves towards 1.
 
     Args:
-        processes: how many train.
+        processes: number of training processes.
     """
     factors = {"learning_rate": rules.learning_rate_factor, "beta": rules.beta_factor}
     off_policy = not is_on_policy(grpo, processes)
@@ -113,17 +112,19 @@ def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: i
 
 
 def budget_spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:
-    """Return why there may be no further rollback for a trip at `step`; empty where there may.
+    """Return why the budget allows no further rollback for a trip at `step`; empty: it does.
 
-    Counted are those for divergence since a person last decided.
+    Rollbacks for divergence count, since the last rollback by a user.
     """
     counted: list[Rollback] = []
-    for one in rollbacks:
-        counted = [] if one.cause is Cause.USER else [*counted, one]
-    counted = [one for one in counted if one.cause is Cause.DIVERGED]
-    recent = [one for one in counted if abs(step - one.from_step) < budget.recent_steps]
+    for rollback in rollbacks:
+        counted = [] if rollback.cause is Cause.USER else [*counted, rollback]
+    counted = [rollback for rollback in counted if rollback.cause is Cause.DIVERGED]
+    recent = [rollback for rollback in counted if abs(step - rollback.from_step) < budget.recent_steps]
     if len(counted) >= budget.total:
-        return f"rolled back {len(counted)} times, which is all that policies.kl.budget.total allows"
+        return f"rolled back {len(counted)} times, the limit of policies.kl.budget.total"
     if len(recent) >= budget.recent:
-        return f"rolled back {len(recent)} times within {budget.recent_steps} steps, as policies.kl.budget allows"
+        return (
+            f"rolled back {len(recent)} times within {budget.recent_steps} steps, the limit of policies.kl.budget"
+        )
     return ""

@@ -1,7 +1,7 @@
-"""A rollback as one transaction, a journalled stage at a time.
+"""Run a rollback as one transaction, in journalled stages.
 
-A stage ends when what it waits for is seen, and until then that is requested at every tick. So when a controller
-dies between any two stages the next one continues, whatever had happened.
+A stage requests its effect at every tick until the effect is observed. So if a controller dies between any two
+stages, the next controller continues.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from policies.serving.wire import labelled_version
 from policies.tick.draft import Tick
 from policies.tick.snapshot import BEFORE_TRAINING
 
-# An old trainer stops at its next look at the store, and a process that hangs ends itself (after 20 s). A machine
-# on which neither happens is given up.
+# An old trainer stops when it next reads the store, and a hung process kills itself (after 20 s). A machine where
+# neither happens is terminated.
 FENCE_WAIT_S = 120.0
 
 
 def steer_timeline(tick: Tick) -> None:
-    """Journal how the run is, advance a rollback, and begin one where it is due."""
+    """Journal the run's health, advance a rollback, and begin one if needed."""
     healthy = tick.state.healthy
     if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
         tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
@@ -53,7 +53,7 @@ def steer_timeline(tick: Tick) -> None:
 def _advance(tick: Tick, rollback: Rollback) -> None:
     timeline, beat = rollback.fork.timeline, tick.snapshot.trainer
     if beat is not None and (beat.timeline != timeline or beat.activity in BEFORE_TRAINING):
-        beat = None  # nobody trains on the new timeline yet
+        beat = None  # no trainer trains on the new timeline yet
     match rollback.stage:
         case RollbackStage.BEGUN:
             if tick.snapshot.store.timeline >= timeline:
@@ -78,18 +78,18 @@ def _fence(tick: Tick, rollback: Rollback) -> None:
     working = [node for node in trainers if node.may_be_working]
     if working and tick.silent_s(rollback.since_s) > FENCE_WAIT_S:
         for node in working:
-            tick.move(node, NodePhase.TERMINATING, "its trainer does not stop for the new timeline")
+            tick.move(node, NodePhase.TERMINATING, "its trainer did not stop for the new timeline")
         return
     if working:
         return
     tick.emit(TrainerFenced(rollback.fork.timeline), "the old trainer has ended")
     for node in trainers:
         if node.attempt_ended_at_s is not None and node.phase is not NodePhase.DRAINING:
-            tick.restart(node, f"goes on with timeline {rollback.fork.timeline}")
+            tick.restart(node, f"continues with timeline {rollback.fork.timeline}")
 
 
 def _served(tick: Tick) -> list[PolicyVersion]:
-    """What generates now; without rollout nodes the trainer does."""
+    """Return the policy versions that generate now: rollout nodes' or, without any in the run, the trainer's."""
     beat = tick.snapshot.trainer
     if generates_itself(tick.spec) and beat is not None and beat.activity not in BEFORE_TRAINING:
         return [PolicyVersion(beat.timeline, beat.step)]
@@ -97,11 +97,11 @@ def _served(tick: Tick) -> list[PolicyVersion]:
     return [labelled_version(member.policy) for member in members if member.serving and member.policy]
 
 
-# What the detectors say of the run, journalled: it diverges, may diverge, is healthy again, or has a pitfall.
+# The detectors' verdict, journalled: the run diverges, may diverge, is healthy again, or has a pitfall.
 
 
 def note_health(tick: Tick) -> None:
-    """Journal a change of what the detectors say."""
+    """Journal a change of the detectors' verdict."""
     state = tick.state
     if state.diverged is not None:
         return
@@ -115,21 +115,23 @@ def note_health(tick: Tick) -> None:
         tick.emit(event, f"diverged since step {onset_step}")
     elif verdict.health is Health.WATCH and state.watched is None:
         watched = DivergenceWatched(state.timeline, verdict.step, onset_step, verdict.evidence)
-        tick.emit(watched, f"watched since step {onset_step}")
+        tick.emit(watched, f"may be diverging since step {onset_step}")
     elif verdict.health is Health.HEALTHY and state.watched is not None:
         tick.emit(DivergenceCleared(state.timeline, verdict.step), "healthy again")
 
 
 def _verdict(tick: Tick) -> tuple[Verdict | None, str]:
-    """Return what the detectors say of the present timeline, and whose: the trainer's own, unless only the
-    controller's have tripped."""
+    """Return the verdict on the present timeline and its source.
+
+    The source is the trainer's detectors, unless they have none or only the controller's have tripped.
+    """
     beat, watched, timeline = tick.snapshot.trainer, tick.snapshot.watched, tick.state.timeline
-    theirs = beat.verdict if beat is not None and beat.timeline == timeline else None
-    ours = watched.verdict if watched is not None and watched.timeline == timeline else None
-    tripped = ours is not None and ours.health is Health.TRIPPED
-    if theirs is None or (tripped and theirs.health is not Health.TRIPPED):
-        return ours, "controller"
-    return theirs, "trainer"
+    by_trainer = beat.verdict if beat is not None and beat.timeline == timeline else None
+    by_controller = watched.verdict if watched is not None and watched.timeline == timeline else None
+    has_tripped = by_controller is not None and by_controller.health is Health.TRIPPED
+    if by_trainer is None or (has_tripped and by_trainer.health is not Health.TRIPPED):
+        return by_controller, "controller"
+    return by_trainer, "trainer"
 
 
 def note_pitfalls(tick: Tick) -> None:

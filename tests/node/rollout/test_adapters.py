@@ -150,8 +150,8 @@ def of_another_rank(tensors: Tensors) -> Tensors:
     [
         (without_a_half, "half of the adapter of model.layers.1.mlp.up_proj"),
         (with_nan, "contains infinity or NaN"),
-        (of_another_rank, "another rank"),
-        (lambda tensors: {f"x.{name}": one for name, one in tensors.items()}, "none of an adapter's"),
+        (of_another_rank, "wrong rank"),
+        (lambda tensors: {f"x.{name}": one for name, one in tensors.items()}, "does not belong to an adapter"),
         (lambda tensors: {name: one.to(torch.int8) for name, one in tensors.items()}, "quantised weights"),
     ],
 )

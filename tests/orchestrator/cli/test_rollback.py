@@ -71,7 +71,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Steered, cli: Cli) -> None
     code, out, _ = cli("rollback", "--to", "4", "--set", "beta=0.08", "--set", "learning_rate=1e-5")
     assert code == 0
     assert "rolls back to 0-4, as timeline 1; changed from run.yaml: beta 0.08, learning_rate 1e-05." in out
-    assert "beta: a KL term where there was none: a reference model is loaded beside the trained one\n" in out
+    assert "beta: adds a KL term, which loads a reference model in addition to the trained one\n" in out
     assert "learning_rate: updates of 10 times the size\n" in out
     assert begun(run) == ("0-4", {"beta": 0.08, "learning_rate": 1e-5})
     assert run.started == ["rollback"]
@@ -95,7 +95,7 @@ def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: S
     run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, _, err = cli("rollback")
     assert code == 2
-    assert "no checkpoint is from before step 30, there are 0-50" in err
+    assert "no checkpoint is from before step 30; the store has 0-50" in err
     assert "--to start" in err
     assert not run.state.rollbacks
     assert not run.started

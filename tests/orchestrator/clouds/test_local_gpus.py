@@ -220,7 +220,7 @@ def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: t
         (b"#!/bin/sh\n", 0o644, ""),
         (b"\x7fELF of another machine", 0o755, "nvidia-smi cannot be run: Exec format error"),
         (b"#!/bin/sh\nprintf '\\377\\n' >&2; exit 9\n", 0o755, "nvidia-smi ends with exit code 9: \ufffd"),
-        (b"#!/bin/sh\nexit 255\n", 0o755, "nvidia-smi ends with exit code 255: it says nothing"),
+        (b"#!/bin/sh\nexit 255\n", 0o755, "nvidia-smi ends with exit code 255: no output"),
     ],
 )
 def test_a_driver_tool_that_lists_none_has_no_gpus_and_one_that_fails_says_so(

@@ -108,7 +108,7 @@ def test_a_disk_that_is_named_in_other_units_is_compared_in_gb(size: str, gb: in
 @pytest.mark.parametrize("size", ["100+", "'100 GB'", "100g", "512MB", "0"])
 def test_a_disk_that_skypilot_would_refuse_is_refused_here(size: str, tmp_path: Path) -> None:
     machines = f"{{any_of: [{{infra: aws/us-east-1, disk_size: {size}}}]}}"
-    with pytest.raises(ConfigError, match="expected whole GB, as 500, 500GB or 2TB, got") as caught:
+    with pytest.raises(ConfigError, match="expected whole GB, such as 500, 500GB or 2TB, got") as caught:
         loaded(tmp_path, machines, H100, OF_7B)
     assert [one.key for one in caught.value.problems] == ["trainer.resources.any_of[0].disk_size"]
 

@@ -160,7 +160,7 @@ NO_ROOM = "grpo.max_completion_length: 128 leaves no room for a prompt in the mo
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ([], "rollout.vllm.max-model-len: 256 is above the model's own context, and vLLM does not start; expe"),
+        ([], "rollout.vllm.max-model-len: 256 exceeds the model's context, and vLLM does not start; expe"),
         ([SHORT], ""),
         ([SHORT, LENGTH], NO_ROOM),
         ([SHORT, LENGTH, ("  replicas: 2", "  replicas: 0"), NO_REHEARSAL], NO_ROOM),

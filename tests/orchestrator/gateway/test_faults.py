@@ -219,7 +219,7 @@ async def test_member_whose_announcement_breaks_is_out_at_once(
     await world.until(lambda: "a" in world.members._announcements._held)
     announcing.cancel()
     await world.until(lambda: world.members.row("a") is None)
-    assert "connection was lost" in world.members.changes[-1].reason
+    assert "lost its announcing connection" in world.members.changes[-1].reason
 
 
 async def test_patient_batch_without_any_node_ends_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

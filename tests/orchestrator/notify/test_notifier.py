@@ -25,7 +25,7 @@ from tests.budget import HANG_S
 from tests.stand_ins.world import spec
 
 names = itertools.count()
-TRAINS = RunMoved(RunPhase.TRAINING, "the trainer has its first heartbeat")
+TRAINS = RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat")
 NEAR = BudgetNeared(80.0, 100.0)
 WAITS = CapacityMissing("rollout", 5.0, "no rollout machine for 60 min")
 DONE = RunMoved(RunPhase.FINISHED, "the trainer reached its last step")

@@ -87,7 +87,7 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     trainer = view.nodes[0]
     assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
     assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
-    assert view.events[-1].text == "Run is training: the trainer has its first heartbeat"
+    assert view.events[-1].text == "Run is training: the trainer sent its first heartbeat"
 
 
 def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:

@@ -103,8 +103,8 @@ def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypat
     report = report_of(world.store, T0 + 184)
     requests = 184 * (3.5 * 5e-6 + (6 + 4 * (1 + 1 / 60)) * 4e-7) + 10 * 10 * 5e-6
     assert report.store_usd == pytest.approx(requests, rel=0.2)
-    assert report.store_unpriced == "its traffic (the machines' cloud is not known)"
-    assert "more, not counting its traffic (the machines' cloud is not known)" in " ".join(drawn(report).split())
+    assert report.store_unpriced == "its traffic (the machines' cloud is unknown)"
+    assert "more, not counting its traffic (the machines' cloud is unknown)" in " ".join(drawn(report).split())
 
 
 def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:

@@ -52,7 +52,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     assert not world.begun
     assert (world.state.phase, world.state.reason) == (
         RunPhase.PAUSED,
-        f"diverged since step 2; no checkpoint is from before step 2, there are 0-3; {NAME_A_TARGET}",
+        f"diverged since step 2; no checkpoint is from before step 2; the store has 0-3; {NAME_A_TARGET}",
     )
     assert world.checkpoints == [PolicyVersion(0, 3)]
     world.commands = [Command("c1", "rollback")]
@@ -114,7 +114,7 @@ def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
     world.run()
     assert len(world.begun) == 3
     assert world.state.phase is RunPhase.GAVE_UP
-    assert "all that policies.kl.budget.total allows" in world.state.reason
+    assert "the limit of policies.kl.budget.total" in world.state.reason
 
 
 def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
@@ -182,7 +182,7 @@ def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> No
     world.run()
     assert not world.begun
     (told,) = [one for one in world.of(Noticed) if isinstance(one, Noticed)]
-    assert told.text.startswith("no rollback was begun: checkpoint 0-3 is not in the store any more; ")
+    assert told.text.startswith("the rollback was refused: checkpoint 0-3 is no longer in the store; ")
     assert world.state.phase is RunPhase.FINISHED
 
 
@@ -299,7 +299,7 @@ def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back
     world.journal((paused,))
     asked = replace(damaged, commands=(Command("c1", "rollback"),))
     (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, Noticed)]
-    assert told.text == "no rollback was begun: catalog/1.json: schema 2; use a newer one"
+    assert told.text == "the rollback was refused: catalog/1.json: schema 2; use a newer one"
     world.looking, world.commands = True, [Command("c2", "rollback")]
     world.until(lambda w: bool(w.begun))
     assert world.begun[0].fork.start == "0-8"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from policies.control.decide import decide
-from policies.control.lifecycle import NOTICE_TAKES_S
+from policies.control.lifecycle import NOTICE_MAX_S
 from policies.control.observed import MACHINE_LOST_S
 from policies.model import exit_codes
 from policies.model.events import JobExited
@@ -189,7 +189,7 @@ def test_a_drained_trainers_machine_without_a_trainer_goes_back() -> None:
     world.refusing = True
     world.notice("trainer-0-i1")
     world.tick()
-    world.now_s += NOTICE_TAKES_S + 1  # nothing is heard of it
+    world.now_s += NOTICE_MAX_S + 1  # nothing is heard of it
     world.tick()
     assert "trainer-0-i1" not in world.machines
 

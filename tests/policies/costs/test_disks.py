@@ -81,5 +81,5 @@ def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one
 def test_a_disk_without_a_price_is_told() -> None:
     run = on({"infra": "aws"}, {"any_of": [{"infra": "lambda"}, {"infra": "aws"}]})
     assert disks.unknown(run) == ["lambda"]
-    assert "disks at lambda (no price is known)" in not_counted(run)
+    assert "disks at lambda (price unknown)" in not_counted(run)
     assert "disks" not in not_counted(on({"infra": "aws"}))

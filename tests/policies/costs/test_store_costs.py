@@ -93,11 +93,11 @@ def test_run_costs_its_steps_its_machines_starts_and_steering() -> None:
         (
             Place("aws", "us-east-1"),
             Place("lambda", "us-east-1"),
-            "no price is known of lambda",
+            "the prices of lambda are unknown",
         ),
-        (Place("aws"), EAST, "whether it is in the machines' region is not known"),
-        (EAST, Place(""), "the machines' cloud is not known"),
-        (Place(""), EAST, "its provider is not known"),
+        (Place("aws"), EAST, "it is unknown whether it is in the machines' region"),
+        (EAST, Place(""), "the machines' cloud is unknown"),
+        (Place(""), EAST, "its provider is unknown"),
     ],
 )
 def test_tariff_without_a_price_says_why(store: Place, machine: Place, told: str) -> None:

@@ -19,8 +19,8 @@ def course(hours: float = 0.0, step: int = 0, whole_h: float = 10.0, steps: int 
 
 
 def test_progress_is_expected_evenly_up_to_a_reserve_before_the_deadline() -> None:
-    assert course().aim_s == 10 * HOUR_S - 600
-    assert course(whole_h=1.0).aim_s == 0.9 * HOUR_S  # a short run keeps no more than a tenth
+    assert course().target_s == 10 * HOUR_S - 600
+    assert course(whole_h=1.0).target_s == 0.9 * HOUR_S  # a short run keeps no more than a tenth
     half_h = (10 * HOUR_S - 600) / 2 / HOUR_S
     assert course(half_h).expected() == 200
     assert course(20.0).expected() == 400
@@ -49,8 +49,8 @@ def test_so_many_are_in_time_and_fewer_are_not(a: float, b: float, hours: float,
     if found == 0:
         assert now.end_s(shape, most) > now.deadline_s
     elif found < most:
-        assert now.end_s(shape, found) <= now.aim_s + 1e-3
-        assert found == 1 or now.end_s(shape, found - 1) >= now.aim_s - 1e-3
+        assert now.end_s(shape, found) <= now.target_s + 1e-3
+        assert found == 1 or now.end_s(shape, found - 1) >= now.target_s - 1e-3
 
 
 @given(seconds, st.floats(1.0, 5000.0), st.floats(0.0, 9.0), st.integers(0, 398), st.integers(1, 12))

@@ -57,7 +57,7 @@ def test_there_are_as_many_nodes_as_the_time_left_takes() -> None:
         world.let_pass(0.5)
     assert sized(free) == [2]
     assert sized(bound) == [4]  # of six so many stay as leave a tenth over
-    assert "4 keep the deadline: 1000 steps are left" in bound.of(FleetSized)[0].reason
+    assert "4 nodes meet the deadline: 1000 steps remain, with " in bound.of(FleetSized)[0].reason
     bound.at_step = 40
     bound.let_pass(4.0)  # 40 steps in 4.5 h: 73 s each of the others, 4.6 nodes
     assert (sized(bound)[-1], rollouts_wanted(bound.state, bound.spec)) == (5, 5)
@@ -93,7 +93,7 @@ def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
     world = dated(due(24.0, budget=Budget(usd_per_h=10.0)), no_spot=True)  # a trainer at 4, one node at 5
     world.let_pass(2.0)
     (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
-    assert "the deadline takes it" in told.reason
+    assert "although the deadline needs it" in told.reason
     assert len(fallback_nodes(world.state)) == 1
     assert world.of(BudgetReached) == []
     assert world.state.phase is RunPhase.TRAINING

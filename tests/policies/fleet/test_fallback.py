@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from policies.control.decide import decide
 from policies.costs.steps import StepShape
-from policies.fleet.plan import STAYS_S
+from policies.fleet.plan import FALLBACK_MIN_S
 from policies.model import exit_codes
-from policies.model.buying import HELD_S
+from policies.model.buying import SPOT_STABLE_S
 from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
 from policies.model.fold import fold
 from policies.model.pools import Pool, PoolOffer
@@ -63,7 +63,7 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
     world.no_spot = False
     while not world.serving_on_spot:
         world.let_pass(10.0 / 3600)
-    world.let_pass((HELD_S - 60.0) / 3600)
+    world.let_pass((SPOT_STABLE_S - 60.0) / 3600)
     assert len(fallback_nodes(world.state)) == 1
     world.let_pass(300.0 / 3600)
     assert fallback_nodes(world.state) == []
@@ -83,10 +83,10 @@ def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_
     world.no_spot = True
     for node in world.serving_on_spot:
         world.lose(node)
-    world.let_pass(2 * HELD_S / 3600)
+    world.let_pass(2 * SPOT_STABLE_S / 3600)
     assert len(fallback_nodes(world.state)) == 1
     world.away = False
-    world.let_pass(2 * HELD_S / 3600)
+    world.let_pass(2 * SPOT_STABLE_S / 3600)
     assert world.serving_on_spot == []
     assert len(fallback_nodes(world.state)) == 1
 
@@ -281,7 +281,7 @@ def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
     world.lose("rollout-0-i1")  # the other tells what it would cost on demand, which is no bound on a third
     world.let_pass(1.0)
     (told,) = world.of(BudgetRefused)
-    assert "no price is known" in told.reason
+    assert "the price of rollout on demand is unknown" in told.reason
     assert (world.of(BudgetReached), world.stood_in) == ([], [])
 
 
@@ -322,7 +322,7 @@ def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
     world.let_pass(1.0)
     bought, steps, told = len(world.stood_in), world.steps, len(world.of(BudgetRefused))
     world.let_pass(24.0)
-    assert len(world.stood_in) - bought <= 24 * HOUR_S / STAYS_S
+    assert len(world.stood_in) - bought <= 24 * HOUR_S / FALLBACK_MIN_S
     assert world.steps - steps > 0.98 * 24 * HOUR_S
     assert len(world.of(BudgetRefused)) - told <= 1
     assert world.state.phase is RunPhase.TRAINING
@@ -357,7 +357,7 @@ def test_spot_that_comes_back_is_found_under_any_cap(
             world.lose(node)
     world.let_pass(away_h)
     world.no_spot = False
-    until_spot_alone(world, STAYS_S + 3 * HOUR_S)
+    until_spot_alone(world, FALLBACK_MIN_S + 3 * HOUR_S)
     stood_in = len(world.stood_in)
     world.let_pass(2.0)
     assert len(world.stood_in) == stood_in

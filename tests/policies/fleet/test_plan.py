@@ -89,8 +89,8 @@ def test_the_sentence_has_the_numbers_of_the_alternatives() -> None:
     found = compare_sizes(
         StepShape(60.0, 120.0), prices, Market.SPOT, 3, (1, 4), 300.0, 3e4, " in east-b", on_demand_usd_per_h=3.96
     )
-    assert found.words == (
-        "3 on spot in east-b at 1.19 USD/h make a step 0.209 USD; 2 on spot would make it 0.211, 2 on demand 0.396"
+    assert found.sentence == (
+        "3 on spot in east-b at 1.19 USD/h: 0.209 USD a step; 2 on spot: 0.211; 2 on demand: 0.396"
     )
 
 
@@ -260,7 +260,7 @@ def test_what_is_not_known_is_explained_as_that() -> None:
     unmeasured = two_markets(spec(2))
     unmeasured.let_pass(0.2)
     [compared] = explain(unmeasured.state, unmeasured.snapshot(), unmeasured.spec).comparisons
-    assert compared.words == "1 on demand rather than 2 on demand: no steps are measured yet"
+    assert compared.sentence == "1 on demand rather than 2 on demand: no steps are measured yet"
     unpriced = priced(capped(10**4), max_steps=10**6)
     unpriced.let_pass(0.1)
     unpriced.most = None
@@ -271,7 +271,7 @@ def test_what_is_not_known_is_explained_as_that() -> None:
 def test_parked_run_explains_what_it_waits_for() -> None:
     dry = parked()
     told = explain(dry.state, dry.snapshot(), dry.spec)
-    assert told.plan.startswith("parked: one rollout node is asked for now and then, on spot")
+    assert told.plan.startswith("parked: one rollout node is requested periodically, on spot")
 
 
 def test_market_is_open_at_the_price_that_fits_under_the_cap() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.market import REST_MAX_S, Crowd, HalfLives, choose, rates_of, rest_s
+from policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from policies.model.fold import NOTICED, fold
 from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
@@ -47,7 +47,9 @@ def test_what_is_worse_in_everything_is_not_chosen(
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
     bad = replace(bad, stays=tuple(replace(one, taken=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
-    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Crowd(), NOW_S, HALF, 0.2, crowded=0.0)
+    chosen = choose(
+        offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0
+    )
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
 
@@ -84,7 +86,7 @@ def bought(zone: str, landed: str, *moves: NodeMoved) -> list[tuple[int, float, 
 def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
     nodes = list(fold(bought("a", "a")).nodes.values())
     for dearer, zone in ((1.1, "b"), (1.5, "a")):
-        chosen = choose([offer("a", 1.0), offer("b", dearer)], {}, Crowd(nodes, HOUR_S), HOUR_S, HALF, 0.2)
+        chosen = choose([offer("a", 1.0), offer("b", dearer)], {}, Placement(nodes, HOUR_S), HOUR_S, HALF, 0.2)
         assert chosen is not None
         assert chosen.offer.pool == pool(zone)
 
@@ -92,17 +94,17 @@ def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
 def test_where_all_rest_the_one_that_has_rested_most_is_asked() -> None:
     first, last = (refused(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S)))
     records = {str(one.pool): one for one in (first, last)}
-    chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Crowd(), NOW_S, HALF, 0.2)
+    chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
-    assert chosen.words == (
-        "in aws/r/ra g6.xlarge L4:1 spot at 9.00 USD/h: 0.07 losses an hour, 0 of 1 launches came, "
-        "though it rests for 30 s, as all do"
+    assert chosen.sentence == (
+        "in aws/r/ra g6.xlarge L4:1 spot at 9.00 USD/h: 0.07 losses an hour, 0 of 1 launches succeeded, "
+        "chosen although it rests for 30 s, because all pools do"
     )
 
 
 def test_an_order_is_kept() -> None:
-    chosen = choose([offer("a", 1.0, rank=1), offer("b", 9.0)], {}, Crowd(), NOW_S, HALF, 0.2)
+    chosen = choose([offer("a", 1.0, rank=1), offer("b", 9.0)], {}, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("b")
 
@@ -130,8 +132,8 @@ def test_a_loss_is_told_once_and_a_return_is_none() -> None:
     for moves, taken in (
         ((NodeMoved(node, gone, "preempted"),), [True]),
         ((notice, NodeMoved(node, gone, "taken")), [True]),
-        ((notice, ending, NodeMoved(node, gone, "taken down")), [True]),
-        ((ending, NodeMoved(node, gone, "taken down")), [False]),
+        ((notice, ending, NodeMoved(node, gone, "terminated")), [True]),
+        ((ending, NodeMoved(node, gone, "terminated")), [False]),
     ):
         stays = fold(bought("a", "a", *moves)).pools[str(pool("a"))].stays
         assert [one.taken for one in stays] == taken
@@ -157,10 +159,10 @@ def test_a_quota_that_is_used_up_is_the_regions_until_it_gives_a_machine_again()
     over = NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no", Refusal.QUOTA)
     asked, offers = bought("a", "a")[:1], [offer("a", 1.0), offer("b", 1.1)]
     refusals = [*asked, (2, HOUR_S, (over,))]
-    chosen = choose(offers, fold(refusals).pools, Crowd(), HOUR_S + 1, HALF, 0.2)
+    chosen = choose(offers, fold(refusals).pools, Placement(), HOUR_S + 1, HALF, 0.2)
     assert chosen is not None
     assert chosen.rests_s == 59.0
     again = [(3 + number, 2 * HOUR_S, events) for number, _, events in bought("b", "b")]
-    chosen = choose(offers, fold([*refusals, *again]).pools, Crowd(), HOUR_S + 1, HALF, 0.2)
+    chosen = choose(offers, fold([*refusals, *again]).pools, Placement(), HOUR_S + 1, HALF, 0.2)
     assert chosen is not None
     assert chosen.rests_s == 0.0

@@ -58,7 +58,7 @@ def test_recommendation_is_journalled_once_and_buys_nothing() -> None:
     world.wait(60.0)
     (event,) = world.of(RebalanceRecommended)
     assert event.node == node
-    assert "of 0 machines with one in aws/r/ra g6.xlarge L4:1 spot, the cloud took 0" in event.reason
+    assert "the cloud preempted 0 of 0 earlier machines with one in aws/r/ra g6.xlarge L4:1 spot" in event.reason
     assert len(world.of(NodeRequested)) == requested
     assert world.serving == [node]
 
@@ -73,7 +73,7 @@ def test_pool_record_counts_recommendations_and_later_losses() -> None:
     record = world.state.pools[str(NODES)]
     assert (record.rebalances, record.rebalances_taken) == (2, 2)
     assert "of 1 machines" in world.of(RebalanceRecommended)[-1].reason
-    assert "the cloud took 1" in world.of(RebalanceRecommended)[-1].reason
+    assert "the cloud preempted 1 of " in world.of(RebalanceRecommended)[-1].reason
 
 
 def test_recommendation_with_a_notice_is_not_journalled() -> None:

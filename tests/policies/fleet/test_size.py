@@ -7,8 +7,8 @@ from dataclasses import replace
 from policies.control.decide import decide
 from policies.costs.steps import StepShape
 from policies.fleet.objective import rollouts_wanted, size_sentence
-from policies.fleet.plan import SETTLES_S
-from policies.fleet.reconcile import RETURN_WITHIN_S
+from policies.fleet.plan import SIZE_SETTLE_S
+from policies.fleet.reconcile import RETURN_WAIT_MAX_S
 from policies.model.events import FleetSized, MachineBought, NodeMoved
 from policies.model.pools import Pool, PoolOffer
 from policies.model.spec import Replicas
@@ -63,7 +63,7 @@ def test_a_node_that_does_not_pay_goes_back_while_nothing_is_generated() -> None
 def test_a_trainer_that_always_generates_does_not_keep_it_for_ever() -> None:
     world = priced(World(spec(2), max_steps=10**6))
     tick(world, FLAT, "generating")
-    world.now_s += RETURN_WITHIN_S + 1
+    world.now_s += RETURN_WAIT_MAX_S + 1
     decision = decide(world.state, looked(world, FLAT, "generating"), world.spec)
     assert sum(isinstance(action, Terminate) for action in decision.actions) == 1
 
@@ -73,7 +73,7 @@ def test_it_grows_again_when_generation_does_but_not_at_once() -> None:
     tick(world, FLAT)
     assert rollouts_wanted(world.state, world.spec) == 1
     assert not any(isinstance(event, FleetSized) for event in tick(world, STEEP))
-    world.now_s += SETTLES_S + 1
+    world.now_s += SIZE_SETTLE_S + 1
     tick(world, STEEP)
     assert rollouts_wanted(world.state, world.spec) == 3
     for _ in range(20):
@@ -144,4 +144,4 @@ def test_status_prices_smaller_fleet_without_its_most_expensive_node() -> None:
     bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
     world.journal(tuple(bought))
     said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
-    assert said.endswith("1 on spot would make it 0.139")  # 5 USD an hour for 100 s
+    assert said.endswith("1 on spot: 0.139")  # 5 USD an hour for 100 s

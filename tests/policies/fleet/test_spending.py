@@ -99,7 +99,7 @@ def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it()
         world.tick()
     assert world.state.phase is RunPhase.PAUSED
     assert world.spent == bill(rentals(world.history, world.now_s)).cost_usd == 0.0
-    assert "USD of that were counted for requests that bought nothing: `grpo-orch resume`" in world.state.reason
+    assert "USD of this were reserved for requests that bought no machine; `grpo-orch" in world.state.reason
     world.launch_s = 0.0
     world.resume()
     world.run()
@@ -122,7 +122,7 @@ def test_what_may_have_been_bought_stays_spent() -> None:
             world.tick()
         assert world.state.phase is RunPhase.PAUSED
         assert world.spent > 10.0
-        assert "bought nothing" not in world.state.reason
+        assert "bought no machine" not in world.state.reason
 
 
 def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone() -> None:
@@ -252,7 +252,7 @@ def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
     assert asked["rollout-1-i1"].most_usd_per_h == 4.0
     gone = [event.reason for event in world.of(NodeMoved) if event.phase is NodePhase.GONE]
     assert len(gone) == 3
-    assert all(reason.startswith("taken down, after ") and reason.endswith(" USD") for reason in gone)
+    assert all(reason.startswith("terminated, after ") and reason.endswith(" USD") for reason in gone)
 
 
 def test_room_for_a_trainer_among_hundreds_of_nodes_is_found_at_once() -> None:

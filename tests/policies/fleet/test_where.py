@@ -138,7 +138,7 @@ def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
     world = zones(run, has="a")
     world.run(10)
     assert world.of(NodeRequested) == []
-    assert "3.00 USD an hour are more than `budget.usd_per_h`, 2.00" in world.state.reason
+    assert "3.00 USD an hour exceed `budget.usd_per_h`, 2.00" in world.state.reason
 
 
 def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all_the_same() -> None:
@@ -147,13 +147,13 @@ def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all
     told = decide(world.state, snapshot, world.spec)
     [noticed] = [event for event in told.events if isinstance(event, Noticed)]
     assert "KeyError" in noticed.text
-    assert "bought wherever it finds them" in noticed.text
+    assert "the cloud chooses where to buy" in noticed.text
     assert any(isinstance(event, NodeRequested) for event in told.events)
     seen = replace(world.state, reports=with_report({}, noticed, 0.0))
     assert not any(isinstance(event, Noticed) for event in decide(seen, snapshot, world.spec).events)
     capped = decide(world.state, snapshot, replace(world.spec, budget=Budget(usd=100.0)))
     [noticed] = [event for event in capped.events if isinstance(event, Noticed)]
-    assert "nothing is bought, for there is a budget" in noticed.text
+    assert "nothing is bought, because the run has a budget" in noticed.text
     assert not any(isinstance(event, NodeRequested) for event in capped.events)
 
 

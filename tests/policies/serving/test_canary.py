@@ -82,8 +82,8 @@ def test_a_router_may_choose_another_expert_for_a_few_tokens_and_not_for_many() 
         ([*THEIRS[:-1], None], THEIRS, "the trainer's own log-probabilities are not numbers"),
         (THEIRS, [*THEIRS[:-1], math.nan], "the node's log-probabilities are not numbers"),
         (THEIRS, [*THEIRS[:-1], -math.inf], "the node's log-probabilities are not numbers"),
-        (THEIRS, THEIRS[: FEWEST - 1], "prove nothing"),
-        (THEIRS, [], "prove nothing"),
+        (THEIRS, THEIRS[: FEWEST - 1], "too few to compare"),
+        (THEIRS, [], "too few to compare"),
         (THEIRS[:10], THEIRS, "the trainer's own log-probabilities are not numbers"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from policies.serving.gateway_status import MembershipChange
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
-from policies.serving.membership import TOGETHER_REQUESTS, Membership
+from policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce, EngineWord
 
 ONE = Load("p")
@@ -49,7 +49,7 @@ def test_news_is_what_changes_the_table(table: Membership) -> None:
     assert table.announce("a", say("x", "0-2"), 0.5).news
     assert table.doubt("a", term, "reset").news
     assert not table.doubt("a", term, "reset").news
-    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer in doubt"
+    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer suspected"
     assert table.muted("a", term, "timed out").news
     assert not table.muted("a", term, "timed out").news
     assert not table.announce("a", say("x", "0-2"), 0.7).news
@@ -65,14 +65,14 @@ def test_news_is_what_changes_the_table(table: Membership) -> None:
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert table.announce("b", say("y", None), 0.0).reason == "b: joined as boot y, holds base weights"
     assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: base weights"
-    assert table.announce("b", say("z", None), 0.6).reason == "b: boot z in place of y, holds base weights"
-    assert table.announce("b", say("y", "0-1"), 0.7).reason == "b: boot y is over and was not let in"
+    assert table.announce("b", say("z", None), 0.6).reason == "b: boot z replaces y, holds base weights"
+    assert table.announce("b", say("y", "0-1"), 0.7).reason == "b: rejected: boot y is over"
     assert table.drain("a").reason == "a: drains, 0 requests running"
-    assert table.connection_lost("a", "x").reason == "a: its announcing connection was lost"
+    assert table.connection_lost("a", "x").reason == "a: lost its announcing connection"
     assert table.leave("b", "z").reason == "b: left"
     assert table.leave("b", "z").reason == "b: boot z left; it was no member"
-    assert table.expire(9.0).reason == "nobody is silent"
-    assert table.remove("b").reason == "b: to be removed; it was no member"
+    assert table.expire(9.0).reason == "all members are announced"
+    assert table.remove("b").reason == "b: not removed: it is no member"
 
 
 def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
@@ -103,7 +103,7 @@ def test_groups_stay_together_until_one_member_has_much_more_than_another() -> N
         assert row is not None
         table.started(row.node, Load("large", 100))
         low, high = sorted(one.running for one in table.rows)
-        assert high - low <= TOGETHER_REQUESTS
+        assert high - low <= GROUP_LEAD_REQUESTS
 
 
 def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
@@ -121,10 +121,10 @@ def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership)
 
 def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Membership) -> None:
     unfit = [Announce(boot, "h:1", None, 4, unfit="policy 0-2: no such tensor") for boot in ("x", "y")]
-    assert "every other" not in table.announce("a", unfit[0], 0.1).reason
+    assert "all other" not in table.announce("a", unfit[0], 0.1).reason
     assert table.announce("b", unfit[1], 0.2).reason == (
         "b: joined as boot y, holds base weights, unfit: policy 0-2: no such tensor; "
-        "so is every other member, and then it is the policy and not the nodes"
+        "all other members are unfit too, so the policy is broken and not the nodes"
     )
 
 

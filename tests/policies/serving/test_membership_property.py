@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
-from policies.serving.membership import DOUBTED_REQUESTS, TOGETHER_REQUESTS, Membership
+from policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
 from policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 
@@ -179,7 +179,7 @@ class AnySequence(RuleBasedStateMachine):
             member.mute = False
         else:
             most = max(EASE_IN_REQUESTS, len(self.running(node)) - 1)
-            member.allowed = min(member.allowed, most) if what == "doubt" else DOUBTED_REQUESTS
+            member.allowed = min(member.allowed, most) if what == "doubt" else RETRY_REQUESTS
             member.doubted |= what != "muted"
             member.stuck |= what == "failed"
             member.mute |= what == "muted"
@@ -248,7 +248,7 @@ class AnySequence(RuleBasedStateMachine):
         """It is the group's member while that has not much more to do, else the one with the least."""
         tokens = {node: sum(one.load.tokens for one in self.running(node)) for node in able}
         least, mate = min(tokens.values()), self.mates.get(load.group)
-        if mate in tokens and tokens[mate] < least + TOGETHER_REQUESTS * load.tokens:
+        if mate in tokens and tokens[mate] < least + GROUP_LEAD_REQUESTS * load.tokens:
             assert row.node == mate
         else:
             assert tokens[row.node] == least

@@ -54,5 +54,5 @@ def test_the_rest_is_the_sampling_counted_on() -> None:
 
 @pytest.mark.parametrize("arrived", [10, 11])
 def test_nothing_is_left_of_a_request_that_has_all(arrived: int) -> None:
-    with pytest.raises(ValueError, match="nothing is left"):
+    with pytest.raises(ValueError, match="no tokens remain"):
         rest(BODY, arrived)

@@ -72,7 +72,7 @@ def test_a_plain_adapter_travels_alone(peft: dict[str, Any]) -> None:
         ({"target_modules": r".*\.q_proj"}, "is a pattern"),
         ({"target_modules": ["q_proj", "lm_head"]}, "has lm_head"),
         ({"target_modules": ["model.embed_tokens"]}, "has embed_tokens"),
-        ({"r": 513}, "rank 513 is above vLLM's largest, 512"),
+        ({"r": 513}, "rank 513 is above vLLM's maximum, 512"),
         ({"r": 4, "rank_pattern": {"q_proj": 600}}, "rank 600"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_more_is_trained_than_an_adapter_is_published_whole(peft: dict[str,
         ({"grpo": {"model_init_kwargs": '{"load_in_4bit": true}'}}, CONFIG, "model_init_kwargs"),
         ({"grpo": {"model_init_kwargs": {"dtype": "bfloat16"}}}, CONFIG, ""),
         ({"grpo": {"fsdp": "full_shard"}}, CONFIG, "grpo.fsdp"),
-        ({"accelerate": {"distributed_type": "FSDP"}}, CONFIG, "trainer.accelerate may divide"),
+        ({"accelerate": {"distributed_type": "FSDP"}}, CONFIG, "trainer.accelerate may shard"),
         (
             {"accelerate": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}},
             CONFIG,
@@ -100,11 +100,11 @@ def test_what_more_is_trained_than_an_adapter_is_published_whole(peft: dict[str,
         ({"accelerate": {"deepspeed_config": {"deepspeed_config_file": "z.json"}}}, CONFIG, "divide"),
         ({"accelerate": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}}, CONFIG, ""),
         ({"accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 4}}, CONFIG, ""),
-        ({}, {"architectures": ["FalconForCausalLM"]}, "vLLM has no adapters for FalconForCausalLM"),
+        ({}, {"architectures": ["FalconForCausalLM"]}, "vLLM does not support adapters for FalconForCausalLM"),
         ({}, {**CONFIG, "quantization_config": {"bits": 4}}, "quantised (its config.json)"),
-        ({}, GEMMA, "unless target_modules are named"),
+        ({}, GEMMA, "vLLM needs named target_modules"),
         ({}, EXPERTS, "the model has experts"),
-        ({}, SEES, "not of text alone"),
+        ({}, SEES, "multimodal"),
         ({"grpo": {"model_init_kwargs": {"revision": "v1"}}}, CONFIG, "different revisions"),
         ({"grpo": {"model_init_kwargs": '{"revision": "v1"}'}}, CONFIG, "different revisions"),
         ({"vllm": {"revision": "v1"}, "grpo": {"model_init_kwargs": '{"revision": "v1"}'}}, CONFIG, ""),
@@ -162,15 +162,15 @@ GOOD = {**pair(Q, (4, 32), (64, 4)), **pair(UP, (2, 32), (128, 2))}
         (pair(Q, (4, 32), (64, 4), "BF16"), ""),
         ({**GOOD, **pair("vision.q", (4, 9), (9, 4))}, ""),  # its name in the files may be another one
         ({}, "no tensors"),
-        ({**GOOD, "model.norm.weight": Tensor("F32", (32,))}, "none of an adapter's: model.norm.weight"),
-        ({f"base_model.model.{Q}.lora_magnitude_vector": Tensor("F32", (64,))}, "none of an adapter's"),
+        ({**GOOD, "model.norm.weight": Tensor("F32", (32,))}, "does not belong to an adapter: model.norm.weight"),
+        ({f"base_model.model.{Q}.lora_magnitude_vector": Tensor("F32", (64,))}, "does not belong to an adapter"),
         ({f"base_model.model.{Q}.lora_A.weight": Tensor("F32", (4, 32))}, f"half of the adapter of {Q}"),
-        (pair(Q, (8, 32), (64, 8)), "another rank"),
-        (pair(Q, (4, 32), (64, 8)), "another rank"),
-        (pair(UP, (4, 32), (128, 4)), f"another rank: {UP} has [4, 32] and [128, 4], adapter_config.json says 2"),
-        (pair(Q, (4, 33), (64, 4)), f"another shape: {Q} is adapted as [64, 33], the model's is [64, 32]"),
-        (pair(Q, (4, 32), (65, 4)), "another shape"),
-        (pair(Q, (4,), (64, 4)), "another rank"),
+        (pair(Q, (8, 32), (64, 8)), "wrong rank"),
+        (pair(Q, (4, 32), (64, 8)), "wrong rank"),
+        (pair(UP, (4, 32), (128, 4)), f"wrong rank: {UP} has [4, 32] and [128, 4], adapter_config.json says 2"),
+        (pair(Q, (4, 33), (64, 4)), f"wrong shape: {Q} is adapted as [64, 33], the model's is [64, 32]"),
+        (pair(Q, (4, 32), (65, 4)), "wrong shape"),
+        (pair(Q, (4,), (64, 4)), "wrong rank"),
         (pair(Q, (4, 32), (64, 4), "I8"), "quantised weights"),
     ],
 )
@@ -181,7 +181,7 @@ def test_which_tensors_are_an_adapter_for_the_model(published: dict[str, Tensor]
 
 def test_without_the_base_models_files_shapes_are_not_compared_and_ranks_are() -> None:
     assert adapter_mismatch(pair(Q, (4, 33), (64, 4)), SAVED, {}, engine_rank=8) == ""
-    assert "has 16, the engine has room for 8" in adapter_mismatch(
+    assert "has 16, the engine supports at most 8" in adapter_mismatch(
         pair(Q, (16, 32), (64, 16)), {"r": 16}, BASE, engine_rank=8
     )
 

@@ -42,7 +42,7 @@ def without(*names: str) -> dict[str, Tensor]:
         (without(Q0), f"missing tensors: {Q0}"),
         ({}, "missing tensors: lm_head.weight and 8 more"),
         (without("lm_head.weight"), "missing tensors: lm_head.weight"),
-        ({**FULL, Q0: Tensor("F32", (64, 63))}, f"another shape: {Q0} is [64, 63], the model's is [64, 64]"),
+        ({**FULL, Q0: Tensor("F32", (64, 63))}, f"wrong shape: {Q0} is [64, 63], the model's is [64, 64]"),
         ({**FULL, Q0: Tensor("I8", (64, 64))}, f"quantised weights: {Q0} is of I8"),
         ({**FULL, Q0: Tensor("U8", (2048, 1))}, f"quantised weights: {Q0} is of U8"),
         ({**FULL, Q0: Tensor("F8_E4M3", (64, 64))}, f"quantised weights: {Q0} is of F8_E4M3"),
@@ -90,7 +90,7 @@ def test_what_the_trainer_has_no_use_for_may_be_missing() -> None:
 def test_a_base_whose_files_leave_a_prefix_out_is_the_same_model() -> None:
     gpt2 = {"wte.weight": Tensor("F32", (84, 64)), "h.0.attn.bias": Tensor("F32", (1, 1, 64, 64))}
     assert mismatch({"transformer.wte.weight": Tensor("F32", (84, 64))}, gpt2) == ""
-    assert mismatch({"transformer.wte.weight": Tensor("F32", (84, 63))}, gpt2).startswith("another shape")
+    assert mismatch({"transformer.wte.weight": Tensor("F32", (84, 63))}, gpt2).startswith("wrong shape")
 
 
 def test_a_base_that_is_itself_quantised_is_met_in_kind() -> None:

@@ -89,7 +89,7 @@ def header_alone(folder: Path) -> None:
         (lambda folder: (folder / "base.json").unlink(), "base.json is missing"),
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "is not a mapping"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "unreadable files"),
-        (lambda folder: (folder / "adapter_config.json").write_text('{"r": 3}'), "another rank"),
+        (lambda folder: (folder / "adapter_config.json").write_text('{"r": 3}'), "wrong rank"),
         (lambda folder: (folder / "base.json").write_text('{"identity": "abc"}'), "for another base model, abc"),
     ],
 )
@@ -105,7 +105,7 @@ def test_damage_is_named_and_the_engine_keeps_what_it_has(
 
 def test_a_rank_for_which_the_engine_has_no_room(world: World) -> None:
     folder = world.publish(good())
-    with pytest.raises(PolicyRefused, match="the engine has room for 1"):
+    with pytest.raises(PolicyRefused, match="the engine supports at most 1"):
         world.check({"r": 1}).verify(folder)
 
 

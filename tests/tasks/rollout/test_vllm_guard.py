@@ -213,7 +213,7 @@ async def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_
         (FakeEngine(status=400), "the engine failed to compute the canary: 400"),
         (FakeEngine(status=500), "the engine failed to compute the canary: 500"),
         (FakeEngine(broken=True), "the engine failed to compute the canary: 500 Out of range float values"),
-        (FakeEngine(context=8), "prove nothing"),
+        (FakeEngine(context=8), "too few to compare"),
     ],
 )
 async def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm: FakeEngine, why: str) -> None:

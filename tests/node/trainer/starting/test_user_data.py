@@ -258,7 +258,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
     [
         ([gsm8k()], '.dataset: gsm8k.jsonl has no column `prompt`, only question, answer; .*"{question}"`'),
         ([gsm8k(prompt="{quest}")], ".dataset.prompt: there is no column quest; expected one of question, answer"),
-        ([gsm8k(prompt="{question")], ".dataset.prompt: .*; braces of the text itself are doubled"),
+        ([gsm8k(prompt="{question")], ".dataset.prompt: .*; double literal braces"),
         ([gsm8k(prompt="my_prompts.none")], ".dataset.prompt: my_prompts.none: module .* has no attribute"),
         ([gsm8k(prompt="no_such.one")], ".dataset.prompt: no_such.one: No module named"),
         ([gsm8k(prompt="my_prompts.lost")], "lost raised KeyError: 'text'; .* on row 0, with question, answer"),
@@ -287,7 +287,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
             [Dataset(path="struct.jsonl"), Dataset(path="list.jsonl")],
             r"the column m is \{'a': .*\} in .*\[0\], List\(.*\) in .*\[1\]; expected one type",
         ),
-        ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is nothing; expected a text or a num"),
+        ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is null; expected a text or a num"),
         ([Dataset(path="lists.jsonl", prompt="{a}")], "prompt: row 0: its a is a list; expected a text or a num"),
         ([Dataset(path="broken.jsonl")], r"broken\.jsonl: line 2: Expecting ',' delimiter; expected a JSON obj"),
         ([Dataset(path="latin.jsonl")], r"latin\.jsonl: line 3: 'utf-8' codec can't decode byte 0xe9"),

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.gateway.job import Finished
 from orchestrator.gateway.routing import places, watch
-from policies.serving.membership import TOGETHER_REQUESTS
+from policies.serving.membership import GROUP_LEAD_REQUESTS
 from policies.serving.sharing import DOUBLING_REQUESTS
 from policies.serving.wire import PolicyRef
 from tests.rigs.gateway_world import Node, World, job, undisturbed
@@ -56,12 +56,12 @@ async def test_the_first_member_takes_its_share_and_each_that_comes_takes_anothe
         await node.load(NEW)
         await until_running(world, nodes, number * PER_NODE)
         for one in nodes[:number]:
-            assert abs(one.row.running - PER_NODE) <= TOGETHER_REQUESTS
+            assert abs(one.row.running - PER_NODE) <= GROUP_LEAD_REQUESTS
     for node in nodes:
         node.change(stalls=100)
     await asyncio.gather(*asked)
     assert world.ledger.handovers == 0
-    assert max(len(node.asked) for node in nodes) <= PER_NODE + TOGETHER_REQUESTS
+    assert max(len(node.asked) for node in nodes) <= PER_NODE + GROUP_LEAD_REQUESTS
 
 
 async def test_what_was_kept_for_others_that_do_not_come_is_not_kept_long(world: World) -> None:
