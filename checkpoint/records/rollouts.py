@@ -41,6 +41,7 @@ class Session:
         reward: what the agent returned.
         failed: why the agent ended without an answer of its own; empty where it returned one, None included.
         discarded: tokens that were made for it and thrown away.
+        is_cut: it reached one of its limits: time, turns or tokens.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Session:
     reward: float | None
     failed: str = ""
     discarded: int = 0
+    is_cut: bool = False
 
     @property
     def tokens(self) -> int:

@@ -57,7 +57,7 @@ class Sample:
     reward: float | None  # their weighted sum
     advantage: float | None
     tokens: int | None  # that the model made
-    cut: bool | None  # at its greatest length
+    cut: bool | None  # at its greatest length; a session at a limit of its own
     node: str = ""
     policy: str = ""  # the label of what made it
     handed_over: list[HandOver] = field(default_factory=list)

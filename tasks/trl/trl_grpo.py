@@ -303,7 +303,8 @@ class FleetGRPOTrainer(
         if (no_rewards := self.no_rewards(len(inputs))) is not None:
             return no_rewards
         began_s = time.monotonic()
-        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(inputs, *args, **kwargs))
+        found: torch.Tensor = super()._calculate_rewards(inputs, *args, **kwargs)
+        per_function = self.without_failed(self.without_refused(found))
         if self.model.training:
             self._costs.rewards_s += time.monotonic() - began_s
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
