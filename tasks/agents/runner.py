@@ -36,6 +36,7 @@ log = structlog.get_logger()
 SESSIONS_AT_ONCE = 256
 TRIES = 3  # of a session that the gateway does not know any more
 OUTPUT_CHARS = 2000  # of a failed agent's output, in the log
+THREAD_ENDED = "the thread that runs agents has ended"
 CLOCK_S = 0.5  # between two looks at the time of an agent that waits for the model
 
 
@@ -149,7 +150,7 @@ class AgentRunner:
     def _check_progress(self, batch: Batch, began_s: float) -> None:
         """Raise GenerationFailed where nothing moves."""
         if not self._thread.is_alive():
-            raise GenerationFailed("the thread that runs agents has ended")
+            raise GenerationFailed(THREAD_ENDED)
         if (idle_s := self._gateway.idle_s(began_s)) > batch.deadline_s:
             allowed = f"`rollout.deadline_s` allows {batch.deadline_s:.0f}"
             raise GenerationFailed(f"the gateway has answered no agent for {idle_s:.0f} s; {allowed}")
@@ -252,6 +253,9 @@ class AgentRunner:
         await self._gateway.close()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if not self._thread.is_alive():
+            work.close()
+            raise GenerationFailed(THREAD_ENDED)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
