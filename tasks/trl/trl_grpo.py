@@ -316,8 +316,9 @@ class FleetGRPOTrainer(
         return per_function
 
     def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
-        """Completions of all processes that a node made, and those of them that have a reward."""
-        refused = 0 if self._refused is None else int(self._refused.sum())
+        """Completions of all processes that a node made, or sessions, and those of them that have a reward."""
+        # A session without a turn is left out as a refused prompt is. Where all are, the agent is broken.
+        refused = 0 if self._refused is None or self._sessions is not None else int(self._refused.sum())
         return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
 
     def try_prompt(self, prompt: Any) -> None:
