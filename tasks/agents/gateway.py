@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 AWAY = frozenset({502, 503, 504})
 CONNECT_S = 5.0
+CLOSE_S = 1.0  # for requests that are still open when the trainer ends
 BODY_BYTES_MAX = 16 << 20  # of an agent's request
 # Of a session: requests that were refused or broken off, or asked for no turn. The next ones do not reach the
 # gateway, so an agent that asks for ever uses up its own time.
@@ -258,7 +259,7 @@ class Forwarder:
         for method, path in (("POST", CHAT), ("GET", MODELS)):
             app.router.add_route(method, f"{SESSIONS}/{{session}}{path}", self._forward)
         # An agent that goes away, and asks again, gets the turn that it has left behind.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()

@@ -246,10 +246,10 @@ class AgentRunner:
     async def _close(self) -> None:
         own = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not own]
-        await self._forwarder.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._forwarder.close()
         await self._gateway.close()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -211,6 +211,24 @@ async def test_time_begins_with_the_agents_process(
     assert not found.failed
 
 
+async def test_runner_is_closed_while_agents_wait(runners: list[AgentRunner], tmp_path: Path) -> None:
+    async with serving(tmp_path) as gateway:
+        asked = asyncio.Event()
+
+        async def never(request: web.Request) -> None:
+            if request.path.endswith(CHAT):
+                asked.set()
+                await asyncio.sleep(600)
+
+        gateway.before = never
+        runner = started(runners, gateway, "answers")
+        going = asyncio.create_task(complete(runner, [{"prompt": "p"}]))
+        await asked.wait()
+        await asyncio.wait_for(asyncio.to_thread(runner.close), 30.0)
+        with pytest.raises(asyncio.CancelledError):
+            await going
+
+
 async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
         runner = started(runners, gateway, "answers")
