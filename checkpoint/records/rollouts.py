@@ -41,6 +41,7 @@ class Session:
         reward: the agent's return value.
         failed: why the agent ended without returning; empty if it returned, also None.
         discarded: tokens generated for it and discarded.
+        is_cut: it reached one of its limits: time, turns or tokens.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Session:
     reward: float | None
     failed: str = ""
     discarded: int = 0
+    is_cut: bool = False
 
     @property
     def tokens(self) -> int:

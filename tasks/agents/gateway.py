@@ -34,7 +34,11 @@ log = structlog.get_logger()
 
 AWAY = frozenset({502, 503, 504})
 CONNECT_S = 5.0
+CLOSE_S = 1.0  # for requests that are still open when the trainer ends
 BODY_BYTES_MAX = 16 << 20  # of an agent's request
+# Of a session: requests that were refused or broken off, or asked for no turn. The next ones do not reach the
+# gateway, so an agent that asks for ever uses up its own time.
+WITHOUT_TURN_MAX = 1000
 # An agent's client gives up after some time without a byte, OpenAI's after 600 s. So a request that takes longer
 # gets something from time to time: spaces before a JSON document mean nothing, nor does an SSE comment.
 PATIENT_S = 20.0
@@ -182,43 +186,61 @@ class OpenedSession:
         base_url: for an OpenAI client.
         key: its API key.
         lost: set when the gateway does not know the session.
+        requests: that are open.
+        without_turn: requests that have got no turn, so far.
     """
 
     name: str
     base_url: str
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    _requests: set[asyncio.Task[None]] = field(default_factory=set)
-    _since_s: float = field(default_factory=time.monotonic)
+    requests: set[asyncio.Task[None]] = field(default_factory=set)
+    without_turn: int = 0
+    _waiting: int = 0  # requests that the gateway has
+    _since_s: float | None = None  # the agent has not waited for the model; None: it has no process yet
     _own_s: float = 0.0
+
+    def begin(self) -> None:
+        """The agent has a process."""
+        self._since_s = time.monotonic()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the agent waits for the model."""
+        return self._waiting > 0
 
     @property
     def own_s(self) -> float:
         """Seconds since its start in which the agent did not wait for the model."""
-        return self._own_s + (0.0 if self._requests else time.monotonic() - self._since_s)
-
-    @property
-    def requests(self) -> int:
-        """That are open."""
-        return len(self._requests)
+        is_idle = self._since_s is None or self.is_waiting
+        return self._own_s + (0.0 if is_idle else time.monotonic() - (self._since_s or 0.0))
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Within, the present task is a request of the session."""
         task = asyncio.current_task()
         assert task is not None
-        self._own_s = self.own_s
-        self._requests.add(task)
+        self.requests.add(task)
         try:
             yield
         finally:
-            self._requests.discard(task)
-            if not self._requests:
+            self.requests.discard(task)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, the gateway has a request: not while the agent sends it, or takes its answer."""
+        self._own_s = self.own_s
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
                 self._since_s = time.monotonic()
 
     def end(self) -> None:
         """Cancel its requests: its agent is gone."""
-        for task in self._requests:
+        for task in self.requests:
             task.cancel()
 
 
@@ -237,7 +259,7 @@ class Forwarder:
         for method, path in (("POST", CHAT), ("GET", MODELS)):
             app.router.add_route(method, f"{SESSIONS}/{{session}}{path}", self._forward)
         # An agent that goes away, and asks again, gets the turn that it has left behind.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()
@@ -256,15 +278,18 @@ class Forwarder:
             yield opened
         finally:
             opened.end()
-            del self._sessions[name]
+            if self._sessions.get(name) is opened:  # and not another call's of the same name
+                del self._sessions[name]
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         session = self._sessions.get(request.match_info["session"])
         told = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
-        if session is None or not hmac.compare_digest(told.encode(), session.key.encode()):
+        if session is None or not hmac.compare_digest(told.encode(errors="replace"), session.key.encode()):
             return _error(401, "this API key is of another session")
-        if session.requests >= TURNS_AT_ONCE_MAX:
+        if len(session.requests) >= TURNS_AT_ONCE_MAX:
             return _error(429, f"a session may have {TURNS_AT_ONCE_MAX} requests open at a time")
+        if session.without_turn >= WITHOUT_TURN_MAX:
+            return _error(429, f"{session.without_turn} requests of the session got no turn; no more are taken")
         with session.counted():
             return await self._forward_counted(request, session)
 
@@ -274,7 +299,7 @@ class Forwarder:
         # The gateway takes what is asked for again as another turn, unless it has the same name.
         headers[HEADER_REQUEST] = secrets.token_hex(16)
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
-        asked = asyncio.ensure_future(self._gateway.ask(request.method, path, body or None, headers))
+        asked = asyncio.ensure_future(self._asked(session, request.method, path, body, headers))
         try:
             await asyncio.wait([asked], timeout=PATIENT_S)
             if not asked.done():
@@ -287,6 +312,15 @@ class Forwarder:
         # A streamed answer is sent once it is complete: pieces of one that breaks off could not be taken back.
         kind = {hdrs.CONTENT_TYPE: answer.content_type}
         return web.Response(status=answer.status, body=answer.body, headers=kind)
+
+    async def _asked(
+        self, session: OpenedSession, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> Answer:
+        session.without_turn += 1
+        with session.waiting():
+            answer = await self._gateway.ask(method, path, body or None, headers)
+        session.without_turn -= method == "POST" and answer.status == 200
+        return answer
 
 
 async def _answered_late(request: web.Request, body: bytes, asked: asyncio.Future[Answer]) -> web.StreamResponse:

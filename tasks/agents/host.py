@@ -3,9 +3,9 @@
 Three kinds of process, all started by `tasks.agents.processes` in the trainer:
 
 - The host imports the agent's module once. It forks a keeper for each socket that it receives.
-- A keeper reads one Order from its socket, forks the agent, and writes one Ended when all is over. It is our code
-  and runs nothing of the user's. It ends the agent and every process that the agent has started: when the agent
-  ends, and when the other side of the socket closes, so also when the trainer dies.
+- A keeper writes its process id, reads one Order from its socket, forks the agent, and writes one Ended when all
+  is over. It is our code and runs nothing of the user's. It ends the agent and every process that the agent has
+  started: when the agent ends, and when the other side of the socket closes, so also when the trainer dies.
 - The agent is the user's function, or a command.
 
 `multiprocessing`'s forkserver would do for the first. It has no keeper, so what an agent starts would outlive it,
@@ -46,6 +46,7 @@ RESULT_BYTES = 64 * 1024
 ROW_IN_ENV_BYTES = 128 * 1024 - 64  # Linux takes no longer variable (MAX_ARG_STRLEN)
 ROW = "GRPO_ORCH_ROW"
 SAID_MAX = 500  # characters of an error
+REWARD_MAX = 1e15  # its square, added up over a batch, is a number in 32 bits, too
 _READ_BYTES = 1 << 16
 
 
@@ -77,8 +78,14 @@ class Ended:
     output: str = ""
 
 
-def main(control: int, import_path: str) -> None:
-    """Serve until the trainer closes `control`, a socket's number. An empty path: agents are commands."""
+def main(control: int, import_path: str, open_files: int) -> None:
+    """Serve until the trainer closes `control`, a socket's number.
+
+    Args:
+        import_path: the agent's; empty where agents are commands.
+        open_files: that each process of an agent may have.
+    """
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     host = socket.socket(fileno=control)
     adopt_orphans()
     function, why = _load(import_path) if import_path else (None, "")
@@ -92,11 +99,12 @@ def main(control: int, import_path: str) -> None:
         if not descriptors:  # the trainer is gone
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        pid = os.fork()
-        if pid == 0:
-            host.close()
-            _keep(descriptors[0], function)
-        keepers.add(pid)
+        with contextlib.suppress(OSError):  # no process is free: the trainer reads the end, and asks again
+            pid = os.fork()
+            if pid == 0:
+                host.close()
+                _keep(descriptors[0], function)
+            keepers.add(pid)
         os.close(descriptors[0])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
@@ -107,7 +115,7 @@ def _load(import_path: str) -> tuple[Callable[..., Any] | None, str]:
     try:
         found = getattr(importlib.import_module(module), name)
     except BaseException as error:  # noqa: BLE001  # a user's module may raise anything
-        return None, f"{type(error).__name__}: {error}"[:SAID_MAX]
+        return None, _encodable(_named(error))
     return (found, "") if callable(found) else (None, "it is not a function")
 
 
@@ -139,6 +147,7 @@ def _keep(descriptor: int, function: Callable[..., Any] | None) -> NoReturn:
         os.setsid()
         os.set_inheritable(descriptor, False)
         trainer = socket.socket(fileno=descriptor)
+        trainer.sendall(b"%d\n" % os.getpid())
         order = msgspec.json.decode(_read_line(trainer), type=Order)
         folder = tempfile.mkdtemp(prefix="agent-")
         try:
@@ -189,10 +198,11 @@ class _Keeper:
         for descriptor in (row, output_end, result_end):
             os.close(descriptor)
         told_to_end = self._watch(agent, output, result, wake)
+        last = self._last_line(output)  # before those that are ended now write theirs
         end_descendants(GRACE_S)
         self._drain(output, self._output, OUTPUT_BYTES)
         self._drain(result, self._result, RESULT_BYTES)
-        return self._ended(told_to_end=told_to_end)
+        return self._ended(last, told_to_end=told_to_end)
 
     def _watch(self, agent: int, output: int, result: int, wake: int) -> bool:
         """Read what the agent writes until it ends, or the trainer wants it to; return whether it does."""
@@ -213,21 +223,26 @@ class _Keeper:
             if self._status is not None:
                 return False
 
+    def _last_line(self, output: int) -> str:
+        os.set_blocking(output, False)
+        with contextlib.suppress(BlockingIOError):  # once: a process that was left behind may write without end
+            _read_some(output, self._output, OUTPUT_BYTES)
+        return self._output.decode(errors="replace").strip().rpartition("\n")[2]
+
     def _drain(self, end: int, kept: bytearray, most: int) -> None:
         os.set_blocking(end, False)
         with contextlib.suppress(BlockingIOError):
             while _read_some(end, kept, most):
                 pass
 
-    def _ended(self, *, told_to_end: bool) -> Ended:
+    def _ended(self, last: str, *, told_to_end: bool) -> Ended:
         output = self._output.decode(errors="replace")
         if told_to_end:
             return Ended(None, "it was ended", output)
         code = os.waitstatus_to_exitcode(self._status or 0)
-        last = output.strip().rpartition("\n")[2]
-        said = _said(last if self._order.run else self._result.decode(errors="replace"))
+        said = _rewarded(last) if self._order.run else _reported(self._result.decode(errors="replace"))
         if code == 0 and (said or self._order.run):
-            return Ended(said.get("reward"), str(said.get("why", "")), output)
+            return Ended(said.get("reward"), _encodable(str(said.get("why", "")))[:SAID_MAX], output)
         how, last = f"signal {-code}" if code < 0 else f"exit code {code}", last[:SAID_MAX]
         return Ended(None, f"it ended with {how}" + (f": {last}" if last else ""), output)
 
@@ -240,17 +255,27 @@ def _read_some(end: int, kept: bytearray, most: int) -> bool:
     return bool(received)
 
 
-def _said(line: str) -> dict[str, Any]:
-    """What an agent has reported: its reward, or why there is none; empty where it has reported nothing."""
+def _reported(line: str) -> dict[str, Any]:
+    """What an agent's process has reported: a reward, or why there is none; empty where it is neither."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
-    if "reward" not in found:
-        return {key: found[key] for key in ("why",) if key in found}
-    return _checked(found["reward"])
+    if "reward" in found:
+        return _checked(found["reward"])
+    return {"why": found["why"]} if "why" in found else {}
+
+
+def _rewarded(line: str) -> dict[str, Any]:
+    """The same of a command's last line, which may be other JSON."""
+    return _reported(line) if '"reward"' in line else {}
+
+
+def _encodable(text: str) -> str:
+    """Half of a surrogate pair, as JSON may hold one, is no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _checked(reward: Any) -> dict[str, Any]:
@@ -261,16 +286,17 @@ def _checked(reward: Any) -> dict[str, Any]:
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except Exception:  # noqa: BLE001  # the user's object may raise anything
         number = math.nan
-    if math.isfinite(number):
+    if abs(number) <= REWARD_MAX:
         return {"reward": number}
-    return {"why": f"it returned {repr(reward)[:SAID_MAX]}; expected a finite number or None"}
+    expected = f"a number up to {REWARD_MAX:g}" if math.isfinite(number) else "a finite number"
+    return {"why": f"it returned {repr(reward)[: SAID_MAX // 2]}; expected {expected} or None"}
 
 
 def _become(
     order: Order, function: Callable[..., Any] | None, folder: str, ends: tuple[int, int, int]
 ) -> NoReturn:
     """The agent's process. It does not return."""
-    code = 1
+    code, own = 1, os.getpid()
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -279,17 +305,22 @@ def _become(
         os.lseek(row, 0, os.SEEK_SET)
         for descriptor, target in ((row, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, target)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115  # as Python's own
         _limit(order)
         os.chdir(order.workdir)
         os.environ |= _variables(order, folder)
         tempfile.tempdir = None
         if order.run:
+            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, which a program that is run inherits
+                signal.signal(ignored, signal.SIG_DFL)
             os.execvp(order.run[0], order.run)
         assert function is not None
-        os.write(result, json.dumps(_called(function, order)).encode())
-        code = 0
-    except OSError as error:
+        reported = json.dumps(_called(function, order)).encode()
+        if os.getpid() == own:  # a process that the agent forked comes no further than here
+            os.write(result, reported)
+            code = 0
+    except Exception as error:  # noqa: BLE001  # whatever it is, the last line names it
         print(f"{order.run[0] if order.run else 'agent'}: {error}", file=sys.stderr)
     finally:
         with contextlib.suppress(Exception):
@@ -323,8 +354,16 @@ def _called(function: Callable[..., Any], order: Order) -> dict[str, Any]:
     except MemoryError:
         return {"why": "MemoryError: it took more memory than trainer.agent.memory_gb"}
     except BaseException as error:  # noqa: BLE001  # a user's function may raise anything
-        traceback.print_exc()
-        return {"why": f"{type(error).__name__}: {error}"[:SAID_MAX]}
+        with contextlib.suppress(Exception):  # the agent may have closed stderr
+            traceback.print_exc()
+        return {"why": _named(error)}
+
+
+def _named(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:SAID_MAX]
+    except Exception:  # noqa: BLE001  # a user's `__str__`
+        return type(error).__name__
 
 
 async def _awaited(found: Any) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tasks.machine.launching import without_ranks
 
 log = structlog.get_logger()
 
+STARTS = 3  # of a session's keeper
+AGAIN_S = 1.0  # between two of them
 START_S = 300.0  # to import the agent's module; a busy machine takes its time
 END_S = GRACE_S + 30.0  # for a keeper to end what its agent has started
 ANSWER_BYTES = 1 << 20
@@ -59,6 +63,10 @@ class AgentHost:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        # Agents get what there was: some programs close every file that they may have.
+        self._open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Each session has a socket here, and two for each request.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def start(self) -> None:
         """Start the host unless it runs. Raises NoAgent."""
@@ -69,7 +77,7 @@ class AgentHost:
             self._control, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self._process = _start(theirs, self._path, self._workdir, self._python)
+                    self._process = _start(theirs, self._path, self._workdir, self._python, self._open_files)
                 except OSError as error:
                     self._close()
                     raise NoAgent(f"trainer.agent.python: {error}") from error
@@ -85,32 +93,46 @@ class AgentHost:
         with self._lock:
             self._close()
 
-    async def run(self, base_url: str, api_key: str, row: dict[str, Any], seed: int, stop: asyncio.Event) -> Ended:
+    async def run(
+        self,
+        base_url: str,
+        api_key: str,
+        row: dict[str, Any],
+        seed: int,
+        stop: asyncio.Event,
+        began: Callable[[], None] = lambda: None,
+    ) -> Ended:
         """Return how a session's agent ended, ended at `stop` with all that it has started. Raises NoAgent.
 
         Where this is cancelled, the agent is ended, too.
+
+        Args:
+            began: called once the agent has a process.
         """
-        ours = await asyncio.to_thread(self._fork)
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            order = Order(base_url, api_key, row, seed, str(self._workdir), self._command, self._memory_bytes)
-            writer.write(msgspec.json.encode(order) + b"\n")
-            answer = asyncio.ensure_future(_line(reader))
-            await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                writer.write_eof()
-                await asyncio.wait([answer], timeout=END_S)
-            if not answer.done() or not answer.result():
-                answer.cancel()
-                return Ended(None, "its process was killed")
-            return msgspec.json.decode(answer.result(), type=Ended)
-        finally:
-            stopping.cancel()
-            writer.close()
+        order = Order(base_url, api_key, row, seed, str(self._workdir), self._command, self._memory_bytes)
+        why = "its host ended"
+        for _ in range(STARTS):
+            try:
+                ours = await asyncio.to_thread(self._fork)
+            except OSError as error:  # no process or no file is free
+                why = str(error)
+                await asyncio.sleep(AGAIN_S)
+                continue
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
+            try:
+                if keeper := await asyncio.wait_for(_line(reader), START_S):
+                    began()
+                    writer.write(msgspec.json.encode(order) + b"\n")
+                    return await _kept(reader, writer, int(keeper), stop)
+            except TimeoutError:  # an agent has stopped the host
+                await asyncio.to_thread(self.close)
+            finally:
+                writer.close()
+            await asyncio.sleep(AGAIN_S)  # an agent has killed the host, or no process is free
+        return Ended(None, f"no process could be started for it: {why}")
 
     def _fork(self) -> socket.socket:
-        """Have a keeper started; return the socket to it."""
+        """Have a keeper started; return the socket to it. Raises NoAgent, OSError."""
         for _ in range(2):
             self.start()
             ours, theirs = socket.socketpair()
@@ -147,14 +169,38 @@ class AgentHost:
         self._control = self._process = None
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _kept(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keeper: int, stop: asyncio.Event
+) -> Ended:
+    """What a keeper says at its end, or at `stop`."""
+    answer, stopping = asyncio.ensure_future(_line(reader)), asyncio.ensure_future(stop.wait())
     try:
-        return await reader.readline()
+        await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            writer.write_eof()
+            await asyncio.wait([answer], timeout=END_S)
+        if not answer.done():  # its agent has stopped it, and ends with it
+            os.kill(keeper, signal.SIGKILL)
+        elif answer.result():
+            return msgspec.json.decode(answer.result(), type=Ended)
+    finally:
+        answer.cancel()
+        stopping.cancel()
+    return Ended(None, "its process was killed")
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """A whole line, or nothing at the end."""
+    try:
+        line = await reader.readline()
     except (OSError, ValueError):
         return b""
+    return line if line.endswith(b"\n") else b""
 
 
-def _start(control: socket.socket, import_path: str, workdir: Path, python: str | None) -> subprocess.Popen[bytes]:
+def _start(
+    control: socket.socket, import_path: str, workdir: Path, python: str | None, open_files: int
+) -> subprocess.Popen[bytes]:
     """Start the host. Raises OSError.
 
     Its import path is an argument, not PYTHONPATH: a command may be Python of another environment.
@@ -164,7 +210,7 @@ def _start(control: socket.socket, import_path: str, workdir: Path, python: str 
     else:  # packages of its own come first: ours are there for `tasks.agents` alone
         interpreter, first, last = _program(python, workdir), [str(workdir)], str(PACKAGE_ROOT)
     env = {name: value for name, value in without_ranks(os.environ).items() if not name.startswith(OWN)}
-    code = f"{BOOTSTRAP}; main({control.fileno()}, {import_path!r})"
+    code = f"{BOOTSTRAP}; main({control.fileno()}, {import_path!r}, {open_files})"
     return subprocess.Popen(
         [interpreter, "-c", code, json.dumps([first, [last]])],
         env={**env, "PYTHONHASHSEED": "0"},

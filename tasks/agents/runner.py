@@ -21,7 +21,7 @@ import structlog
 from checkpoint.records.rollouts import Rollout, Session
 from checkpoint.store.errors import StoreError
 from policies.model.spec import OnBadReward
-from policies.serving.sessions import OpenSession
+from policies.serving.sessions import OpenSession, Trace
 from policies.serving.wire import Batch, Completion
 from tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
 from tasks.agents.host import Ended
@@ -36,6 +36,7 @@ log = structlog.get_logger()
 SESSIONS_AT_ONCE = 256
 TRIES = 3  # of a session that the gateway does not know any more
 OUTPUT_CHARS = 2000  # of a failed agent's output, in the log
+THREAD_ENDED = "the thread that runs agents has ended"
 CLOCK_S = 0.5  # between two looks at the time of an agent that waits for the model
 
 
@@ -86,7 +87,7 @@ class AgentRunner:
 
     def close(self) -> None:
         """End every agent, and stop listening."""
-        if self._has_started:
+        if self._thread.is_alive():
             self._submit(self._close()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -149,7 +150,7 @@ class AgentRunner:
     def _check_progress(self, batch: Batch, began_s: float) -> None:
         """Raise GenerationFailed where nothing moves."""
         if not self._thread.is_alive():
-            raise GenerationFailed("the thread that runs agents has ended")
+            raise GenerationFailed(THREAD_ENDED)
         if (idle_s := self._gateway.idle_s(began_s)) > batch.deadline_s:
             allowed = f"`rollout.deadline_s` allows {batch.deadline_s:.0f}"
             raise GenerationFailed(f"the gateway has answered no agent for {idle_s:.0f} s; {allowed}")
@@ -178,12 +179,13 @@ class AgentRunner:
         for _ in range(TRIES):
             await self._gateway.open(request.session, wanted)
             async with self._forwarder.session(request.session) as opened:
-                ended = await self._agent(request, opened)
-            if opened.lost.is_set():
-                continue
+                ended, is_late = await self._agent(request, opened)
             try:
-                trace = await self._gateway.trace(request.session)
+                trace = None if opened.lost.is_set() else await self._gateway.trace(request.session)
             except SessionLost:
+                trace = None
+            if trace is None:
+                log.warning("session_lost", session=request.session)  # what it has made is made again
                 continue
             if trace.policy != batch.policy.label:
                 wrong = f"session {request.session} is of policy {trace.policy}, not {batch.policy.label}"
@@ -199,25 +201,29 @@ class AgentRunner:
                 ended.reward,
                 failed,
                 trace.discarded,
+                is_late or _is_cut(trace, limits.tokens),
             )
         failed = f"the gateway has lost the session {TRIES} times"
         self._report(request.session, failed, ended.output)
         return Session(request.index, request.session, batch.policy.label, [], None, failed)
 
-    async def _agent(self, request: SessionRequest, opened: OpenedSession) -> Ended:
-        """Run a session's agent within its time."""
+    async def _agent(self, request: SessionRequest, opened: OpenedSession) -> tuple[Ended, bool]:
+        """Run a session's agent; return how it ended, and whether its time was over."""
         stop = asyncio.Event()
         clock = asyncio.ensure_future(self._clock(opened, stop))
         try:
-            ended = await self._host.run(opened.base_url, opened.key, request.row, request.seed, stop)
+            ended = await self._host.run(
+                opened.base_url, opened.key, request.row, request.seed, stop, opened.begin
+            )
         except NoAgent as error:
             raise GenerationFailed(f"trainer.agent: {error}") from error
         finally:
             clock.cancel()
-        if stop.is_set() and not opened.lost.is_set():
+        is_late = stop.is_set() and not opened.lost.is_set()
+        if is_late:
             why = f"it took longer than {self._limits.time_s:g} s of its own (trainer.agent.time_s)"
             ended = Ended(None, why, ended.output)
-        return ended
+        return ended, is_late
 
     def _report(self, session: str, why: str, output: str) -> None:
         """Name a failure, and with the first of its kind what the agent has written."""
@@ -229,7 +235,7 @@ class AgentRunner:
         """Set `stop` once the session has used its time, or is lost."""
         while not opened.lost.is_set() and (left_s := self._limits.time_s - opened.own_s) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(opened.lost.wait(), CLOCK_S if opened.requests else min(left_s, CLOCK_S))
+                await asyncio.wait_for(opened.lost.wait(), CLOCK_S if opened.is_waiting else min(left_s, CLOCK_S))
         stop.set()
 
     async def _forget(self, sessions: list[str]) -> None:
@@ -240,14 +246,25 @@ class AgentRunner:
     async def _close(self) -> None:
         own = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not own]
-        await self._forwarder.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._forwarder.close()
         await self._gateway.close()
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if not self._thread.is_alive():
+            work.close()
+            raise GenerationFailed(THREAD_ENDED)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _is_cut(trace: Trace, tokens_max: int) -> bool:
+    """Whether the session went beyond its turns or tokens, or its last tokens were cut there. An answer may also
+    be cut by its own `max_tokens`, which is the agent's to set."""
+    made = sum(sum(branch.mask) for branch in trace.branches)
+    cut = any(turn.finish_reason == "length" for branch in trace.branches for turn in branch.turns)
+    return bool(trace.limit) or (made >= tokens_max and cut)
 
 
 class AgentSource(RolloutSource):

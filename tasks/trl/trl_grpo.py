@@ -304,7 +304,8 @@ class FleetGRPOTrainer(
         if (no_rewards := self.no_rewards(len(inputs))) is not None:
             return no_rewards
         began_s = time.monotonic()
-        per_function: torch.Tensor = self.without_refused(super()._calculate_rewards(inputs, *args, **kwargs))
+        found: torch.Tensor = super()._calculate_rewards(inputs, *args, **kwargs)
+        per_function = self.without_failed(self.without_refused(found))
         if self.model.training:
             self._costs.rewards_s += time.monotonic() - began_s
             rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
@@ -316,8 +317,11 @@ class FleetGRPOTrainer(
         return per_function
 
     def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
-        """Return how many completions of all processes were not refused, and how many of them have a reward."""
-        refused = 0 if self._refused is None else int(self._refused.sum())
+        """Return how many completions of all processes were not refused, and how many of them have a reward.
+
+        A session without a turn is left out like a refused prompt, but counts here: if all are, the agent is broken.
+        """
+        refused = 0 if self._refused is None or self._sessions is not None else int(self._refused.sum())
         return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
 
     def try_prompt(self, prompt: Any) -> None:

@@ -18,16 +18,19 @@ from policies.serving.sessions import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, O
 Sample = Callable[[OpenSession, list[int], int, int], tuple[list[int], list[float]]]
 Reply = tuple[int, str, bytes]  # status, content type, body
 JSON, EVENTS = "application/json", "text/event-stream"
+REFUSED = ("n", "top_logprobs", "truncate_prompt_tokens")
 
 
 @dataclass
 class Recorded:
-    """A session. `turns` outlive a new opening, `branches` do not."""
+    """A session. Its answers outlive a new opening; what was told does not."""
 
     wanted: OpenSession
     answers: dict[str, list[int]] = field(default_factory=dict)  # tokens by what was asked
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    told: dict[str, Branch] = field(default_factory=dict)  # by the conversation that ends with its last answer
     named: dict[str, Reply] = field(default_factory=dict)  # answers by the request's name
     asked: Counter[str] = field(default_factory=Counter)
     limit: str = ""
@@ -67,96 +70,119 @@ class StandInSessions:
                 self._open(name, msgspec.json.decode(body, type=OpenSession))
                 return 204, JSON, b""
             case "GET", "" if name in self.recorded:
-                one = self.recorded[name]
-                return 200, JSON, to_json(Trace(name, one.wanted.policy.label, one.branches, 0, one.limit))
-            case "DELETE", "":
+                one, label = self.recorded[name], self.recorded[name].wanted.policy.label
+                return 200, JSON, to_json(Trace(name, label, _each_once(one.branches), 0, one.limit))
+            case "GET", "v1/models":
+                return 200, JSON, json.dumps({"object": "list", "data": [{"id": "policy"}]}).encode()
+            case "DELETE", "" if name in self.recorded:
                 self.forgotten.append(name)
-                self.recorded.pop(name, None)
+                del self.recorded[name]
                 return 204, JSON, b""
             case "POST", "v1/chat/completions" if name in self.recorded:
                 self.on_turn(name)
                 with self._lock:
-                    session = self.recorded[name]
-                    if request not in session.named:
+                    session = self.recorded.get(name)
+                    if session is not None and request not in session.named:
                         answer = self._turn(name, session, json.loads(body))
                         session.named[request or str(len(session.named))] = answer
                         return answer
-                    return session.named[request]
-        return 404, JSON, json.dumps({"error": {"message": "no such session", "code": LOST_CODE}}).encode()
+                    if session is not None:
+                        return session.named[request]
+        return _refused(404, "no such session", LOST_CODE)
 
     def _open(self, name: str, wanted: OpenSession) -> None:
         self.opened.append((name, wanted.seed))
         self.policies[name] = wanted.policy.version
         before = self.recorded.get(name)
-        if before is None or before.wanted.policy.label != wanted.policy.label:
+        if before is None or _opening(before.wanted) != _opening(wanted):
             self.recorded[name] = Recorded(wanted)
         else:
-            self.recorded[name] = replace(before, branches=[], named={}, asked=Counter(), limit="")
+            self.recorded[name] = Recorded(wanted, before.answers, before.logprobs)
 
     def _turn(self, name: str, session: Recorded, asked: dict[str, Any]) -> Reply:
+        if refused := [key for key in REFUSED if asked.get(key) not in (None, 1)]:
+            return _refused(400, f"leave `{refused[0]}` out", "unsupported_parameter")
         messages = [{key: one[key] for key in ("role", "content")} for one in asked["messages"]]
         text, wanted = json.dumps(messages), session.wanted
         key = f"{text}{session.asked[text] or ''}"
-        made = sum(sum(branch.mask) for branch in session.branches)
-        left = min(asked.get("max_tokens") or 1 << 30, wanted.tokens_max - made)
+        left = wanted.tokens_max - sum(turn.end - turn.start for turn in session.turns)
+        most = min(asked.get("max_tokens") or 1 << 30, left)
         for limit, is_over in (
             ("turns_max", session.asked.total() >= wanted.turns_max),
             ("tokens_max", left <= 0),
         ):
             if is_over:
                 session.limit = limit
-                error = {"message": f"beyond {limit}", "code": LIMIT_CODE, "type": "invalid_request_error"}
-                return 400, JSON, json.dumps({"error": error}).encode()
+                return _refused(400, f"beyond {limit}", LIMIT_CODE)
         session.asked[text] += 1
-        prompt = self._rendered(session, messages)
+        known = [at for at in range(len(messages)) if json.dumps(messages[:at]) in session.told]
+        parent = session.told[json.dumps(messages[: known[-1]])] if known else None
+        prompt = [] if parent is None else list(parent.token_ids)  # recorded tokens, not those of its text
+        for message in messages[known[-1] if known else 0 :]:
+            prompt += self._encode(str(message["content"]))
         if key not in session.answers:
             self.made.append((name, len(session.answers)))
             words = hashlib.blake2b(f"{wanted.seed}{prompt}{key}".encode(), digest_size=4).digest()
-            made_now = self._sample(wanted, prompt, int.from_bytes(words, "big"), left)
+            made_now = self._sample(wanted, prompt, int.from_bytes(words, "big"), most)
             session.answers[key], session.logprobs[key] = made_now
         said = self._decode(session.answers[key])
-        self._record(session, prompt, key, messages, said)
-        return _said(asked, said)
-
-    def _rendered(self, session: Recorded, messages: list[dict[str, Any]]) -> list[int]:
-        """Recorded tokens where an answer was recorded behind the same messages."""
-        tokens: list[int] = []
-        for at, message in enumerate(messages):
-            recorded = session.answers.get(json.dumps(messages[:at]))
-            is_recorded = recorded is not None and self._decode(recorded) == message["content"]
-            tokens += recorded if is_recorded and recorded else self._encode(str(message["content"]))
-        return tokens
+        ended = "length" if len(session.answers[key]) >= most else "stop"
+        self._record(session, parent, prompt, key, [*messages, {"role": "assistant", "content": said}], ended)
+        return _said(asked, said, ended)
 
     def _record(
-        self, session: Recorded, prompt: list[int], key: str, messages: list[dict[str, Any]], text: str
+        self,
+        session: Recorded,
+        parent: Branch | None,
+        prompt: list[int],
+        key: str,
+        whole: list[dict[str, Any]],
+        ended: str,
     ) -> None:
         tokens, logprobs = session.answers[key], session.logprobs[key]
-        turn = Turn(len(prompt), len(prompt) + len(tokens), "stop", "stand-in")
-        whole = [*messages, {"role": "assistant", "content": text}]
-        if any(whole == branch.messages for branch in session.branches):
-            return
-        for at, branch in enumerate(session.branches):
-            if messages[: len(branch.messages)] == branch.messages:
-                assert prompt[: len(branch.token_ids)] == branch.token_ids
-                gap = len(prompt) - len(branch.token_ids)
-                del session.branches[at]
-                session.branches.append(
-                    Branch(
-                        prompt + tokens,
-                        branch.prompt_tokens,
-                        [*branch.mask, *[0] * gap, *[1] * len(tokens)],
-                        [*branch.logprobs, *[0.0] * gap, *logprobs],
-                        [*branch.turns, turn],
-                        whole,
-                    )
-                )
-                return
-        mask, of_prompt = [0] * len(prompt) + [1] * len(tokens), [0.0] * len(prompt)
-        session.branches.append(Branch(prompt + tokens, len(prompt), mask, of_prompt + logprobs, [turn], whole))
+        turn = Turn(len(prompt), len(prompt) + len(tokens), ended, "stand-in")
+        before = parent or Branch(prompt, len(prompt), [0] * len(prompt), [0.0] * len(prompt), [], [])
+        gap = len(prompt) - len(before.token_ids)
+        made = Branch(
+            prompt + tokens,
+            before.prompt_tokens,
+            [*before.mask, *[0] * gap, *[1] * len(tokens)],
+            [*before.logprobs, *[0.0] * gap, *logprobs],
+            [*before.turns, turn],
+            whole,
+        )
+        session.turns.append(turn)
+        session.branches = [*[one for one in session.branches if one is not parent], made]
+        session.told[json.dumps(whole)] = made
 
 
-def _said(asked: dict[str, Any], text: str) -> Reply:
-    choice = {"index": 0, "finish_reason": "stop"}
+def _opening(said: OpenSession) -> object:
+    """Sessions that were opened otherwise have other turns."""
+    return said.policy.label, said.seed, said.sampling, said.recovery
+
+
+def _each_once(branches: list[Branch]) -> list[Branch]:
+    """The branches with a turn that several share in the mask of the first alone."""
+    told: set[int] = set()
+    found = []
+    for branch in branches:
+        mask, logprobs = list(branch.mask), list(branch.logprobs)
+        for turn in branch.turns:
+            if id(turn) in told:
+                mask[turn.start : turn.end] = [0] * (turn.end - turn.start)
+                logprobs[turn.start : turn.end] = [0.0] * (turn.end - turn.start)
+            told.add(id(turn))
+        found.append(replace(branch, mask=mask, logprobs=logprobs))
+    return found
+
+
+def _refused(status: int, message: str, code: str) -> Reply:
+    error = {"message": message, "code": code, "type": "invalid_request_error"}
+    return status, JSON, json.dumps({"error": error}).encode()
+
+
+def _said(asked: dict[str, Any], text: str, ended: str) -> Reply:
+    choice = {"index": 0, "finish_reason": ended}
     told = {"id": "turn", "created": 0, "model": "policy"}
     if asked.get("stream"):
         chunk = {**told, "object": "chat.completion.chunk", "choices": [{**choice, "delta": {"content": text}}]}

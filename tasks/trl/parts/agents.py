@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import torch
@@ -35,7 +36,12 @@ def example_columns(count: int) -> dict[str, list[Any]]:
 
 def plain_rows(rows: list[dict[str, Any]]) -> list[Any]:
     """Rows as an agent gets them: what JSON does not know is text."""
-    return [json.loads(json.dumps(row, default=str)) for row in rows]
+    return [json.loads(json.dumps(row, default=_text)) for row in rows]
+
+
+def _text(value: Any) -> str:
+    """The same in every attempt: Python names many objects by where they are in memory."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 
 def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -171,7 +171,11 @@ def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
     """A sample with the conversation that its agent had, from where it goes on from the prompt."""
     if not session.branches:
         return replace(
-            sample, completion=[], failed=session.failed or "it asked for no turn", policy=session.policy
+            sample,
+            completion=[],
+            cut=session.is_cut,
+            failed=session.failed or "it asked for no turn",
+            policy=session.policy,
         )
     branch = session.branches[-1]
     said, turns = list(branch.messages), list(branch.turns)
@@ -182,7 +186,7 @@ def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
     return replace(
         sample,
         completion=messages[known:],
-        cut=turns[-1].finish_reason == "length",
+        cut=session.is_cut,
         node=session.node,
         policy=session.policy,
         handed_over=[part for turn in turns for part in turn.handed_over],

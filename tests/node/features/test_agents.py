@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from policies.model import exit_codes
 from policies.model.spec import AgentSpec
 from policies.model.vocabulary import PolicyVersion
 from tasks.rewards.guard import BadReward
+from tasks.trl.parts.agents import plain_rows
 from tests.node.trainer.rig import GRPO, PROMPTS, Rig, open_rig
 from tests.node.trainer.rig_agents import FAULTS
 from tests.stand_ins.stand_in_sessions import StandInSessions
@@ -144,11 +146,31 @@ def test_faulty_agents_cost_their_samples_alone(
     assert trainer.reward_func_names == ["share_of_messages", "agent"]
     assert max(row["sampling/sampling_logp_difference/max"] for row in (first, second)) < 1e-4
     assert {one.failed for one in shown if one.failed} == {*failed, "it asked for no turn"}
+    assert {tuple(one.rewards) for one in shown if one.failed} == {(None, None)}, "it has a reward of a function"
+    assert [one.failed for one in shown if one.cut] == [one for one in failed if "took longer" in one]
     whole = max((one for one in shown if not one.failed), key=lambda one: len(one.completion))
     assert [one.role for one in whole.completion] == ["user", "assistant"] * TURNS
     assert sum(one.tokens or 0 for one in whole.completion) == whole.tokens
     assert whole.rewards[0] is not None
     assert whole.rewards[1] is not None
+
+
+def test_row_is_the_same_in_every_attempt() -> None:
+    first, second = (
+        {"q": "é", "picture": object(), "at": date(2026, 1, 2), "more": {"n": None}} for _ in range(2)
+    )
+    assert plain_rows([first]) == plain_rows([second])
+    assert plain_rows([first])[0]["at"] == "2026-01-02"
+
+
+@pytest.mark.parametrize("agent", ["rig_agents.unsure", "rig_agents.fails", ("no-such-program",)])
+def test_steps_without_any_reward_end_the_run(tiny: Path, tmp_path: Path, agent: str | tuple[str, ...]) -> None:
+    reward = "rig_agents.share_of_messages" if agent == "rig_agents.fails" else None
+    spec = of_agent(AgentSpec(run=agent, tokens=100), reward=reward, grpo={"max_steps": 30})
+    with open_rig(tmp_path, tiny, **spec) as rig:
+        sessions_of(rig, tiny)
+        assert rig.start_trainer().wait() == exit_codes.NOTHING_LEARNT
+        assert f"none of {GROUP} completions had a reward" in rig.last_line()
 
 
 def rollouts_of(rig: Rig) -> list[Rollout]:

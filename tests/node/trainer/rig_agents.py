@@ -43,6 +43,15 @@ def command() -> float:
     return asyncio.run(solve(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row))
 
 
+def unsure(base_url: str, api_key: str, _: dict[str, Any]) -> None:
+    ask(base_url, api_key, [{"role": "user", "content": "?"}])
+
+
+def fails(base_url: str, api_key: str, _: dict[str, Any]) -> float:
+    ask(base_url, api_key, [{"role": "user", "content": "?"}])
+    raise ValueError("as always")
+
+
 async def faulty(base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
     """The same, but for the faults that the test has laid out, each once."""
     for fault in sorted(Path(os.environ[FAULTS]).iterdir()):

@@ -126,3 +126,75 @@ async def tells(_base_url: str, _api_key: str, row: Row) -> float:
     found = {"env": dict(os.environ), "random": random.random(), "tmp": tempfile.mkdtemp(), "cwd": os.getcwd()}
     Path(row["folder"], "told").write_text(json.dumps(found))
     return 1.0
+
+
+def huge(*_: Any) -> float:
+    return 1e39
+
+
+def surrogate(*_: Any) -> float:
+    raise ValueError("half a pair: \ud800")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def unprintable(*_: Any) -> float:
+    raise Unprintable
+
+
+def closes_and_raises(*_: Any) -> float:
+    sys.stdout.close()
+    sys.stderr.close()
+    raise ValueError("in silence")
+
+
+def forks(*_: Any) -> float:
+    """Both processes come to the end."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return 0.75
+    return 0.25
+
+
+def stops_keeper(_base_url: str, _api_key: str, row: Row) -> float:
+    note(row, os.getpid())
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(600)
+    return 1.0
+
+
+def withholds_body(base_url: str, api_key: str, _: Row) -> float:
+    """Begins a request and never ends it."""
+    import socket
+
+    host, port = base_url.removeprefix("http://").partition("/")[0].split(":")
+    path = base_url.removeprefix(f"http://{host}:{port}")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {api_key}\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        time.sleep(600)
+    return 1.0
+
+
+async def asks_for_ever(base_url: str, api_key: str, row: Row) -> float:
+    """In several threads, whatever the answer is."""
+
+    def ask_on() -> None:
+        while True:
+            try:
+                ask(base_url, api_key, [{"role": "user", "content": "?"}], **row.get("more", {}))
+            except urllib.error.HTTPError:
+                continue
+
+    await asyncio.gather(*[asyncio.to_thread(ask_on) for _ in range(8)])
+    return 1.0
+
+
+async def one_token(base_url: str, api_key: str, _: Row) -> float:
+    """Two turns of one token each, as it wants them."""
+    for text in ("a", "b"):
+        await asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": text}], max_tokens=1)
+    return 1.0

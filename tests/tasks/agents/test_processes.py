@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+import tasks.agents.processes
 from tasks.agents.host import Ended
 from tasks.agents.processes import AgentHost, NoAgent
 from tests.budget import until
@@ -56,6 +58,11 @@ def host_of(hosts: list[AgentHost], run: str | list[str], memory_bytes: int | No
         ("text", None, "it returned '0.5'; expected a finite number or None"),
         ("infinite", None, "it returned inf; expected a finite number or None"),
         ("talks", 1.0, ""),
+        ("huge", None, "it returned 1e+39; expected a number up to 1e+15 or None"),
+        ("surrogate", None, "ValueError: half a pair: \\ud800"),
+        ("unprintable", None, "Unprintable"),
+        ("closes_and_raises", None, "ValueError: in silence"),
+        ("forks", 0.75, ""),
     ],
 )
 async def test_what_becomes_of_an_agent(
@@ -96,6 +103,45 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
         psutil.Process(pid).kill()
 
 
+async def test_agent_that_stops_its_keeper_is_killed(
+    hosts: list[AgentHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks.agents.processes, "END_S", SHORT_S)
+    ended = await run(host_of(hosts, "stops_keeper"), {"folder": str(tmp_path)}, stop_after_s=5.0)
+    assert ended.why == "its process was killed"
+    assert await gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
+    hosts: list[AgentHost], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(tasks.agents.processes, "AGAIN_S", 0.1)
+    host = host_of(hosts, "plain")
+    host.start()
+    assert host._process is not None
+    host._process.send_signal(signal.SIGSTOP)
+    waiting = [asyncio.create_task(run(host)) for _ in range(3)]
+    await asyncio.sleep(SHORT_S)  # they are in its queue
+    if number == signal.SIGKILL:
+        host._process.kill()
+    else:
+        monkeypatch.setattr(tasks.agents.processes, "START_S", SHORT_S)
+        waiting.append(asyncio.create_task(run(host)))
+    assert [(await one).reward for one in waiting[-3:]] == [1.0] * 3
+
+
+async def test_agent_has_as_many_files_as_before(hosts: list[AgentHost]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, before[1]), before[1]))
+    try:
+        host = host_of(hosts, ["bash", "-c", 'echo "{\\"reward\\": $(ulimit -n)}"'])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert (await run(host)).reward == min(1000, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 async def test_memory_is_limited(hosts: list[AgentHost]) -> None:
     ended = await run(host_of(hosts, "eats", memory_bytes=1 << 30))
     assert ended.why.startswith("MemoryError")
@@ -129,6 +175,13 @@ async def test_environment_has_no_secret_of_the_run(
         ('test "$(cat)" = "$GRPO_ORCH_ROW" && echo "{\\"reward\\": $OPENAI_API_KEY}"', None, "expected"),
         ("echo wrong >&2; exit 4", None, "it ended with exit code 4: wrong"),
         ('echo "{\\"reward\\": \\"much\\"}"', None, "it returned 'much'; expected a finite number or None"),
+        ('echo "{\\"why\\": \\"so\\"}"', None, ""),
+        ('yes | head -1; echo "{\\"reward\\": ${PIPESTATUS[0]}}"', 128.0 + signal.SIGPIPE, ""),
+        (
+            '(trap \'echo over; exit\' TERM; sleep 60 & wait) & sleep 0.3; echo "{\\"reward\\": 0.25}"',
+            0.25,
+            "",
+        ),
     ],
 )
 async def test_command(hosts: list[AgentHost], script: str, reward: float | None, why: str) -> None:

@@ -155,6 +155,90 @@ async def test_time_of_the_model_does_not_count(runners: list[AgentRunner], tmp_
     assert time.monotonic() - began_s > 1.0
 
 
+async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
+    runners: list[AgentRunner], tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as gateway:
+        [found] = await complete(started(runners, gateway, "withholds_body", time_s=2.0), [{"prompt": "p"}])
+    assert found.failed == "it took longer than 2 s of its own (trainer.agent.time_s)"
+    assert found.is_cut
+
+
+@pytest.mark.parametrize("more", [{}, {"model": "gpt-17"}])
+async def test_agent_that_asks_for_ever_uses_up_its_time(
+    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
+) -> None:
+    monkeypatch.setattr(tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
+    async with serving(tmp_path) as gateway:
+
+        async def slow(_: web.Request) -> None:  # so that one of them is always open
+            await asyncio.sleep(0.2)
+
+        gateway.before = slow
+        runner = started(runners, gateway, "asks_for_ever", time_s=2.0, turns=3)
+        [found] = await complete(runner, [{"prompt": "p", "more": more}])
+    assert found.failed.startswith("it took longer than 2 s of its own")
+    assert len(gateway.asked) < 60
+
+
+async def test_session_is_cut_at_its_own_limits_alone(runners: list[AgentRunner], tmp_path: Path) -> None:
+    async with serving(tmp_path) as gateway:
+        for agent, limits, is_cut in (
+            ("one_token", {}, False),
+            ("one_token", {"turns": 2}, False),
+            ("one_token", {"turns": 1}, True),
+            ("one_token", {"tokens": 1}, True),
+            ("answers", {"tokens": 17}, False),
+            ("answers", {"tokens": 16}, True),
+        ):
+            [found] = await complete(started(runners, gateway, agent, **limits), [{"prompt": f"{agent}{limits}"}])
+            assert found.is_cut == is_cut, (agent, limits)
+
+
+async def test_time_begins_with_the_agents_process(
+    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as gateway:
+        runner = started(runners, gateway, "answers", time_s=2.0)
+        fork = runner._host._fork
+
+        def slow() -> object:
+            time.sleep(3.0)
+            return fork()
+
+        monkeypatch.setattr(runner._host, "_fork", slow)
+        [found] = await complete(runner, [{"prompt": "p"}])
+    assert not found.failed
+
+
+async def test_runner_is_closed_while_agents_wait(runners: list[AgentRunner], tmp_path: Path) -> None:
+    async with serving(tmp_path) as gateway:
+        asked = asyncio.Event()
+
+        async def never(request: web.Request) -> None:
+            if request.path.endswith(CHAT):
+                asked.set()
+                await asyncio.sleep(600)
+
+        gateway.before = never
+        runner = started(runners, gateway, "answers")
+        going = asyncio.create_task(complete(runner, [{"prompt": "p"}]))
+        await asked.wait()
+        await asyncio.wait_for(asyncio.to_thread(runner.close), 30.0)
+        with pytest.raises(asyncio.CancelledError):
+            await going
+
+
+async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunner], tmp_path: Path) -> None:
+    async with serving(tmp_path) as gateway:
+        runner = started(runners, gateway, "answers")
+        await asyncio.to_thread(runner.start)
+        runner._loop.call_soon_threadsafe(runner._loop.stop)
+        with pytest.raises(GenerationFailed, match="thread"):
+            await complete(runner, [{"prompt": "p"}])
+        await asyncio.to_thread(runner.close)
+
+
 @pytest.mark.parametrize(("limits", "says"), [({"turns": 1}, "turns_max"), ({"tokens": 8}, "tokens_max")])
 async def test_agent_beyond_a_limit_is_told(
     runners: list[AgentRunner], tmp_path: Path, limits: dict[str, int], says: str
@@ -213,6 +297,17 @@ async def test_key_of_another_session_is_refused(tmp_path: Path) -> None:
     assert [path for _, path in served.asked] == ["/sessions/two/v1/chat/completions"]
 
 
+async def test_session_that_ends_leaves_another_of_its_name(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
+        first, second = forwarder.session("one"), forwarder.session("one")
+        await first.__aenter__()
+        async with second as opened:
+            await first.__aexit__(None, None, None)
+            headers = {"Authorization": f"Bearer {opened.key}"}
+            async with http.post(f"{opened.base_url}/chat/completions", json={}, headers=headers) as answer:
+                assert answer.status == 404  # the gateway's
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -234,6 +329,15 @@ async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: 
         writer.close()
         assert status in (b"404", b"405")
         assert served.asked == []
+
+
+async def test_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(one.base_url.split(":")[2].split("/")[0]))
+        writer.write(b"GET /sessions/one/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n")
+        writer.write(b"Connection: close\r\n\r\n")
+        assert (await reader.read()).split()[1] == b"401"
+        writer.close()
 
 
 async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
