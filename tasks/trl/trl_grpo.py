@@ -319,7 +319,7 @@ class FleetGRPOTrainer(
     def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
         """Return how many completions of all processes were not refused, and how many of them have a reward.
 
-        A session without a turn is left out like a refused prompt, but counts here: if all are, the agent is broken.
+        Sessions without a turn are left out like refused prompts, but count here: if all are, the agent is broken.
         """
         refused = 0 if self._refused is None or self._sessions is not None else int(self._refused.sum())
         return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
