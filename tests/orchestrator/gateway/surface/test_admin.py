@@ -210,7 +210,7 @@ def test_the_command_line_lists_drains_and_removes(rig: Rig, cli: Cli, host: str
     assert (code, len(out.splitlines())) == (0, 3)
     assert "rollout-1" in out
     assert {one["node"] for one in json.loads(cli("ls", "-o", "json")[1])} == {"rollout-0", "rollout-1"}
-    assert cli("remove", "rollout-0")[:2] == (0, "rollout-0 is out, 0 requests continue elsewhere\n")
+    assert cli("remove", "rollout-0")[:2] == (0, "rollout-0 is removed, 0 requests continue elsewhere\n")
     rig.until_members("rollout-1")
     for command in ("drain", "remove"):
         assert cli(command, "rolout-0") == (2, "", "no member 'rolout-0'; members: rollout-1\n")
