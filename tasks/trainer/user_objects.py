@@ -106,9 +106,11 @@ def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
     def guard(function: Callable[..., Any], path: str) -> Callable[..., Any]:
         return guarded(function, path, rule, timeout_s, lambda error: is_cut_off(error) or is_out_of_memory(error))
 
-    paths, models = spec.trainer.reward_funcs, torch.nn.Module | str
-    named = zip(rewards, paths, strict=True)
-    made = [reward if isinstance(reward, models) else guard(reward, path) for reward, path in named]
+    paths = spec.trainer.reward_funcs
+    made = [
+        reward if isinstance(reward, torch.nn.Module | str) else guard(reward, path)
+        for reward, path in zip(rewards, paths, strict=True)
+    ]
     _make_names_unique(made, spec.trainer.reward_funcs)
     return made
 
