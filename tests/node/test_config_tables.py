@@ -34,7 +34,7 @@ def test_every_key_that_we_refuse_exists() -> None:
 
     for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
         assert set(table.refused) <= set(table.keys)
-        assert not set(table.gone) & set(table.keys)
+        assert not set(table.removed) & set(table.keys)
 
 
 def run_yaml(folder: Path, grpo: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Entry, Store
 from orchestrator.control import metrics_watch
-from orchestrator.control.metrics_watch import OBJECTS_A_LOOK, MetricsWatch
+from orchestrator.control.metrics_watch import OBJECTS_PER_LOOK, MetricsWatch
 from policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from policies.model.spec import KlPolicy
 from policies.model.timelines import Fork
@@ -184,8 +184,8 @@ def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has
         run.store.reads = 0
         said.append(late.look(run.beat, run.forks))
         reads.append(run.store.reads)
-    assert max(reads) <= OBJECTS_A_LOOK + 1
-    assert said[:-1] == [None] * (3000 // 100 // OBJECTS_A_LOOK)
+    assert max(reads) <= OBJECTS_PER_LOOK + 1
+    assert said[:-1] == [None] * (3000 // 100 // OBJECTS_PER_LOOK)
     assert said[-1] == Watched(0, run.by_hand((1, 3000, CALM)))
     run.goes_back(2950)
     run.store.reads = 0

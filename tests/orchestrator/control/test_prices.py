@@ -59,7 +59,7 @@ class Odd(Telling):
 
 def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from_buying_for_ever() -> None:
     prices = Prices(Odd(MAX_FAILURES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._asked_at_s = 1e18  # not asked by the looks below
+    prices._requested_at_s = 1e18  # not asked by the looks below
     for _ in range(MAX_FAILURES - 1):
         prices._fetch()
     assert (prices.pools(), prices.trouble()) == (None, "")
@@ -73,7 +73,7 @@ def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from
 def test_what_was_heard_once_stays_known_while_a_cloud_does_not_answer() -> None:
     cloud = Telling(TRAINER)
     prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._asked_at_s = 1e18
+    prices._requested_at_s = 1e18
     prices._fetch()
     cloud._offers.clear()
     for _ in range(MAX_FAILURES):
