@@ -150,9 +150,9 @@ def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
     for path, section in ((("trainer", "resources"), trainer), (("rollout", "resources"), rollout)):
         check_resources(section.get("resources", {}), path, findings)
     if "vllm" in rollout:
-        of_vllm: KeyPath = ("rollout", "vllm")
-        flags = normalize_vllm_flags(rollout["vllm"], of_vllm, findings)
-        check_keys(flags, of_vllm, vllm_table(), findings)
+        vllm_path: KeyPath = ("rollout", "vllm")
+        flags = normalize_vllm_flags(rollout["vllm"], vllm_path, findings)
+        check_keys(flags, vllm_path, vllm_table(), findings)
         rollout["vllm"] = drop_false_switches(flags)
 
 
