@@ -36,7 +36,7 @@ def check_empty(world: World) -> None:
     assert len(gateway.sessions) == 0
     assert not gateway.sessions._making
     assert world.members._demand._open == {}
-    assert world.members._table._sessions == {}
+    assert world.members._table._session_nodes == {}
     assert world.members.waiting.count == 0
     assert all(row.running == 0 for row in world.members.rows)
     assert world.session_log._open == {}
@@ -307,12 +307,12 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
     asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
     await world.until(lambda: node.stalled and world.members.waiting.count == 1)
-    waiting = next(name for name in ("second", first.name) if name not in world.members._table._sessions)
+    waiting = next(name for name in ("second", first.name) if name not in world.members._table._session_nodes)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
     world.members.places.fill()
     await world.until(lambda: len(world.gateway.sessions._making) == 1)
-    assert waiting not in world.members._table._sessions
+    assert waiting not in world.members._table._session_nodes
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
     await asyncio.gather(*asking)
