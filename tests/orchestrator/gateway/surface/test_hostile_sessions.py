@@ -310,8 +310,8 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     waiting = next(name for name in ("second", first.name) if name not in world.members._table._session_nodes)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
-    world.members.places.fill()
-    await world.until(lambda: len(world.gateway.sessions._making) == 1)
+    world.members.places.assign()
+    await world.until(lambda: len(world.gateway.sessions._turn_tasks) == 1)
     assert waiting not in world.members._table._session_nodes
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
