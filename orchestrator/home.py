@@ -21,7 +21,7 @@ from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord, SecretMark
 from checkpoint.security import vouched
 from checkpoint.security.redaction import NAMES_ENV
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec, datasets_of
 from policies.model.vocabulary import Role
@@ -210,7 +210,7 @@ def secrets_for(spec: RunSpec, role: Role, environment: Mapping[str, str]) -> di
     return {name: environment[name] for name in names if environment.get(name)}
 
 
-def handed_on(secrets: Mapping[str, str]) -> dict[str, str]:
+def secret_environment(secrets: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that pass the secrets to a machine, with a list of their names."""
     return {**secrets, NAMES_ENV: ",".join(secrets)} if secrets else {}
 
@@ -254,7 +254,7 @@ DIGEST_ENV = "GRPO_ORCH_RUN_DIGEST"  # set on a controller machine by the machin
 
 
 def known_run(store: Store) -> tuple[RunRecord, bytes]:
-    """Return the store's run and its bytes. Raises NotVouched if they were changed, and StoreError."""
+    """Return the store's run and its bytes. Raises UntrustedRun if they were changed, and StoreError."""
     data = documents.run_bytes(store)
     record = documents.decode_run(store, data)
     kept = kept_run_digest(store.url) or os.environ.get(DIGEST_ENV)
@@ -267,7 +267,7 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
     if not is_known:
         problem, hint = vouched.changed(store)
         new_run = f"; if you have put another run there, remove {run_digest_file(store.url)}"
-        raise NotVouched(problem, hint + (new_run if kept else ""))
+        raise UntrustedRun(problem, hint + (new_run if kept else ""))
     return record, data
 
 

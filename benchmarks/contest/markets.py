@@ -9,10 +9,10 @@ from random import Random
 
 from orchestrator.simulate.weather import (
     CLIMATES,
-    DEAREST,
     EAST,
     GAP_S,
     GAPS,
+    SPOT_PRICE_MAX_FACTOR,
     ZONES,
     Weather,
     Zone,
@@ -30,7 +30,7 @@ def _price_war(random: Random, nodes: int) -> Weather:
 
     def prices() -> tuple[float, ...]:
         def walk(price: float, _: int) -> float:
-            return min(DEAREST, max(0.5, price * random.choice((0.97, 1 / 0.97))))
+            return min(SPOT_PRICE_MAX_FACTOR, max(0.5, price * random.choice((0.97, 1 / 0.97))))
 
         return tuple(accumulate(range(GAPS), walk, initial=1.0))[1:]
 

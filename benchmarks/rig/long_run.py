@@ -77,7 +77,7 @@ from policies.model.vocabulary import (
     role_of,
 )
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import EngineWord
+from policies.serving.wire import EngineStats
 from policies.tick.snapshot import Trainer
 
 TICK_S = 5.0  # what happens within one is one entry
@@ -313,7 +313,7 @@ class LongRun:
             chance = random.Random(node)
             running = 0 if chance.random() < 0.05 else chance.randint(4, 24)
             tokens = int(up_s * chance.uniform(700, 1300))
-            word = EngineWord(running, chance.choice((0, 0, 0, 2, 7)), 0.4, 0, tokens)
+            word = EngineStats(running, chance.choice((0, 0, 0, 2, 7)), 0.4, 0, tokens)
             holds = policy if chance.random() < 0.9 else f"2-{self.step - 1}"
             serving = holds == policy
             members.append(MemberStatus(node, "b", "a", holds, serving, False, running, 0.4, engine=word))

@@ -209,13 +209,13 @@ def read_members(store: Store) -> GatewayStatus | None:
     return None if by is None else members(by).read(store, Unreadable())
 
 
-def ask_to_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
+def request_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
     """Request that a trainer's attempt stores its state and ends. A repeated request writes nothing."""
-    if not is_asked_to_stop(store, node, attempt):
+    if not is_stop_requested(store, node, attempt):
         store.put(layout.stop(node, attempt), to_json({"asked_at_s": now_s}))
 
 
-def is_asked_to_stop(store: Store, node: str, attempt: int) -> bool:
+def is_stop_requested(store: Store, node: str, attempt: int) -> bool:
     return store.get_or_none(layout.stop(node, attempt)) is not None
 
 

@@ -23,7 +23,7 @@ from checkpoint.store.run_store import Store
 _KEY_INFO = b"grpo-orch run.json mac key 1"  # only for this; TLS derives another key from the same secret
 
 
-class NotVouched(StoreError):
+class UntrustedRun(StoreError):
     """run.json does not match its MAC by the run's secret, or has none. It must not be used."""
 
 
@@ -50,14 +50,14 @@ def matches(store: Store, secret: str, data: bytes) -> bool | None:
 
 
 def read_vouched_run(store: Store, secret: str) -> RunRecord:
-    """Read and authenticate run.json. Raises NotVouched, StoreError."""
+    """Read and authenticate run.json. Raises UntrustedRun, StoreError."""
     data = run_bytes(store)
     match matches(store, secret, data):
         case None:
             hint = f"add it with `grpo-orch resume {store.quoted}`"
-            raise NotVouched(f"{store.url}/{layout.RUN} has no MAC by the run's secret", hint)
+            raise UntrustedRun(f"{store.url}/{layout.RUN} has no MAC by the run's secret", hint)
         case False:
-            raise NotVouched(*changed(store))
+            raise UntrustedRun(*changed(store))
     return decode_run(store, data)
 
 

@@ -161,11 +161,11 @@ def _exit_code_of(error: Exception) -> int | None:
     from orchestrator.clouds import CloudMissing
     from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
     from orchestrator.config.load import ConfigError
-    from orchestrator.control.launcher import DaemonFailed, TakenByAnother
+    from orchestrator.control.launcher import AlreadyControlled, DaemonFailed
     from orchestrator.home import HomeUnusable
 
     match error:
-        case TakenByAnother():
+        case AlreadyControlled():
             return exit_codes.HELD
         case ConfigError() | NoSuchRun():
             return exit_codes.USAGE

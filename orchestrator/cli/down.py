@@ -18,7 +18,7 @@ from orchestrator.cli.remote import controller_of, has_daemon, refuse_lost_machi
 from orchestrator.cli.target import open_run
 from orchestrator.clouds import open_cloud
 from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from orchestrator.control.launcher import TakenByAnother, start_daemon
+from orchestrator.control.launcher import AlreadyControlled, start_daemon
 from policies.control.stopping import DOWN, DOWN_NOW
 from policies.fleet.budget import STOP_WAIT_S
 from policies.model import exit_codes
@@ -147,7 +147,7 @@ def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:
     cloud = open_cloud(record, store)
     command = documents.send_command(store, stopping.kind, time.time())
     if not has_daemon(store):
-        with contextlib.suppress(TakenByAnother):  # the other daemon takes the command
+        with contextlib.suppress(AlreadyControlled):  # the other daemon takes the command
             start_daemon(store, record, "down")
     stopping.wait(lambda: not has_daemon(store))
     # If the daemon exited without taking the command, it would stop the run on resume.

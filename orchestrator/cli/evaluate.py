@@ -38,7 +38,7 @@ from orchestrator.cli.remote import has_daemon
 from orchestrator.cli.start import refuse_missing_secrets, show_plan
 from orchestrator.cli.target import open_run
 from orchestrator.config.model_size import find_size
-from orchestrator.control.launcher import TakenByAnother, start_daemon
+from orchestrator.control.launcher import AlreadyControlled, start_daemon
 from orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
 from orchestrator.plan.machines import cached_lookup
 from orchestrator.views.words import NOT_KNOWN
@@ -248,7 +248,7 @@ def _start(store: Store, record: RunRecord) -> None:
     refuse_missing_secrets(record.spec)
     run_token(record.run_id)
     is_known = journal.recover(store).state.name
-    with contextlib.suppress(TakenByAnother):  # the same command runs elsewhere
+    with contextlib.suppress(AlreadyControlled):  # the same command runs elsewhere
         start_daemon(store, record, "resume" if is_known else "up")
 
 

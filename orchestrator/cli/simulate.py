@@ -19,7 +19,7 @@ from orchestrator.cli.options import AsJson, Output, Stop, console, errors, prin
 from orchestrator.config.load import load_spec
 from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import Told, tell
-from orchestrator.simulate.weather import CLIMATES, NotWeather, Weather, climate, read_weather
+from orchestrator.simulate.weather import CLIMATES, InvalidTrace, Weather, climate, read_trace
 from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself
@@ -153,8 +153,8 @@ def _weather(name: str, trace: Path | None, spec: RunSpec) -> _WeatherOf:
     if trace is None and name not in CLIMATES:
         raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
     try:
-        return _WeatherOf(name, read_weather(trace, nodes) if trace else None, nodes)
-    except NotWeather as error:
+        return _WeatherOf(name, read_trace(trace, nodes) if trace else None, nodes)
+    except InvalidTrace as error:
         raise Stop(str(error), exit_codes.USAGE) from None
 
 

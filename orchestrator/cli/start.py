@@ -36,7 +36,7 @@ from orchestrator.clouds.protocol import Offer
 from orchestrator.clouds.sky.remote import RemoteController
 from orchestrator.config.load import ConfigError, load, load_storage
 from orchestrator.config.model_size import find_size
-from orchestrator.control.launcher import TakenByAnother, start_daemon, start_rehearsal
+from orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal
 from orchestrator.home import (
     keep_run_digest,
     known_token,
@@ -54,7 +54,7 @@ from orchestrator.plan.gather import make_plan
 from orchestrator.plan.machines import FindSize, cached_lookup
 from orchestrator.plan.prices import by_offers
 from orchestrator.views.plan import render_short
-from policies.control.rollback.begin import NAME_A_TARGET, RUN_START, WHOLE_NUMBER_KEYS, target_by_hand
+from policies.control.rollback.begin import RUN_START, TARGET_HINT, WHOLE_NUMBER_KEYS, user_target
 from policies.fleet.budget import BUDGET
 from policies.model import exit_codes
 from policies.model.loss import effects
@@ -115,7 +115,7 @@ def rollback(
         if controller is not None:
             start_remote(controller, store, "rollback")
         else:
-            with contextlib.suppress(TakenByAnother):  # the other daemon takes the command
+            with contextlib.suppress(AlreadyControlled):  # the other daemon takes the command
                 start_daemon(store, record, "rollback")
     started = _wait_for_rollback(store, command.command_id, state.rollbacks[-1:])
     grpo = forked_spec(record.spec, state.forks[-1] if state.forks else None).grpo
@@ -199,9 +199,9 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
     """Raise Stop if the policy finds no checkpoint to roll back to, so that the user must name one."""
     present = Catalog(store, "rollback").newest()
     versions = [checkpoint.at for checkpoint in present.checkpoints]
-    target = target_by_hand(state, versions, ever_stored=present.number > 0)
+    target = user_target(state, versions, ever_stored=present.number > 0)
     if target.missing:
-        raise Stop(f"{target.missing}; {NAME_A_TARGET}", exit_codes.USAGE)
+        raise Stop(f"{target.missing}; {TARGET_HINT}", exit_codes.USAGE)
 
 
 def _wait_for_rollback(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
@@ -433,7 +433,7 @@ def _start(
             run_token(record.run_id)
             where = f"(pid {start_daemon(store, record, reason, page)})"
             start_rehearsal(store, record)
-    except TakenByAnother:
+    except AlreadyControlled:
         _refuse_held(store)
         raise
     except KeyboardInterrupt:  # the daemon does not receive it

@@ -32,7 +32,7 @@ from checkpoint.store.errors import Corrupt
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
 from policies.fleet.market import market_of
 from policies.fleet.plan import wanted_slots
-from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, gpus_of, visible_names
+from policies.model.gpus import TOOL, VISIBLE, DriverFailed, driver_failed, gpus_of, requests_gpus, visible_names
 from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
 from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
 from policies.model.pools import PoolOffer
@@ -313,7 +313,7 @@ def share_for(folder: Path, spec: RunSpec) -> Iterator[dict[str, str]]:
     try:
         available = gpus_here()
     except DriverFailed as error:
-        if asks_for_gpus(role, spec):
+        if requests_gpus(role, spec):
             raise CloudRefused(Refusal.UNKNOWN, str(error)) from error
         available = Gpus((), {})
     if not available.names or wanted == 0:

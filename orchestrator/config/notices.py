@@ -14,7 +14,7 @@ from policies.detect.divergence import TYPICAL_DELAY_POINTS
 from policies.fleet.market import market_of, may_fall_back
 from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from policies.model.vocabulary import Market, Role
-from policies.sizing.training import why_not_itself
+from policies.sizing.training import own_generation_obstacle
 from policies.weights.adapters import why_whole
 
 # A notice is added if a rollback would discard more checkpoints than this.
@@ -92,7 +92,7 @@ def _note_own_generation(spec: RunSpec, findings: Findings) -> None:
     key, after_s = "own_generation_after_s", spec.rollout.own_generation_after_s
     if generates_itself(spec) or after_s is None:
         return
-    why = why_not_itself(spec)
+    why = own_generation_obstacle(spec)
     if why and after_s != getattr(RolloutSpec(), key):
         findings.notice(("rollout", key), f"not used: {why}")
     elif not why and after_s >= spec.rollout.deadline_s:

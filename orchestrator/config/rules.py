@@ -28,7 +28,7 @@ from orchestrator.config.problems import Findings, KeyPath
 from orchestrator.config.rewards import is_model
 from orchestrator.config.user_code import function_problem
 from policies.fleet.plan import wanted_slots
-from policies.model.gpus import VISIBLE, DriverFailed, asks_for_gpus, engine_gpus, gpus_of, named_gpus
+from policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
 from policies.model.spec import STALE_DEFAULTS, RunSpec, generates_itself, gpu_counts, processes_of
 from policies.model.vocabulary import Role
 from policies.sizing.engine import MAX_MODEL_LEN, context_problem, whole_number
@@ -142,7 +142,7 @@ def check_local_gpus(spec: RunSpec, gpus_here: Callable[[], int], findings: Find
     try:
         available = gpus_here()
     except DriverFailed as error:
-        roles = [role for role, _, _ in wanted_slots(spec) if asks_for_gpus(role, spec)]
+        roles = [role for role, _, _ in wanted_slots(spec) if requests_gpus(role, spec)]
         if roles:
             message = f"{error}; expected a working driver, or {roles[0]}.resources without accelerators"
             findings.add((roles[0].value, "resources", "accelerators"), message)

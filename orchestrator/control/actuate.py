@@ -160,7 +160,7 @@ class Actuator:
             case Confirm():
                 self._cloud.confirm(action.node)
             case AskToStop():
-                documents.ask_to_stop(self._store, action.node, action.attempt, time.time())
+                documents.request_stop(self._store, action.node, action.attempt, time.time())
             case WriteFork():
                 documents.write_fork(self._store, action.fork)
             case Export():

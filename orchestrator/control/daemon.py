@@ -25,7 +25,7 @@ from checkpoint.journal import Fenced, Journal
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import Redactor, guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import OPTIONS_ENV, Store
@@ -39,7 +39,15 @@ from orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from orchestrator.control.observe import Observer
 from orchestrator.control.plan_writer import PlanWriter
 from orchestrator.control.run_clock import RunClock
-from orchestrator.home import HomeUnusable, all_secrets, handed_on, missing, run_token, secrets_for, token_mark
+from orchestrator.home import (
+    HomeUnusable,
+    all_secrets,
+    missing,
+    run_token,
+    secret_environment,
+    secrets_for,
+    token_mark,
+)
 from orchestrator.notify.notifier import DRAIN_S, start_notifier
 from policies.model import exit_codes
 from policies.model.events import Event, RunCreated, RunMoved
@@ -69,7 +77,7 @@ def main() -> int:
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
-    except NotVouched as error:
+    except UntrustedRun as error:
         log.error("run_not_vouched", error=str(error))
         return exit_codes.BAD_SPEC
     except StoreError as error:
@@ -99,7 +107,7 @@ def steer(
     after_epoch: int | None = None,
     page_fd: int | None = None,
 ) -> int:
-    """Take over the run and control it to its end, or until `stop`. Raises Fenced, NotVouched, StoreError.
+    """Take over the run and control it to its end, or until `stop`. Raises Fenced, UntrustedRun, StoreError.
 
     With `after_epoch`, raises Fenced if another daemon has taken over since that epoch.
     """
@@ -166,7 +174,7 @@ def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> d
     if problem := missing(spec, os.environ):
         raise CloudRefused(Refusal.CREDENTIALS, f"{problem}; export it and `grpo-orch resume {quote(store_url)}`")
     environment = {
-        **handed_on(secrets_for(spec, role_of(launch.slot), os.environ)),
+        **secret_environment(secrets_for(spec, role_of(launch.slot), os.environ)),
         RUN_ENV: store_url,
         NODE_ENV: launch.node,
         ATTEMPT_ENV: str(launch.attempt),

@@ -30,15 +30,15 @@ class DaemonFailed(Exception):
     """The daemon did not start; the message has the reason and the path of its log."""
 
 
-class TakenByAnother(DaemonFailed):
+class AlreadyControlled(DaemonFailed):
     """Another daemon took over the run at the same moment and controls it."""
 
 
 def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
-    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, NotVouched.
+    """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, UntrustedRun.
 
     `page` is a listening socket for the run page. If another daemon controls the run or takes it over first, raise
-    TakenByAnother once that daemon holds the lease: of several daemons started for the same epoch, the first wins.
+    AlreadyControlled once that daemon holds the lease. Of several daemons started for one epoch, the first wins.
     """
     known_run(store)  # the daemon would also refuse an unknown run, but only in its log
     epoch = journal.recover(store).state.epoch  # before the lease, so that a later take-over is detected
@@ -64,12 +64,12 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
     raise DaemonFailed(f"the daemon did not take over the run within {START_TIMEOUT_S:.0f} s; its log is {log}")
 
 
-def _taken(store: Store, until_s: float) -> TakenByAnother:
+def _taken(store: Store, until_s: float) -> AlreadyControlled:
     """Wait for the other daemon's lease, then return the error."""
     while time.monotonic() < until_s and not is_held(lambda: documents.LEASE.read(store, Unreadable())):
         time.sleep(POLL_S)
     message = f"another daemon took over {store.url} at the same moment"
-    return TakenByAnother(f"{message}; watch it with `grpo-orch status -w {store.quoted}`")
+    return AlreadyControlled(f"{message}; watch it with `grpo-orch status -w {store.quoted}`")
 
 
 def start_rehearsal(store: Store, record: RunRecord) -> None:

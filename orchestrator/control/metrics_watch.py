@@ -23,7 +23,7 @@ from checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
 from checkpoint.store import layout
 from checkpoint.store.document import Unreadable
 from checkpoint.store.run_store import Store
-from policies.costs.steps import StepShape, own_shape_of, shape_of
+from policies.costs.steps import StepShape, shape_of, trainer_shape_of
 from policies.detect.divergence import Detector, Point, follow
 from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from policies.model.spec import KlPolicy
@@ -136,7 +136,7 @@ class MetricsWatch:
         if self._is_shape_outdated:
             self._is_shape_outdated = False  # even on failure: the next rows are another try
             steps = step_times(self._recent)
-            self._shape, self._own_step = shape_of(steps), own_shape_of(steps)
+            self._shape, self._own_step = shape_of(steps), trainer_shape_of(steps)
 
     def _is_same_attempt(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))

@@ -30,7 +30,7 @@ from policies.model.spec import Budget, RunSpec
 from policies.model.state import RunState
 from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.gateway_status import GatewayStatus
-from policies.serving.joining import Stage, gets_on
+from policies.serving.joining import Stage, makes_progress
 from policies.serving.wire import STATUS_S
 from policies.tick.snapshot import (
     Command,
@@ -176,7 +176,7 @@ class TrainerWatch:
         if heartbeat != self._heartbeat:
             self._heartbeat, self._seen_at_s = heartbeat, now_s
         stage = None if heartbeat is None else heartbeat.stage
-        if stage is not None and (self._last_stage is None or gets_on(self._last_stage, stage)):
+        if stage is not None and (self._last_stage is None or makes_progress(self._last_stage, stage)):
             self.moved_at_s = now_s
         if stage is None or self.moved_at_s == now_s:
             self._last_stage = stage

@@ -122,7 +122,7 @@ class Job:
         """
         before, lost = self._before_restart, len(self.token_ids)
         assert before is not None
-        nearly = self.recovery == "continue" and recovery.nearly_continues(self.body)
+        nearly = self.recovery == "continue" and recovery.can_nearly_continue(self.body)
         count = before.whole_character_tokens
         if not nearly or self.prompt_token_ids is None or count < self.streamed_tokens:
             raise CannotContinue

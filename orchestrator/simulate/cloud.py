@@ -11,7 +11,7 @@ from checkpoint.records.metrics import MetricsWriter
 from checkpoint.stream.catalog import Catalog
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
 from orchestrator.simulate.store import Objects, SimulatedStore, Trouble
-from orchestrator.simulate.weather import DEAREST, Weather, Zone
+from orchestrator.simulate.weather import SPOT_PRICE_MAX_FACTOR, Weather, Zone
 from policies.model.node_contract import TIMELINE_ENV
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import (
@@ -247,7 +247,7 @@ class SimulatedCloud:
     @property
     def most_usd_per_h(self) -> dict[str, float]:
         """Highest price of a machine of each kind, by `kind_of`."""
-        spot = DEAREST * self.prices.spot_usd_per_h
+        spot = SPOT_PRICE_MAX_FACTOR * self.prices.spot_usd_per_h
         return {
             kind_of(role, market): spot if market is Market.SPOT else self.on_demand_usd_per_h(role)
             for role in Role

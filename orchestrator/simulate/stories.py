@@ -357,7 +357,7 @@ def _inject_lasting_fault(world: World, random: Random) -> None:
                     world.cloud.lose(box)
         case 2:
             world.note("a user stops the run")
-            world.ask_to_stop()
+            world.request_stop()
         case _:
             pass
 

@@ -25,7 +25,7 @@ GAP_S = 300.0
 DAY_GAPS = int(86400 / GAP_S)
 DAYS = 7  # then the trace repeats
 ZONES = ("zone-a", "zone-b", "zone-c")
-DEAREST = 4.0  # highest spot price as a multiple of the usual one; above the on-demand price
+SPOT_PRICE_MAX_FACTOR = 4.0  # highest spot price as a multiple of the usual one; above the on-demand price
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +193,12 @@ MINUTE_S = 60.0
 MINUTES_MAX = 1_000_000
 
 
-class NotWeather(Exception):
+class InvalidTrace(Exception):
     """The file is not a valid market trace; the message has its path, the problem and the expected form."""
 
 
-def read_weather(path: Path, nodes: int) -> Weather:
-    """Return the market trace in a file. Raises NotWeather.
+def read_trace(path: Path, nodes: int) -> Weather:
+    """Return the market trace in a file. Raises InvalidTrace.
 
     Args:
         path: the file.
@@ -207,15 +207,15 @@ def read_weather(path: Path, nodes: int) -> Weather:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotWeather(f"{path}: {error}") from None
+        raise InvalidTrace(f"{path}: {error}") from None
     if not text.strip():
-        raise NotWeather(f"{path}: the file is empty; {EXPECTED}")
+        raise InvalidTrace(f"{path}: the file is empty; {EXPECTED}")
     try:
         if not text.lstrip().startswith("{"):
             return (_from_csv(text),)
         return (_from_gaps(json.loads(text), nodes),)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
-        raise NotWeather(f"{path}: {type(error).__name__}: {error}; {EXPECTED}") from None
+        raise InvalidTrace(f"{path}: {type(error).__name__}: {error}; {EXPECTED}") from None
 
 
 def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:

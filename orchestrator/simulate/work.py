@@ -212,7 +212,7 @@ class Work:
         if box.notice and box.role is Role.TRAINER:
             return True
         try:
-            return documents.is_asked_to_stop(box.store, box.node, box.attempt)
+            return documents.is_stop_requested(box.store, box.node, box.attempt)
         except StoreUnavailable:
             return False
 

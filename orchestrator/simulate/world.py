@@ -417,7 +417,7 @@ class World:
         """Use longer time steps from now on, for a quiet phase."""
         self._rhythm = cycle(COARSE)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send `grpo-orch down`."""
         with contextlib.suppress(StoreUnavailable):
             documents.send_command(SimulatedStore(self.objects), DOWN, EPOCH_S + self.time_s)

@@ -38,7 +38,7 @@ from orchestrator.views.words import stage_words
 from policies.costs.steps import optimum, shape_of
 from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from policies.fleet.deadline import course_of, nodes_for, time_of
-from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_words
+from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
 from policies.model.buying import probe_wait_s
 from policies.model.phases import TERMINAL_RUN
 from policies.model.spec import RunSpec, generates_itself
@@ -151,7 +151,7 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | N
         reason = "prices are not known: the maximum in run.yaml"
         return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
     cheapest = optimum(shape, prices)
-    reason = f"{size_sentence(spec, state, shape)}; {size_words(shape, prices)}"
+    reason = f"{size_sentence(spec, state, shape)}; {size_summary(shape, prices)}"
     exact = None if math.isinf(cheapest) else cheapest  # JSON has no infinity
     return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
 
@@ -397,8 +397,8 @@ class RunTime:
         """Return whether the run's time is known, or no renewal of this lease can be expected."""
         if self._ahead_s is not None or lease is None or lease.host == socket.gethostname():
             return True
-        behind_s = self._wall() - lease.renewed_at_s
-        return abs(behind_s) < lease.ttl_s or behind_s > NO_SKEW_S
+        clock_lag_s = self._wall() - lease.renewed_at_s
+        return abs(clock_lag_s) < lease.ttl_s or clock_lag_s > NO_SKEW_S
 
     def _is_fresh(self, lease: Lease, at_s: float) -> bool:
         """Return whether the lease was written since the previous look, less than TTL_S ago."""

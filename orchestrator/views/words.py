@@ -16,7 +16,7 @@ from rich.text import Text
 
 from checkpoint.stream.catalog import Checkpoint
 from orchestrator.config.rules import LOGGING_STEPS
-from policies.control.rollback.begin import NAME_A_TARGET
+from policies.control.rollback.begin import TARGET_HINT
 from policies.detect.divergence import Verdict
 from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, rules_keeping
 from policies.model.loss import TRL_DEFAULTS
@@ -233,7 +233,7 @@ def going_on(phase: RunPhase, reason: str, store: str) -> str:
             return f"fix the cause, then continue with: grpo-orch resume {quote(store)}"
         case RunPhase.PAUSED if "`budget.usd" in reason:
             return f"continue with: grpo-orch resume --budget-usd NUMBER {quote(store)}"
-        case RunPhase.PAUSED if NAME_A_TARGET in reason:
+        case RunPhase.PAUSED if TARGET_HINT in reason:
             return f"see: grpo-orch checkpoints ls {quote(store)}"
         case RunPhase.PAUSED:
             return f"continue with: grpo-orch rollback {quote(store)}"

@@ -10,7 +10,7 @@ from policies.model.fold import NOTICED
 from policies.model.state import Node
 from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
 from policies.serving import joining
-from policies.serving.joining import Coming
+from policies.serving.joining import JoiningNode
 from policies.tick.draft import Tick
 from policies.tick.snapshot import HEARTBEAT_FRESH_S, Machine
 
@@ -149,7 +149,7 @@ def replace_overdue(tick: Tick) -> None:
             tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 
 
-def _replace_if_stuck(tick: Tick, node: Node, coming: Coming) -> None:
+def _replace_if_stuck(tick: Tick, node: Node, coming: JoiningNode) -> None:
     """Replace a joining rollout node that makes no progress for too long."""
     boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
     # `still_s` is on the gateway's clock: failed snapshots or a new gateway do not prolong it. `waited_s` limits a

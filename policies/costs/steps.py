@@ -149,7 +149,7 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
     return StepShape(other_s + tail_s * tokens, shared_node_s * tokens)
 
 
-def own_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
+def trainer_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
     """Return the shape of the newest steps whose completions the trainer made, counted as one node; None: none."""
     own = [step for step in steps if step.own_s > step.generated_s / 2][-ENOUGH:]
     if not own:

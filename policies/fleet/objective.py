@@ -204,7 +204,7 @@ def zones_of(nodes: Sequence[Node]) -> str:
     return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
 
 
-def size_words(shape: StepShape, prices: HourlyPrices) -> str:
+def size_summary(shape: StepShape, prices: HourlyPrices) -> str:
     """Return `a step is 60.0 s plus 240.0 node-seconds of generation, ...: 2.6 nodes make it cheapest`."""
     relation = "plus" if shape.ahead_s is None else "in parallel with"
     step = f"a step is {shape.fixed_s:.1f} s {relation} {shape.generation_node_s:.1f} node-seconds of generation"

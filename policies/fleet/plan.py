@@ -32,7 +32,7 @@ from policies.fleet.objective import (
     compare_sizes,
     hourly_prices,
     rollouts_wanted,
-    size_words,
+    size_summary,
     zones_of,
 )
 from policies.model.buying import PROBE_MAX_S, SPOT_STABLE_S
@@ -242,7 +242,7 @@ def _size_reason(facts: _Facts) -> str:
     assert shape is not None
     now, max_nodes = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
     needed = nodes_in_time(course, shape, max_nodes, now)
-    cheapest = size_words(shape, facts.prices)
+    cheapest = size_summary(shape, facts.prices)
     if course is None or not needed:
         return cheapest
     pace = f"{course.steps_left} steps remain, with {course.step_s:.1f} s for each"

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from policies.ledger.accounting import History
 from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.fold import behind_s
+from policies.model.fold import clock_lag_s
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 
@@ -94,7 +94,7 @@ def rentals(history: History, now_s: float) -> list[Rental]:
             before_s, last_s = last_s, time_s
             match event:
                 case TookOver():
-                    back_s = behind_s(before_s, time_s, event.since_told_s)
+                    back_s = clock_lag_s(before_s, time_s, event.since_told_s)
                     running = {
                         node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
                     }

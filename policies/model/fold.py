@@ -123,7 +123,7 @@ def matching_mapping(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, 
 MOST_UNSEEN_S = 86400.0  # if the store's clock shows a larger difference than this, it is wrong itself
 
 
-def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
+def clock_lag_s(told_s: float, time_s: float, since_told_s: float) -> float:
     """Return how far the clock of a new controller is known to be behind its predecessor's, in seconds.
 
     The new one takes over at `time_s`; the last event was journalled at `told_s`. Time does not go back, and by
@@ -133,7 +133,7 @@ def behind_s(told_s: float, time_s: float, since_told_s: float) -> float:
     return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
 
 
-def with_times_up_to(state: RunState, time_s: float, back_s: float) -> RunState:
+def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunState:
     """Clamp all times to `time_s`, at which a controller takes over on a clock that is `back_s` behind.
 
     Journalled events are in the past, whatever the clock said then. Machines keep their known age, which is paid
@@ -275,8 +275,8 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case RunCreated():
             return replace(state, name=event.name)
         case TookOver():
-            back_s = behind_s(state.told_s, time_s, event.since_told_s)
-            return replace(with_times_up_to(state, time_s, back_s), epoch=number)
+            back_s = clock_lag_s(state.told_s, time_s, event.since_told_s)
+            return replace(with_times_clamped(state, time_s, back_s), epoch=number)
         case RunMoved():
             return _run_moved(state, event, time_s)
         case GatewayRestarted():

@@ -27,7 +27,7 @@ def driver_failed(exit_code: int, output: str) -> DriverFailed:
     return DriverFailed(f"{TOOL} ends with exit code {exit_code}: {line or 'no output'}")
 
 
-def asks_for_gpus(role: Role, spec: RunSpec) -> bool:
+def requests_gpus(role: Role, spec: RunSpec) -> bool:
     """Whether the role's machines are requested with GPUs and its work uses them."""
     if role is Role.TRAINER:
         return not spec.grpo.get("use_cpu") and any(gpu_counts(spec.trainer.resources))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.serving.joining import Coming, Stage
-from policies.serving.wire import EngineWord
+from policies.serving.joining import JoiningNode, Stage
+from policies.serving.wire import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MemberStatus:
     unfit: str = ""  # why it cannot hold the wanted policy
     max_requests: int = 0  # at a time
     kv_tokens: int = 0
-    engine: EngineWord | None = None
+    engine: EngineStats | None = None
     join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
     engines: int = 1  # of its machine
@@ -90,4 +90,4 @@ class GatewayStatus:
     tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
     versions: list[VersionSpread] = field(default_factory=list)  # the newest, oldest first
-    coming: list[Coming] = field(default_factory=list)
+    coming: list[JoiningNode] = field(default_factory=list)

@@ -19,14 +19,14 @@ HUB = f"{BASE_MODEL} from the hub"  # from the beginning, even if the store deli
 POLICY = "fetching the policy"
 CHECKPOINT = "fetching the checkpoint"
 ENGINE = "starting vLLM"
-ENGINE_ANEW = "starting vLLM without the shared compile cache"  # with which it did not start
+ENGINE_UNCACHED = "starting vLLM without the shared compile cache"  # with which it did not start
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A node's current activity.
 
-    For a download, `done_bytes` of `total_bytes`, which is 0 while unknown. For `ENGINE` and `ENGINE_ANEW` the
+    For a download, `done_bytes` of `total_bytes`, which is 0 while unknown. For `ENGINE` and `ENGINE_UNCACHED` the
     total is what vLLM reads from the disk.
     """
 
@@ -36,7 +36,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class JoiningNode:
     """A joining node, as the gateway reports it."""
 
     node: str
@@ -44,14 +44,14 @@ class Coming:
     still_s: float  # since its last progress
 
 
-def gets_on(mark: Stage, now: Stage) -> bool:
+def makes_progress(mark: Stage, now: Stage) -> bool:
     """Whether a node has made progress since `mark`. Bytes that are fetched a second time do not count."""
     return mark.name != now.name or now.done_bytes - mark.done_bytes > SHARE * now.total_bytes
 
 
 def limit_s(stage: Stage, boot_timeout_s: float) -> float:
     """Return how long a node may stay at one point of a stage: the boot timeout, plus vLLM's time to read."""
-    is_reading = stage.name in (ENGINE, ENGINE_ANEW)
+    is_reading = stage.name in (ENGINE, ENGINE_UNCACHED)
     return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if is_reading else 0.0)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from policies.serving.joining import Stage
-from policies.serving.wire import EngineWord
+from policies.serving.wire import EngineStats
 
 # Slow start: a new member may be cold or broken, so it gets this many requests at first, and one more for each
 # that gets its first token. This doubles the limit with every round.
@@ -60,7 +60,7 @@ class Row:
     replaying: int = 0  # of these, tokens still to be computed again
     allowed: int = EASE_IN_REQUESTS
     kv_tokens: int = 0
-    engine: EngineWord | None = None  # the latest stats
+    engine: EngineStats | None = None  # the latest stats
     join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
     engines: int = 1

@@ -10,7 +10,7 @@ REQUESTS_MAX = 32_768
 TOKENS_MAX = 40 << 20  # of prompts, up to 8 bytes each in JSON; consecutive requests of one prompt count it once
 
 
-def in_pieces(
+def split_batches(
     requests: Sequence[CompletionRequest], requests_max: int = REQUESTS_MAX, tokens_max: int = TOKENS_MAX
 ) -> Iterator[list[CompletionRequest]]:
     """Yield batches in order, as few as possible. A prompt longer than `tokens_max` gets a batch of its own."""

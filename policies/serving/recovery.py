@@ -68,7 +68,7 @@ def continues(body: Mapping[str, Any]) -> bool:
     return known and limit_of(body) is not None
 
 
-def nearly_continues(body: Mapping[str, Any]) -> bool:
+def can_nearly_continue(body: Mapping[str, Any]) -> bool:
     """Whether a completion that cannot be repeated may continue, because other nodes compute other last bits.
 
     A single node could have made the result, except for the effects of parameters in `NEARLY`.
@@ -88,7 +88,7 @@ def rest(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
     """Return the sampling parameters for the tokens that remain after `arrived`, without the prompt.
 
     Args:
-        body: the whole request's parameters, which satisfy `continues` or `nearly_continues`.
+        body: the whole request's parameters, which satisfy `continues` or `can_nearly_continue`.
         arrived: fewer than the request's limit.
 
     Raises ValueError if no tokens remain.

@@ -49,7 +49,7 @@ class Movable:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharer:
+class MemberLoad:
     """A member among which requests are balanced.
 
     Args:
@@ -78,12 +78,12 @@ def tokens_left(arrived: int, expected_tokens: float, max_tokens: int) -> float:
     return min(max_tokens - arrived, max(expected_tokens - arrived, expected_tokens / 2))
 
 
-def alone_tokens_s(rate_tokens_s: float, requests: float) -> float:
+def single_request_rate(rate_tokens_s: float, requests: float) -> float:
     """Return the rate of a request alone on a member, from the rate that each of `requests` gets there."""
     return rate_tokens_s * (1 + requests / DOUBLING_REQUESTS)
 
 
-def share_out(sharers: Sequence[Sharer], *, begun: bool = False) -> list[Move] | None:
+def balance_requests(sharers: Sequence[MemberLoad], *, begun: bool = False) -> list[Move] | None:
     """Return the moves that balance the load, as far as they are possible now; None if they would save too little.
 
     Args:
@@ -120,7 +120,7 @@ def share_out(sharers: Sequence[Sharer], *, begun: bool = False) -> list[Move] |
 class _Load:
     """A member's requests while they are balanced."""
 
-    def __init__(self, sharer: Sharer, median: float) -> None:
+    def __init__(self, sharer: MemberLoad, median: float) -> None:
         is_typical = abs(sharer.speed_tokens_s - median) < ALIKE_SHARE * median
         self.node, self.running = sharer.node, sharer.running
         self.speed = median if is_typical else sharer.speed_tokens_s

@@ -76,7 +76,7 @@ def labelled_version(label: str) -> PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWord:
+class EngineStats:
     """Stats of a node's engine. The last two are counters since its start."""
 
     running: int = 0  # requests
@@ -107,7 +107,7 @@ class Announce:
     draining: bool = False  # about to be preempted; send no new requests
     unfit: str = ""  # why it has stopped trying to hold the wanted policy, in one line; empty while fit
     kv_tokens: int = 0  # of prompts and completions that its engine has room for; 0: unknown
-    engine: EngineWord | None = None  # at most a second or two old
+    engine: EngineStats | None = None  # at most a second or two old
     stages: PolicyStages | None = None  # of the policy that it holds
     join_s: dict[str, float] = field(default_factory=dict)  # seconds since its agent's start, by part
     stage: Stage | None = None  # of the policy that it fetches

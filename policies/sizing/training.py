@@ -236,7 +236,7 @@ def _layer_params(layer: Linear, lora: Lora) -> int:
 DRAW_BYTES = 3 * 4 + 2 * 8
 
 
-def why_not_itself(spec: RunSpec) -> str:
+def own_generation_obstacle(spec: RunSpec) -> str:
     """Return why a trainer does not replace unavailable rollout nodes by generating itself; empty: it does."""
     if spec.rollout.recovery == "exact":
         return "with recovery: exact every completion must be a rollout node's"

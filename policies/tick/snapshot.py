@@ -23,7 +23,7 @@ from policies.model.vocabulary import (
     precedence_of,
 )
 from policies.serving.gateway_status import MemberStatus
-from policies.serving.joining import Coming, Stage
+from policies.serving.joining import JoiningNode, Stage
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer sends a heartbeat every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
@@ -159,7 +159,7 @@ class Snapshot:
     now_s: float
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, MemberStatus] | None = None
-    coming: Mapping[str, Coming] = field(default_factory=dict)  # known joining nodes
+    coming: Mapping[str, JoiningNode] = field(default_factory=dict)  # known joining nodes
     gateway: Gateway = Gateway()
     trainer: Trainer | None = None
     trainer_moved_at_s: float = -math.inf  # last progress of its machine's downloads and uploads

@@ -21,7 +21,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.serving.pieces import in_pieces
+from policies.serving.pieces import split_batches
 from policies.serving.wire import (
     REFUSED,
     ROLLOUTS,
@@ -121,7 +121,7 @@ class GatewayClient:
         """
         told = [one for one in batch.requests if one.prompt_token_ids]
         made: list[Generated] = []
-        for piece in in_pieces(told):
+        for piece in split_batches(told):
             try:
                 made.append(self._complete(replace(batch, requests=piece), arrived))
             except NobodyServes as nobody:

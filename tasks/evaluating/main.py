@@ -21,7 +21,7 @@ import structlog
 from checkpoint.records import evaluations
 from checkpoint.records.documents import RunRecord
 from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.errors import Corrupt, NotFound, StoreError
 from checkpoint.store.run_store import Store
 from checkpoint.stream.catalog import Catalog, Checkpoint
@@ -86,7 +86,7 @@ def _run(env: NodeEnv) -> End:
         return exit_codes.FENCED, f"stopped: {error}"
     except GenerationFailed as error:
         return exit_codes.UNAVAILABLE, f"generation failed: {error}"
-    except (BadPrompts, NotVouched, WrongVersions) as error:
+    except (BadPrompts, UntrustedRun, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.UNAVAILABLE, f"the run store failed: {error}"

@@ -12,7 +12,7 @@ from checkpoint.store.run_store import Store
 from policies.evaluation.judging import told_readable, verdict
 from policies.model.vocabulary import Evaluation
 from tasks.evaluating.assemble import Evaluator
-from tasks.rewards.guard import FAULTS, BadReward, TooLong, call_alone, interrupted
+from tasks.rewards.guard import FAULTS, BadReward, RewardTimedOut, call_alone, interrupted
 from tasks.rewards.guard import said as said_of
 from tasks.trainer.user_objects import BadSpec, Reward
 from tasks.trl.trl_evaluating import Made
@@ -94,7 +94,7 @@ def _said(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
     try:
         with interrupted(evaluator.timeout_s, judge):
             found = [bool(one) for one in call_alone(says, given_to)]
-    except (TooLong, *FAULTS) as error:
+    except (RewardTimedOut, *FAULTS) as error:
         raise BadReward(f"what {judge} says of which completions can be read {said_of(error)}") from error
     if len(found) != len(rows):
         raise BadReward(f"{judge} says of {len(found)} of {len(rows)} completions whether they can be read")

@@ -15,7 +15,7 @@ import structlog
 
 from checkpoint.store.codec import to_json
 from policies.model import exit_codes, node_contract
-from policies.model.gpus import TOOL, VISIBLE, DriverFailed, asks_for_gpus, driver_failed, visible_names
+from policies.model.gpus import TOOL, VISIBLE, DriverFailed, driver_failed, requests_gpus, visible_names
 from policies.model.spec import RunSpec, processes_of
 from policies.model.vocabulary import Role
 from tasks.machine.node_env import NodeEnv
@@ -120,7 +120,7 @@ def counted_gpus(role: Role, spec: RunSpec, env: Mapping[str, str]) -> int | Non
     try:
         return visible_gpus(env)
     except DriverFailed as error:
-        if asks_for_gpus(role, spec):
+        if requests_gpus(role, spec):
             raise
         log.warning("no_gpus", why=str(error))
         return None

@@ -53,7 +53,7 @@ def read_node_env() -> NodeEnv:
 def read_run_here(store: Store, token: str) -> RunRecord:
     """Read the run's record, verified by its secret, with `workdir` set to this machine's folder of run.yaml.
 
-    A cloud machine has a copy of that folder, and its work starts there. Raises NotVouched, StoreError.
+    A cloud machine has a copy of that folder, and its work starts there. Raises UntrustedRun, StoreError.
     """
     record = read_vouched_run(store, token)
     if record.spec.cloud == "local":

@@ -16,14 +16,14 @@ MEMORY = Path("/dev/shm")  # tmpfs on every Linux
 GIB = 1 << 30
 
 
-class NoRoom(Exception):
+class SpoolFull(Exception):
     """A checkpoint does not fit into the spool. The message tells the user what to change."""
 
 
 def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
     """Open the machine's spool. A new one is in the folder of run.yaml, else in memory if it fits, else on disk.
 
-    `slot_bytes` is the expected size of a checkpoint. Raises NoRoom.
+    `slot_bytes` is the expected size of a checkpoint. Raises SpoolFull.
     """
     link = workdir / SPOOL
     folder = link.resolve() if _has_target(link) else _new_folder(workdir, spec, slot_bytes)
@@ -31,7 +31,7 @@ def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
     budget_bytes = int(spec.spool_gib * GIB) if spec.spool_gib is not None else free_bytes // 2
     if slot_bytes > budget_bytes:
         key = "spool_gib" if spec.spool_gib is not None else "spool"
-        raise NoRoom(
+        raise SpoolFull(
             f"checkpoints.{key}: a checkpoint takes about {slot_bytes / GIB:.2f} GiB, but {folder} may use only "
             f"{budget_bytes / GIB:.2f} GiB; set `spool` to a folder with more space, or raise `spool_gib`"
         )
@@ -71,7 +71,7 @@ def _new_folder(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Path:
         base.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX, dir=base))
     except OSError as error:
-        raise NoRoom(f"checkpoints.spool: {base}: {error.strerror}; choose a writable folder") from error
+        raise SpoolFull(f"checkpoints.spool: {base}: {error.strerror}; choose a writable folder") from error
 
 
 def _free_bytes(folder: Path) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.run_store import Store
 from checkpoint.stream.uploader import LOOK_S
 from policies.model import exit_codes, node_contract
@@ -51,7 +51,7 @@ def main() -> int:
     env = read_node_env()
     try:
         record = read_run_here(Store(env.run), env.token)
-    except NotVouched as error:
+    except UntrustedRun as error:
         _last_line(str(error))
         return exit_codes.BAD_SPEC
     spec = record.spec

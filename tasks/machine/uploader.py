@@ -16,7 +16,7 @@ import structlog
 from checkpoint.records import documents, rollouts
 from checkpoint.records.documents import read_forks
 from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.document import Unreadable
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
@@ -44,7 +44,7 @@ def main() -> int:
     store = Store(env.run, retry_s=STORE_RETRY_S)
     try:
         spec = read_run_here(store, env.token).spec.checkpoints
-    except NotVouched as error:
+    except UntrustedRun as error:
         print(f"grpo-orch uploader: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     while (spool := find_spool(Path(env.workdir))) is None:

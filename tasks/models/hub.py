@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from policies.serving.joining import HUB, Stage, gets_on, limit_s
+from policies.serving.joining import HUB, Stage, limit_s, makes_progress
 from tasks.machine.base_model import FILES, NOT_FILES
 
 TELL_S = 1.0
@@ -72,7 +72,7 @@ def fetch(
                 raise NotFetched(told.error)
             now = Stage(HUB, told.done_bytes, told.total_bytes)
             say(now)
-            if gets_on(mark, now):
+            if makes_progress(mark, now):
                 mark, since_s = now, time.monotonic()
             elif time.monotonic() - since_s > limit_s(now, limit_of_silence_s):
                 raise NotFetched(f"no further for {limit_of_silence_s:.0f} s")

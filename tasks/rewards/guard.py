@@ -31,14 +31,14 @@ log = structlog.get_logger()
 GRACE_S = 60.0  # for Python to act on an interrupt; C code, such as a regular expression, may never return
 Scores = list[float | None]
 FAULTS = (Exception, SystemExit)  # of the user's code: its `sys.exit` must not end the run
-NO_SCORES = (Mapping, Set, str, bytes)  # iterables whose elements are not scores in the completions' order
+NOT_SCORES = (Mapping, Set, str, bytes)  # iterables whose elements are not scores in the completions' order
 
 
 class BadReward(Exception):
     """A reward function is at fault. The one-line message names the function and the prompt."""
 
 
-class TooLong(BaseException):
+class RewardTimedOut(BaseException):
     """Raised inside a function that hangs. A BaseException: its own `except Exception` must not catch it."""
 
 
@@ -67,7 +67,7 @@ def guarded(
 
         try:
             return call(arguments, timeout_s)
-        except (TooLong, *FAULTS) as error:
+        except (RewardTimedOut, *FAULTS) as error:
             if isinstance(error, BadReward) or passes(error):
                 raise
             return _score_by_group(arguments, error, call, name, rule, timeout_s, passes)
@@ -102,7 +102,7 @@ def _score_by_group(
     for group in groups:
         try:
             scores += call(group, timeout_s / len(groups))
-        except (TooLong, *FAULTS) as group_error:
+        except (RewardTimedOut, *FAULTS) as group_error:
             if isinstance(group_error, BadReward) or passes(group_error):
                 raise
             scores += _no_scores(group, group_error, name, rule)
@@ -148,7 +148,7 @@ def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_scores(returned: Any, arguments: dict[str, Any], name: str, rule: OnBadReward) -> Scores:
     """Convert a returned value to scores. Raises TypeError, ValueError unless there is one per completion."""
-    if isinstance(returned, NO_SCORES):
+    if isinstance(returned, NOT_SCORES):
         raise TypeError(f"it returned a {type(returned).__name__}, expected a list")
     values = list(returned)
     count = len(arguments["completions"])
@@ -179,14 +179,14 @@ def _report(arguments: dict[str, Any], index: int, problem: str, name: str, rule
 
 def said(error: BaseException) -> str:
     """Describe an error in one line."""
-    if isinstance(error, TooLong | TimeoutError):
+    if isinstance(error, RewardTimedOut | TimeoutError):
         return "timed out"
     return f"raised {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextlib.contextmanager
 def interrupted(timeout_s: float, name: str) -> Iterator[None]:
-    """Raise TooLong in the `with` block after `timeout_s`. Has no effect outside the main thread.
+    """Raise RewardTimedOut in the `with` block after `timeout_s`. Has no effect outside the main thread.
 
     If the block is still running GRACE_S later, faulthandler prints tracebacks and ends the process with exit code
     1. Its thread needs no GIL, which the block may hold.
@@ -199,7 +199,7 @@ def interrupted(timeout_s: float, name: str) -> Iterator[None]:
 
     def interrupt(*_: Any) -> None:
         if not ended.is_set():
-            raise TooLong
+            raise RewardTimedOut
 
     def watch() -> None:
         if ended.wait(timeout_s):
@@ -263,7 +263,7 @@ def guarded_tool(tool: Callable[..., Any], name: str, rule: Rule, where: Callabl
         try:
             with interrupted(rule.timeout_s, name):
                 return tool(*args, **kwargs)
-        except (TooLong, SystemExit) as error:
+        except (RewardTimedOut, SystemExit) as error:
             problem = f"{name} {said(error)}{where()}"
         if rule.on_bad_reward == "fail":
             raise ToolFailed(problem)
@@ -300,7 +300,7 @@ def _guard_environment(environment: Any, name: str, rule: Rule) -> None:
         try:
             with interrupted(rule.timeout_s, name):
                 return method(**arguments)
-        except (TooLong, *FAULTS) as error:
+        except (RewardTimedOut, *FAULTS) as error:
             if rule.passes(error):
                 raise
             raise BadReward(f"{name}.{method.__name__} {said(error)}{where()}") from error

@@ -18,7 +18,7 @@ import structlog
 
 from checkpoint.security import identity
 from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from policies.model.gpus import DRIVER_HINT, VISIBLE, DriverFailed, divided, engine_gpus, gpus_of, visible_names
@@ -105,7 +105,7 @@ def main() -> int:
     store = Store(env.run)
     try:
         spec = read_run_here(store, env.token).spec
-    except NotVouched as error:
+    except UntrustedRun as error:
         _last_line(env, str(error))
         return exit_codes.BAD_SPEC
     if (failed := set_up(Path(env.workdir), spec.rollout.setup)) is not None:

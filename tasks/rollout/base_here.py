@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from policies.serving.joining import ENGINE, ENGINE_ANEW, Stage, limit_s
+from policies.serving.joining import ENGINE, ENGINE_UNCACHED, Stage, limit_s
 from tasks.machine.node_env import NodeEnv
 from tasks.models.base import BaseModel, with_model
 from tasks.rollout.compile_caches import CompileCaches
@@ -56,7 +56,7 @@ class EngineFiles:
                 self._use_model(await asyncio.to_thread(self._model.whole))
             reads_bytes = 0 if bare else await asyncio.to_thread(vllm_flags.base_bytes, self.spec)
             # A new stage name restarts the controller's timeout.
-            self.stage = Stage(ENGINE_ANEW if self._compiled.is_discarded else ENGINE, 0, reads_bytes)
+            self.stage = Stage(ENGINE_UNCACHED if self._compiled.is_discarded else ENGINE, 0, reads_bytes)
             return await asyncio.to_thread(self._compiled.restore, self.spec), bare
 
     @property

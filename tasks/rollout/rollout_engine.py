@@ -17,7 +17,7 @@ import structlog
 
 from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
-from policies.serving.wire import HOLD_S, Announce, EngineWord, PolicyRef, PolicyStages
+from policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout.base_here import EngineFiles
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
@@ -82,7 +82,7 @@ class RolloutEngine:
         self._fitness = Fitness()
         self._failed_at_s = -math.inf
         self._is_leaving = False
-        self._stats: EngineWord | None = None
+        self._stats: EngineStats | None = None
         self._stages = PolicyStages("")  # of the policy it holds
         self._join_s: dict[str, float] = {}
         self._changed = asyncio.Event()  # the next announcement differs from the last one

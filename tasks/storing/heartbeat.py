@@ -158,7 +158,7 @@ class Heartbeat:
         leaving, own = self._leaving, self._beat
         if leaving is None:
             return
-        if not leaving.is_stop_requested and documents.is_asked_to_stop(self._store, own.node, own.attempt):
+        if not leaving.is_stop_requested and documents.is_stop_requested(self._store, own.node, own.attempt):
             leaving.request_stop()
             self._changed.set()
         if leaving.is_stop_requested and own.activity in BEFORE_TRAINING:

@@ -32,7 +32,7 @@ from policies.serving.wire import PolicyRef, labelled_version
 from policies.weights.tensors import ServedTypes, Tensor
 from tasks.storing.published import PolicyRemover, Published, find, newest_first
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import TYPES, Unread, at_hand, type_name
+from tasks.storing.tensors import TYPES, LazyTensor, type_name
 
 log = structlog.get_logger()
 
@@ -159,7 +159,7 @@ class PolicyPublisher:
     def publish(
         self,
         version: PolicyVersion,
-        tensors: Iterable[tuple[str, torch.Tensor | Unread]],
+        tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]],
         canary: Canary | None,
         since_step: int | None = None,
     ) -> PolicyRef:
@@ -188,7 +188,10 @@ class PolicyPublisher:
         return None
 
     def _publish(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor | Unread]], canary: Canary | None
+        self,
+        version: PolicyVersion,
+        tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]],
+        canary: Canary | None,
     ) -> PolicyRef:
         begun_s = time.monotonic()
         # If this publication fails the file no longer holds the previous policy, so no delta can follow it.
@@ -310,9 +313,11 @@ class PolicyPublisher:
             self._store, prefix, sending.finish(files), version, time.time(), meta
         )
 
-    def _plan(self, tensors: Iterable[tuple[str, torch.Tensor | Unread]]) -> dict[str, scratch.Tensor]:
+    def _plan(self, tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> dict[str, scratch.Tensor]:
         """Plan the tensors in the types to publish. Each is read, rounded and copied when it is written."""
-        lazy = {name: tensor if isinstance(tensor, Unread) else at_hand(tensor) for name, tensor in tensors}
+        lazy = {
+            name: tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor) for name, tensor in tensors
+        }
         trained = {name: Tensor(type_name(name, tensor.dtype), tensor.shape) for name, tensor in lazy.items()}
         return {name: _planned(lazy[name], dtype) for name, dtype in self._served.of(trained).items()}
 
@@ -322,7 +327,7 @@ def _is_long(published: Published, factor: int, size_bytes: int) -> bool:
     return published.chain > factor * CHAIN_MAX or published.chain_bytes > factor * CHAIN_SHARE * size_bytes
 
 
-def _planned(tensor: Unread, name: str) -> scratch.Tensor:
+def _planned(tensor: LazyTensor, name: str) -> scratch.Tensor:
     dtype = OF_TYPE[name]
 
     def content() -> Bytes:

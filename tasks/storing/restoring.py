@@ -54,7 +54,7 @@ class _Note:
     base_model: str | None = None
 
 
-def told_by_first(
+def restore_once(
     workdir: Path, attempt: int, restore: Callable[[], Restored | None] | None, leaving: Leaving
 ) -> Restored | None:
     """Restore in the first process; wait for its result in the others.

@@ -18,7 +18,7 @@ from policies.detect.divergence import Detector
 from policies.ledger.retention import keep_before, keep_since
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
-from tasks.machine.spooling import NoRoom
+from tasks.machine.spooling import SpoolFull
 from tasks.machine.transfer_log import TransferLog
 from tasks.storing.heartbeat import Heartbeat
 
@@ -124,11 +124,11 @@ class CheckpointSaver:
     def give_up(self, slot: Path) -> None:
         """Discard a checkpoint that did not fit into the spool; it is retried once another one is stored.
 
-        Raises NoRoom if no other checkpoint is waiting to be stored.
+        Raises SpoolFull if no other checkpoint is waiting to be stored.
         """
         log.warning("spool_full", spool=str(self._spool.folder))
         if not self._spool.give_up(slot):
-            raise NoRoom(
+            raise SpoolFull(
                 f"checkpoints.spool: {self._spool.folder} has no space for a checkpoint; free some space, "
                 f"or set `spool` to another folder"
             )

@@ -58,17 +58,17 @@ def type_name(name: str, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class LazyTensor:
     """A tensor that `read` loads on demand. It must not change until all tensors are read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
-
-def at_hand(tensor: torch.Tensor) -> Unread:
-    """Wrap a tensor that is in memory already."""
-    return Unread(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LazyTensor:
+        """Wrap a tensor that is in memory already."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def read_served_types(vllm: Mapping[str, Any], base_model: Path | None) -> ServedTypes:

@@ -24,7 +24,7 @@ from policies.model.node_contract import SPOOL
 from policies.model.spec import AgentSpec, RunSpec, generates_itself
 from policies.model.timelines import Fork, forked_spec
 from policies.model.vocabulary import Precedence
-from policies.sizing.training import why_not_itself
+from policies.sizing.training import own_generation_obstacle
 from policies.weights.adapters import QUANTISED, engine_type, why_whole
 from policies.weights.tensors import ServedTypes
 from tasks.agents.gateway import Gateway
@@ -37,7 +37,7 @@ from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.base_model import identity_of, model_config, model_folder
 from tasks.machine.leaving import Leaving
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import NoRoom, make_spool
+from tasks.machine.spooling import SpoolFull, make_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.publish_adapter import AdapterPublisher
@@ -156,7 +156,7 @@ def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
         return own
     gateway = GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check)
     after_s = start.spec.rollout.own_generation_after_s
-    if after_s is None or why_not_itself(start.spec):
+    if after_s is None or own_generation_obstacle(start.spec):
         return gateway
     return Drought(gateway, after_s, start.may_go_on, start.heartbeat, start.costs)
 
@@ -313,7 +313,7 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
         with trainer.accelerator.main_process_first():
             if first:
                 spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
-    except NoRoom as error:
+    except SpoolFull as error:
         raise BadSpec(str(error)) from error
     if spool is not None:
         in_parts = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # whose files have other names

@@ -25,7 +25,7 @@ import structlog
 
 from checkpoint.records.documents import RunRecord, read_forks
 from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store.errors import NotFound, NothingWhole, StoreError
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
@@ -40,13 +40,13 @@ from tasks.machine.children import end_with_parent
 from tasks.machine.exit_note import leave_exit_code
 from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
 from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.spooling import NoRoom, find_spool, remove_spool
+from tasks.machine.spooling import SpoolFull, find_spool, remove_spool
 from tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from tasks.models import shared
 from tasks.models.base import BaseModel, found_here, source_of
 from tasks.rewards.guard import BadReward, ToolFailed
 from tasks.storing.heartbeat import Fenced, Heartbeat
-from tasks.storing.restoring import Restored, told_by_first
+from tasks.storing.restoring import Restored, restore_once
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ LAST_WORDS = {
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
 # `_run` knows how each of them ends the trainer.
-FORESEEN = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NothingWhole, NotVouched, WrongVersions, StoreError)
+FORESEEN = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NothingWhole, UntrustedRun, WrongVersions, StoreError)
 RESTORED = "restored"  # folder of the machine's
 END_S = 120.0  # for trackers of runs to send what they still have; nodes and the next trainer wait meanwhile
 
@@ -110,7 +110,7 @@ def _run(env: NodeEnv) -> End:
         return exit_codes.UNAVAILABLE, f"generation failed: {error}"
     except NothingWhole as error:
         return exit_codes.NO_INTACT_CHECKPOINT, str(error)
-    except (NotVouched, WrongVersions) as error:
+    except (UntrustedRun, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
@@ -134,7 +134,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
     # By the first process for all: the others read the same folder.
     fetch = functools.partial(_restore, env, record, store, heartbeat, forks)
-    restored = told_by_first(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
+    restored = restore_once(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
     heartbeat.say("starting", step=resumed_at.step)
     if restored is not None and _is_last(restored.folder, _max_steps(record.spec, forks)):
@@ -222,7 +222,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         # A launcher ends the others where one fails, and the first still waits for its uploader.
         code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
         return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
-    except (NoRoom, UnsupportedType, BadSpec) as error:
+    except (SpoolFull, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
     except (BadReward, ToolFailed) as error:
         # A judge over the network may come back.

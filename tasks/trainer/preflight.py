@@ -21,7 +21,7 @@ from transformers.utils import is_liger_kernel_available
 
 from policies.model.spec import RunSpec, generates_itself
 from policies.sizing.engine import context_problem
-from tasks.rewards.guard import FAULTS, NO_SCORES, call_alone
+from tasks.rewards.guard import FAULTS, NOT_SCORES, call_alone
 from tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
 from tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown
 
@@ -162,7 +162,7 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
         found.close()
         raise BadSpec(f"{key} returned a coroutine, which TRL awaits of an `async def` alone; make it one")
     try:
-        values = None if isinstance(found, NO_SCORES) else list(found)
+        values = None if isinstance(found, NOT_SCORES) else list(found)
     except TypeError as error:
         raise BadSpec(f"{key} returned {shown(found)}; {expected}") from error
     if values is None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 
 Named = Mapping[str, torch.Tensor]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def as_in_checkpoint(model: Any, named: Mapping[str, Unread]) -> dict[str, Unread]:
+def as_in_checkpoint(model: Any, named: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return weights under the names and in the pieces of the model's own checkpoint.
 
     Some are other tensors there, as experts that the model holds as one tensor. They are converted a layer at a
@@ -32,7 +32,7 @@ def as_in_checkpoint(model: Any, named: Mapping[str, Unread]) -> dict[str, Unrea
     for group, result in _groups(model, sources, converted):
         lazy = {name: named[name] for name in group}
         for name, tensor in result.items():
-            found[name] = Unread(tensor.dtype, tuple(tensor.shape), functools.partial(reader.read, lazy, name))
+            found[name] = LazyTensor(tensor.dtype, tuple(tensor.shape), functools.partial(reader.read, lazy, name))
     return found
 
 
@@ -56,10 +56,10 @@ class _Reader:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._group: Mapping[str, Unread] = {}
+        self._group: Mapping[str, LazyTensor] = {}
         self._held: dict[str, torch.Tensor] = {}
 
-    def read(self, group: Mapping[str, Unread], name: str) -> torch.Tensor:
+    def read(self, group: Mapping[str, LazyTensor], name: str) -> torch.Tensor:
         if group is not self._group:
             self._held = {}  # free memory before the next group is read
             self._group = group

@@ -17,7 +17,7 @@ from tasks.completions.drought import OwnTurn
 from tasks.completions.rollout_source import RolloutSource
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 from tasks.trl.own_share import OwnShare
 from tasks.trl.windows_ahead import WindowsAhead
 
@@ -40,7 +40,7 @@ class NoPrompt(Enum):
 
 NO_PROMPT = NoPrompt.NO_PROMPT
 Prompt = list[int] | NoPrompt
-Weights = Iterator[tuple[str, torch.Tensor | Unread]]
+Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
 
 class _WeightsFirst(Exception):
@@ -60,7 +60,7 @@ class Publishes(Protocol):
     def publish(
         self,
         version: PolicyVersion,
-        named: Iterable[tuple[str, torch.Tensor | Unread]],
+        named: Iterable[tuple[str, torch.Tensor | LazyTensor]],
         canary: Canary | None,
         since_step: int | None = None,
     ) -> PolicyRef:

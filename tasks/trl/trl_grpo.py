@@ -28,7 +28,7 @@ from policies.detect.symptoms import WITNESS
 from policies.model.spec import STALE_DEFAULTS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import Unread, at_hand
+from tasks.storing.tensors import LazyTensor
 from tasks.trl.canary import canary_of, forget_order
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient, Instead
@@ -193,7 +193,7 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         """Publish under FSDP1, where all processes read all weights: the first process copies them."""
         whole = super()._iter_named_params()
         if self.accelerator.is_main_process:
-            named = {name: at_hand(weight.detach().to("cpu", copy=True)) for name, weight in whole}
+            named = {name: LazyTensor.of(weight.detach().to("cpu", copy=True)) for name, weight in whole}
             tensors = as_in_checkpoint(plain_model(self.model), named).items()
             self._fleet_client.update_named_params(None, iter(tensors))
             self._fleet_client.publish()
@@ -201,16 +201,16 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
             for _ in whole:
                 pass
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor | Unread]]:
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         """Return the tensors to publish, if each process has all weights."""
         if self._fleet_client.publishes_adapters:
             return adapter_tensors(self.model)
         return self._as_in_checkpoint(whole_weights(self.model, self._dist.gather_params))
 
-    def _as_in_checkpoint(self, named: dict[str, Unread]) -> Iterator[tuple[str, torch.Tensor | Unread]]:
+    def _as_in_checkpoint(self, named: dict[str, LazyTensor]) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         """Yield weights and stored buffers under the names in the model's own checkpoint."""
         model = plain_model(self.model)
-        buffers = {name: at_hand(buffer) for name, buffer in stored_buffers(model).items()}
+        buffers = {name: LazyTensor.of(buffer) for name, buffer in stored_buffers(model).items()}
         yield from as_in_checkpoint(model, {**named, **buffers}).items()
 
     @property

@@ -12,7 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 
 Gathered = Callable[[list[Any]], AbstractContextManager[Any]]
 FLOAT32 = 4  # bytes
@@ -60,7 +60,7 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from get_peft_model_state_dict(model, save_embedding_layers=False).items()
 
 
-def whole_weights(model: Any, gathered: Gathered) -> dict[str, Unread]:
+def whole_weights(model: Any, gathered: Gathered) -> dict[str, LazyTensor]:
     """Return a model's weights by the model's names, with adapters merged. Each is read when it is needed.
 
     A layer's own weights are restored after merging, since unmerging does not give the same bits and a restarted
@@ -70,7 +70,7 @@ def whole_weights(model: Any, gathered: Gathered) -> dict[str, Unread]:
     Args:
         gathered: context in which parameters that ZeRO stage 3 has divided are whole.
     """
-    found, seen = dict[str, Unread](), set[int]()
+    found, seen = dict[str, LazyTensor](), set[int]()
     for path, module in model.named_modules():
         if is_adapted(module):
             for name, weight in module.get_base_layer().named_parameters(f"{path}.base_layer", recurse=False):
@@ -84,8 +84,8 @@ def whole_weights(model: Any, gathered: Gathered) -> dict[str, Unread]:
     return found
 
 
-def _unread(weight: torch.Tensor, read: Callable[[], torch.Tensor]) -> Unread:
-    return Unread(weight.dtype, tuple(getattr(weight, ZERO_SHAPE, weight.shape)), read)
+def _unread(weight: torch.Tensor, read: Callable[[], torch.Tensor]) -> LazyTensor:
+    return LazyTensor(weight.dtype, tuple(getattr(weight, ZERO_SHAPE, weight.shape)), read)
 
 
 def _gathered(weight: torch.Tensor, gathered: Gathered) -> torch.Tensor:

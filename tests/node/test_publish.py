@@ -17,7 +17,7 @@ from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from tasks.storing.publish import PolicyPublisher
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 from tests.node.rollout.deltas.world import World, settle
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
@@ -90,7 +90,9 @@ def test_no_second_model_is_in_memory_while_one_is_published(world: World) -> No
         return torch.from_numpy(memory)
 
     count = 2 * scratch.AHEAD_BYTES // TENSOR_BYTES
-    tensors = {f"{at:03}": Unread(torch.float32, (elements,), functools.partial(read, at)) for at in range(count)}
+    tensors = {
+        f"{at:03}": LazyTensor(torch.float32, (elements,), functools.partial(read, at)) for at in range(count)
+    }
     publisher = world.publisher(FIRST)
     for step in range(2):
         publisher.publish(PolicyVersion(0, step), tensors.items(), None)

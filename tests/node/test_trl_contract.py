@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler
 from policies.serving.canary import Canary
 from policies.weights.tensors import mismatch
 from tasks.machine.base_model import tensors_in
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 from tasks.trl import trl_grpo
 from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.trl_grpo import EpochSampler
@@ -171,7 +171,7 @@ def test_what_is_converted_is_read_once() -> None:
         return found
 
     held = {
-        name: Unread(one.dtype, tuple(one.shape), functools.partial(read, name))
+        name: LazyTensor(one.dtype, tuple(one.shape), functools.partial(read, name))
         for name, one in model.named_parameters()
     }
     there = as_in_checkpoint(model, held)

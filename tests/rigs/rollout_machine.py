@@ -17,7 +17,7 @@ from checkpoint.stream import manifest
 from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
-from policies.serving.wire import Announce, AnnounceReply, EngineWord, PolicyRef
+from policies.serving.wire import Announce, AnnounceReply, EngineStats, PolicyRef
 from tasks.machine.node_env import NodeEnv
 from tasks.rollout import node_agent, rollout_engine
 from tasks.rollout.rollout_engine import RolloutEngine
@@ -77,7 +77,7 @@ class Boot:
         self.loads += 1
         await self.machine.on_load(self)
 
-    async def fetch_stats(self) -> EngineWord | None:
+    async def fetch_stats(self) -> EngineStats | None:
         self.looks += self.loads > 0
         return self.machine.on_look(self)
 
@@ -107,7 +107,7 @@ class Machine:
         self.left: list[str] = []
         self.on_start: Callable[[Boot], Awaitable[None]] = nothing
         self.on_load: Callable[[Boot], Awaitable[None]] = nothing
-        self.on_look: Callable[[Boot], EngineWord | None] = lambda _: None
+        self.on_look: Callable[[Boot], EngineStats | None] = lambda _: None
         self.comes_up = asyncio.Event()
         self.comes_up.set()
         self._heard = asyncio.Event()

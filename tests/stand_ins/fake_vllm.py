@@ -40,7 +40,7 @@ from policies.serving.wire import (
     RENDER,
     Announce,
     AnnounceReply,
-    EngineWord,
+    EngineStats,
     LoadPolicy,
 )
 from tasks.rollout.vllm.server import EngineLimits
@@ -195,7 +195,7 @@ class FakeVllm:
         self.policy: str | None = None
         self.loads = False  # takes the policy that the gateway names
         self.max_requests = 256
-        self.engine: EngineWord | None = None  # what it reports of itself
+        self.engine: EngineStats | None = None  # what it reports of itself
         self.event_s = 0.0
         self.doubling = 0  # requests that make an event take twice as long; 0: none do
         self.stalls = FOREVER  # sends no token after so many of a request

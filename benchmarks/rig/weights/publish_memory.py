@@ -23,7 +23,7 @@ from policies.model.vocabulary import PolicyVersion
 from policies.weights.tensors import ServedTypes
 from tasks.storing.publish import PolicyPublisher
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import Unread, at_hand
+from tasks.storing.tensors import LazyTensor
 from tests.node.ranks.divided import adapted, divided, generation_with, join
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
@@ -44,7 +44,7 @@ class Client:
         )
         self._how = how
 
-    def update_named_params(self, _: None, weights: Iterator[tuple[str, Unread]]) -> None:
+    def update_named_params(self, _: None, weights: Iterator[tuple[str, LazyTensor]]) -> None:
         self._weights = weights
 
     def publish(self) -> None:
@@ -53,7 +53,7 @@ class Client:
         tensors = dict(self._weights)
         weights_bytes = sum(one.dtype.itemsize * math.prod(one.shape) for one in tensors.values())
         if self._how == "all":
-            tensors = {name: at_hand(one.read().to("cpu", copy=True)) for name, one in tensors.items()}
+            tensors = {name: LazyTensor.of(one.read().to("cpu", copy=True)) for name, one in tensors.items()}
         self._publisher.publish(PolicyVersion(0, 0), tensors.items(), None)
         extra_bytes = memory_bytes("VmHWM") - before_bytes
         print(json.dumps({"weights_bytes": weights_bytes, "extra_bytes": extra_bytes}), flush=True)

@@ -28,7 +28,7 @@ from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
 from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
 from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home import DIGEST_ENV, all_secrets, handed_on, kept_run_digest, known_run, run_dir
+from orchestrator.home import DIGEST_ENV, all_secrets, kept_run_digest, known_run, run_dir, secret_environment
 from policies.model.node_contract import RUN_ENV
 from policies.model.vocabulary import Market, Role
 
@@ -57,7 +57,7 @@ class RemoteController:
     def launch(self, reason: str) -> None:
         """Ensure that the machine exists and that its supervised daemon takes the run over for `reason`.
 
-        Idempotent. Raises CloudRefused, NotVouched.
+        Idempotent. Raises CloudRefused, UntrustedRun.
         """
         known_run(self._store)
         before = documents.CONTROLLER.read(self._store)
@@ -144,7 +144,7 @@ class RemoteController:
             "GRPO_ORCH_CLOUDS": ",".join(self._clouds()),
             **({DIGEST_ENV: digest} if digest else {}),
             **settings,
-            **handed_on(all_secrets(self._record.spec, os.environ)),
+            **secret_environment(all_secrets(self._record.spec, os.environ)),
         }
         order = Order(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
         wheel = build_wheel(run_dir(self._record.run_id) / "wheel")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.turns import TimeSlices
-from policies.serving.sharing import alone_tokens_s
+from policies.serving.sharing import single_request_rate
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
@@ -98,7 +98,7 @@ class Link:
                 if self.received_tokens == since.received_tokens:
                     return
                 requests = (started + since.started_requests) / 2
-                speed = alone_tokens_s(
+                speed = single_request_rate(
                     (self.received_tokens - since.received_tokens) / requests / took_s, requests
                 )
                 self.speed_tokens_s = moving_mean(self.speed_tokens_s, speed, SPEED_SHARE)

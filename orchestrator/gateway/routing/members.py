@@ -24,7 +24,7 @@ from orchestrator.gateway.turns import TimeSlices
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.demand import Demand
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
-from policies.serving.joining import Coming, Stage, gets_on
+from policies.serving.joining import JoiningNode, Stage, makes_progress
 from policies.serving.member import Change, Row
 from policies.serving.membership import Membership
 from policies.serving.silence import SilenceLimits
@@ -394,7 +394,7 @@ class JoiningNodes:
     def update(self, node: str, stage: Stage, now_s: float) -> None:
         """Record a node's stage."""
         before = self._stages.pop(node, None)
-        if before is None or gets_on(before[1], stage):
+        if before is None or makes_progress(before[1], stage):
             self._stages[node] = stage, stage, now_s
             self.moves += 1
         else:
@@ -406,10 +406,10 @@ class JoiningNodes:
         """Drop a node that has become a member or finished its stage."""
         self._stages.pop(node, None)
 
-    def status(self, machines: Container[str], now_s: float) -> list[Coming]:
+    def status(self, machines: Container[str], now_s: float) -> list[JoiningNode]:
         """Return the nodes outside `machines`, the machines that have members."""
         return [
-            Coming(node, stage, now_s - progress_at_s)
+            JoiningNode(node, stage, now_s - progress_at_s)
             for node, (stage, _, progress_at_s) in self._stages.items()
             if machine_of(node) not in machines
         ]

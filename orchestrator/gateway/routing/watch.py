@@ -14,7 +14,7 @@ from orchestrator.gateway.nodes.connection import STALLED_S
 from orchestrator.gateway.nodes.link import PROBE_S, Link
 from orchestrator.gateway.routing.members import Members
 from policies.serving.member import Row
-from policies.serving.sharing import Movable, Sharer, share_out, tokens_left
+from policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
 from policies.serving.silence import MOST_S
 
 CHECK_S = 0.1
@@ -155,7 +155,7 @@ class Balancer:
         if is_even or self._members.places.has_waiting(policy):
             return
         attempts: list[Attempt] = []
-        moves = share_out(list(self._sharers(policy, rows, attempts)), begun=policy in self._rebalancing)
+        moves = balance_requests(list(self._sharers(policy, rows, attempts)), begun=policy in self._rebalancing)
         if moves is None:
             self._rebalancing.discard(policy)
             return
@@ -170,7 +170,7 @@ class Balancer:
         speeds = [link.speed_tokens_s for link in links if link and link.speed_tokens_s]
         return bool(speeds) and min(speeds) < SLOW_SHARE * max(speeds)
 
-    def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[Sharer]:
+    def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[MemberLoad]:
         """Yield the members with their movable requests, and add those to `attempts`.
 
         A member whose speed is unknown counts with the median of the others.
@@ -184,7 +184,7 @@ class Balancer:
             link = links[row.term]
             running = link.running if link else set[Attempt]()
             mean_tokens_left = sum(map(self._tokens_left, running)) / max(1, len(running))
-            yield Sharer(
+            yield MemberLoad(
                 row.node,
                 (link.speed_tokens_s if link else 0.0) or median(speeds),
                 len(running),

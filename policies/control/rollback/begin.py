@@ -30,7 +30,7 @@ from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 DRAIN_WAIT_S = 600.0
 GUARD_WAIT_S = 6.0
 RUN_START = "start"  # in a command: the run's start instead of a checkpoint
-NAME_A_TARGET = "`grpo-orch rollback --to TIMELINE-STEP` forces a target, `--to start` starts over from step 0"
+TARGET_HINT = "`grpo-orch rollback --to TIMELINE-STEP` forces a target, `--to start` starts over from step 0"
 NOTHING_SMALLER = (
     "memory can only be saved by shorter completions: use `grpo-orch rollback --to latest --set "
     "max_completion_length=NUMBER`, or set policies.min_completion_length to allow it automatically"
@@ -49,7 +49,7 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
         _refuse_by_hand(tick, stored.damaged)
         return
     if command.start is None:
-        target = target_by_hand(state, stored.checkpoints, ever_stored=stored.ever_stored)
+        target = user_target(state, stored.checkpoints, ever_stored=stored.ever_stored)
     elif command.start == RUN_START:
         target = Target(None)
     else:
@@ -57,7 +57,7 @@ def begin_by_hand(tick: Tick, command: Command) -> None:
         missing = "" if named in stored.checkpoints else f"checkpoint {named} is no longer in the store"
         target = Target(named, missing)
     if target.missing:
-        _refuse_by_hand(tick, f"{target.missing}; {NAME_A_TARGET}")
+        _refuse_by_hand(tick, f"{target.missing}; {TARGET_HINT}")
         return
     changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in LIVE_RUN:
@@ -70,7 +70,7 @@ def _refuse_by_hand(tick: Tick, reason: str) -> None:
     tick.emit(Noticed("no_target", _reached(tick), text), text)
 
 
-def target_by_hand(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
+def user_target(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
     """Return the target of a user's rollback that names none: before the divergence, if there is one."""
     divergence = state.diverged or state.watched
     onset_step = None if divergence is None else divergence.onset_step
@@ -106,7 +106,7 @@ def answer_divergence(tick: Tick) -> None:
         tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {spent}; last healthy: {target}")
         return
     if target.missing:
-        tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {NAME_A_TARGET}")
+        tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {TARGET_HINT}")
         return
     reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
     _begin(tick, target.start, Cause.DIVERGED, _changes_by_rule(tick), reason)
@@ -146,7 +146,7 @@ def answer_memory(tick: Tick) -> None:
         return
     target = _target(state, checkpoints, None, ever_stored=tick.snapshot.store.ever_stored)
     if target.missing:
-        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {NAME_A_TARGET}")
+        tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {TARGET_HINT}")
         return
     _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
 

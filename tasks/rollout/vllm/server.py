@@ -29,7 +29,7 @@ from policies.model.spec import RunSpec
 from policies.serving.canary import Canary
 from policies.serving.joining import READ_BYTES_PER_S
 from policies.serving.position_trial import judge
-from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineWord, LoadPolicy, ProvePolicy
+from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineStats, LoadPolicy, ProvePolicy
 from policies.weights.adapters import BASE_MODEL
 from tasks.machine.children import end_descendants, start_child
 from tasks.machine.node_env import NodeEnv
@@ -56,7 +56,7 @@ class EngineLimits:
     kv_tokens: int = 0
 
 
-def read_metrics(text: str) -> EngineWord | None:
+def read_metrics(text: str) -> EngineStats | None:
     """Parse vLLM's response to GET /metrics; None if it has no engine statistics."""
     samples: dict[str, list[float]] = {}
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def read_metrics(text: str) -> EngineWord | None:
                 samples.setdefault(name.partition("{")[0], []).append(number)
     if _RUNNING not in samples:
         return None
-    return EngineWord(
+    return EngineStats(
         running=int(sum(samples[_RUNNING])),
         waiting=int(sum(samples.get(_WAITING, []))),
         kv_usage=min(1.0, max(0.0, *samples.get(_USAGE, []), 0.0)),
@@ -219,7 +219,7 @@ class Server:
         content = await self._call("GET", "/grpo/engine", b"", 200, METRICS_TIMEOUT_S)
         return msgspec.json.decode(content, type=EngineLimits)
 
-    async def fetch_stats(self) -> EngineWord | None:
+    async def fetch_stats(self) -> EngineStats | None:
         """Return the engine's statistics, if it reports any. Raises ServerFailed."""
         content = await self._call("GET", "/metrics", b"", 200, METRICS_TIMEOUT_S)
         return read_metrics(content.decode(errors="replace"))

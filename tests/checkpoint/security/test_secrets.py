@@ -26,7 +26,7 @@ from orchestrator.clouds.sky.work import work_for
 from orchestrator.config.load import ConfigError, load
 from orchestrator.config.rules import looks_like_secret
 from orchestrator.control import daemon
-from orchestrator.home import all_secrets, default_secrets, handed_on, missing, run_id_of, secrets_for
+from orchestrator.home import all_secrets, default_secrets, missing, run_id_of, secret_environment, secrets_for
 from policies.model.pools import PoolOffer
 from policies.model.spec import Dataset, RunSpec
 from policies.model.vocabulary import Market, Role
@@ -87,7 +87,7 @@ def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: 
 
 
 def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path) -> None:
-    environment = {"GRPO_ORCH_RUN": "s3://b/r", **handed_on(all_secrets(run_spec(tmp_path), HERE))}
+    environment = {"GRPO_ORCH_RUN": "s3://b/r", **secret_environment(all_secrets(run_spec(tmp_path), HERE))}
     order = Order("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
     work = work_for(order, run_spec(tmp_path), tmp_path / "0123" / "w.whl", None)
     assert work.secrets == {"LICENCE": LICENCE, "HF_TOKEN": HF}

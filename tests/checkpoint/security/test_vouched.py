@@ -17,7 +17,7 @@ import pytest
 
 from checkpoint.records import documents
 from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import NotVouched, Proof, read_vouched_run, vouch
+from checkpoint.security.vouched import Proof, UntrustedRun, read_vouched_run, vouch
 from checkpoint.store import layout
 from checkpoint.store.codec import to_json
 from checkpoint.store.run_store import Store
@@ -62,7 +62,7 @@ def test_what_it_does_not_vouch_for_is_not(store: Store, what: str) -> None:
         vouch(store, SECRET, b"{}")
     elif what == "not ascii":
         store.put(layout.PROOF, to_json(Proof("é" * 64)))
-    with pytest.raises(NotVouched, match=layout.RUN):
+    with pytest.raises(UntrustedRun, match=layout.RUN):
         read_vouched_run(store, SECRET)
 
 
@@ -115,7 +115,7 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
         lambda: start_daemon(store, record(store), "resume"),
     )
     for start in starts:
-        with pytest.raises(NotVouched, match=str(run_digest_file(store.url))):
+        with pytest.raises(UntrustedRun, match=str(run_digest_file(store.url))):
             start()
     assert store.entries(layout.JOURNAL) == entries
 
@@ -128,7 +128,7 @@ def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) 
     vouch(store, token)
     trust.known_run(store)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))
-    with pytest.raises(NotVouched):
+    with pytest.raises(UntrustedRun):
         trust.known_run(store)
 
 
@@ -138,5 +138,5 @@ def test_a_controller_machine_knows_the_run_by_what_its_launcher_tells(
     monkeypatch.setenv(trust.DIGEST_ENV, trust.run_digest(store.get(layout.RUN)))
     trust.known_run(store)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))
-    with pytest.raises(NotVouched):
+    with pytest.raises(UntrustedRun):
         trust.known_run(store)

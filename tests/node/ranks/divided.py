@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.storing.tensors import Unread
+from tasks.storing.tensors import LazyTensor
 from tasks.trl.trl_grpo import FleetGeneration
 from tasks.trl.weights import whole_weights
 
@@ -37,7 +37,7 @@ class Client:
 
     publishes_adapters = False
 
-    def update_named_params(self, _: None, weights: Iterator[tuple[str, Unread]]) -> None:
+    def update_named_params(self, _: None, weights: Iterator[tuple[str, LazyTensor]]) -> None:
         self._weights = dict(weights)
 
     def publish(self) -> None:

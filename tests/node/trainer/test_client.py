@@ -17,7 +17,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.pieces import in_pieces
+from policies.serving.pieces import split_batches
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from policies.tick.snapshot import Trainer
@@ -106,7 +106,7 @@ def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
 def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_client, "in_pieces", functools.partial(in_pieces, requests_max=4))
+    monkeypatch.setattr(gateway_client, "split_batches", functools.partial(split_batches, requests_max=4))
     world.gateway.cut_after = 2
     arrived: list[int] = []
     got = world.client().complete(batch(count=10), lambda one: arrived.append(one.index))

@@ -81,7 +81,7 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
         assert calm.wait(calm.start_trainer()) == exit_codes.OK
     with open_rig(tmp_path / "told", tiny, **case.spec) as told:
         trainer = told.start_trainer()
-        ask = partial(documents.ask_to_stop, told.store, "trainer-0-i1", 1, time.time())
+        ask = partial(documents.request_stop, told.store, "trainer-0-i1", 1, time.time())
         when_made(told, after, ask, then_hold=True)
         assert trainer.wait(HANG_S) == exit_codes.STOPPED, told.log().read_text()[-4000:]
         check_all_is_stored(told)

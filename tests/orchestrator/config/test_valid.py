@@ -23,7 +23,7 @@ from policies.model.spec import (
     RollbackBudget,
     RunSpec,
 )
-from policies.sizing.training import why_not_itself
+from policies.sizing.training import own_generation_obstacle
 from tests.generators.config_world import VALID, changed, furnish
 
 
@@ -285,7 +285,7 @@ def test_agent_in_short_and_as_command(folder: Path) -> None:
     assert spec.trainer.agent == AgentSpec(run="rewards.digit_share")
     assert spec.trainer.reward_funcs == ()
     assert spec.policies.on_bad_reward == "none"
-    assert "agent" in why_not_itself(spec)
+    assert "agent" in own_generation_obstacle(spec)
     agent = "  agent: {run: [node, agent.js], turns: 4}\n"
     stale = ("  replicas: 2\n", "  replicas: 2\n  max_staleness: 1\n")
     fails = ("policies:\n", "policies:\n  on_bad_reward: fail\n")

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.gateway.routing import watch
 from policies.serving.silence import SilenceLimits
-from policies.serving.wire import EngineWord
+from policies.serving.wire import EngineStats
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 LONG_S = 1.2  # in place of four minutes
@@ -23,7 +23,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def report_work(node: Node) -> None:
     """Have the node's agent report that its engine has made another token."""
     assert node.engine is not None
-    node.change(engine=EngineWord(running=1, tokens=node.engine.tokens + 1))
+    node.change(engine=EngineStats(running=1, tokens=node.engine.tokens + 1))
     node.announce()
 
 
@@ -66,7 +66,7 @@ async def test_an_engine_that_says_that_requests_wait_is_believed(world: World) 
     node = await world.node("a", event_s=0.1)
     late = job(max_tokens=13)
     node.loses = {late.body["seed"]}
-    node.change(engine=EngineWord(running=1, waiting=1, kv_usage=0.5))
+    node.change(engine=EngineStats(running=1, waiting=1, kv_usage=0.5))
     await world.until(lambda: node.row.engine is not None)
     asked = world.ask(late)
     loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_a
     world.limits = Brief
     node = await world.node("a")
     one = job(max_tokens=13)
-    node.change(stalls=5, engine=EngineWord())
+    node.change(stalls=5, engine=EngineStats())
     asked = world.ask(one)
     await world.until(lambda: len(one.token_ids) == 5)
     loop = asyncio.get_running_loop()
@@ -101,7 +101,7 @@ async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_a
 
 async def test_server_that_does_not_answer_is_mute_although_its_engine_works(world: World) -> None:
     world.limits = Brief
-    node = await world.node("a", stalls=5, deaf=True, engine=EngineWord())
+    node = await world.node("a", stalls=5, deaf=True, engine=EngineStats())
     asked = world.ask(job(max_tokens=13))
     while not node.row.mute:
         report_work(node)

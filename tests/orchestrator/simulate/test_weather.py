@@ -13,7 +13,7 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from orchestrator.simulate.cloud import Physics, Prices
 from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import NotWeather, Zone, read_weather
+from orchestrator.simulate.weather import InvalidTrace, Zone, read_trace
 from orchestrator.simulate.world import ON_DEMAND
 from policies.fleet.market import market_of
 from policies.model.spec import Budget
@@ -52,13 +52,13 @@ def test_a_storm_takes_a_zone_at_once_and_prices_go_to_war() -> None:
 def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
     gaps = tmp_path / "zone.json"
     gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [0, 1, 0]}))
-    [zone] = read_weather(gaps, 4)
+    [zone] = read_trace(gaps, 4)
     assert (zone.gap_s, zone.counts) == (600.0, (4, 0, 4)), "1 says that the one machine is taken"
     gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [3, 1, 0]}))
-    assert read_weather(gaps, 4)[0].counts == (3, 1, 0)
+    assert read_trace(gaps, 4)[0].counts == (3, 1, 0)
     times = tmp_path / "counts.csv"
     times.write_text("time,count\n0,4\n120,0\n180,2\n")
-    assert read_weather(times, 4)[0].counts == (4, 4, 0, 2)
+    assert read_trace(times, 4)[0].counts == (4, 4, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
 def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "t"
     file.write_text(text)
-    with pytest.raises(NotWeather, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
-        read_weather(file, 4)
+    with pytest.raises(InvalidTrace, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
+        read_trace(file, 4)
 
 
 def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:

@@ -10,14 +10,14 @@ from orchestrator.views.reader import Reader
 from orchestrator.views.run_view import Rates, view_of
 from policies.model.vocabulary import NodePhase, Role
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import EngineWord
+from policies.serving.wire import EngineStats
 from tests.generators.views_world import T0, World
 
 S = NodeState
 
 
 def member(serving: bool = True, running: int = 0, tokens: int = 0, node: str = "rollout-0-i1") -> MemberStatus:
-    return MemberStatus(node, "b", "h:1", "0-1", serving, False, running, 0.1, engine=EngineWord(tokens=tokens))
+    return MemberStatus(node, "b", "h:1", "0-1", serving, False, running, 0.1, engine=EngineStats(tokens=tokens))
 
 
 def state_of(world: World, slot: str, at_s: float) -> NodeState:

@@ -40,7 +40,7 @@ from policies.model.events import (
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, Coming, Stage
+from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, JoiningNode, Stage
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, run_view
 
 
@@ -99,7 +99,7 @@ def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:
     restoring = Stage(CHECKPOINT, 1, 2)
     documents.TRAINER.write(world.store, replace(beat, activity="restoring", stage=restoring))
     behind = replace(member("rollout-0-i1", "0-9"), stage=Stage(POLICY, 3, 4))
-    comes = Coming("rollout-1-i1", Stage(BASE_MODEL, 52, 141), 3.0)
+    comes = JoiningNode("rollout-1-i1", Stage(BASE_MODEL, 52, 141), 3.0)
     view = look(world, 42, GatewayStatus("boot", "0-10", [behind], coming=[comes]))
     assert [node.stage for node in view.nodes] == [restoring, behind.stage, comes.stage]
     told = [node["stage"] for node in json.loads(json.dumps(to_json(view)))["nodes"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from policies.control.decide import decide
-from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, NAME_A_TARGET
+from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, TARGET_HINT
 from policies.model import exit_codes
 from policies.model.events import (
     CommandTaken,
@@ -52,7 +52,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     assert not world.begun
     assert (world.state.phase, world.state.reason) == (
         RunPhase.PAUSED,
-        f"diverged since step 2; no checkpoint is from before step 2; the store has 0-3; {NAME_A_TARGET}",
+        f"diverged since step 2; no checkpoint is from before step 2; the store has 0-3; {TARGET_HINT}",
     )
     assert world.checkpoints == [PolicyVersion(0, 3)]
     world.commands = [Command("c1", "rollback")]

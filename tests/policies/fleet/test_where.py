@@ -19,7 +19,7 @@ from policies.model.vocabulary import Market, NodePhase, Refusal, Role, kind_of,
 from tests.stand_ins.world import World, spec
 
 ZONES = tuple("abcdefghijkl")
-DEAREST = {"trainer on demand": 9.0, "rollout on spot": 9.0}
+SPOT_PRICE_MAX_FACTOR = {"trainer on demand": 9.0, "rollout on spot": 9.0}
 
 
 def pool(zone: str, market: Market = Market.SPOT) -> Pool:
@@ -35,7 +35,7 @@ OFFERS = (
 
 def zones(run: RunSpec | None = None, has: str = "", **world: object) -> World:
     """One whose rollout nodes come in these zones alone; other launches of theirs are refused."""
-    usual = {"proved": True, "max_steps": 10**6, "offers": OFFERS, "most": DEAREST, "dt_s": 0.25}
+    usual = {"proved": True, "max_steps": 10**6, "offers": OFFERS, "most": SPOT_PRICE_MAX_FACTOR, "dt_s": 0.25}
     made = {**usual, "has": frozenset(f"r{zone}" for zone in has), **world}
     return World(run or spec(), **made)  # type: ignore[arg-type]  # World's own fields
 

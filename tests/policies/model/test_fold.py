@@ -6,7 +6,7 @@ import pytest
 
 from policies.ledger.rentals import rentals
 from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.fold import NOTICED, apply, behind_s, draft, final, fold
+from policies.model.fold import NOTICED, apply, clock_lag_s, draft, final, fold
 from policies.model.pools import Pool
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, NodePhase, Role
@@ -87,7 +87,7 @@ DAY_S = 86400.0
     ],
 )
 def test_time_goes_on_for_as_long_as_either_clock_says(time_s: float, since_told_s: float, back_s: float) -> None:
-    assert behind_s(1000.0, time_s, since_told_s) == back_s
+    assert clock_lag_s(1000.0, time_s, since_told_s) == back_s
 
 
 def test_a_machine_is_as_old_for_the_bill_as_for_the_budget() -> None:

@@ -10,7 +10,7 @@ import pytest
 from policies.serving.gateway_status import MembershipChange
 from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
 from policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
-from policies.serving.wire import SILENT_S, Announce, EngineWord
+from policies.serving.wire import SILENT_S, Announce, EngineStats
 
 ONE = Load("p")
 
@@ -131,18 +131,18 @@ def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Me
 @pytest.mark.parametrize(
     ("word", "allowed"),
     [
-        (EngineWord(running=60, waiting=40, kv_usage=0.99), 60),  # the rest waits for room
-        (EngineWord(running=100, preemptions=1), 100),  # some have lost theirs
-        (EngineWord(running=60, waiting=40, kv_usage=0.3), 1000),  # they wait for their prompts' turn
-        (EngineWord(running=100, waiting=0, kv_usage=0.99), 1000),
-        (EngineWord(running=2, waiting=1, kv_usage=1.0), EASE_IN_REQUESTS),
+        (EngineStats(running=60, waiting=40, kv_usage=0.99), 60),  # the rest waits for room
+        (EngineStats(running=100, preemptions=1), 100),  # some have lost theirs
+        (EngineStats(running=60, waiting=40, kv_usage=0.3), 1000),  # they wait for their prompts' turn
+        (EngineStats(running=100, waiting=0, kv_usage=0.99), 1000),
+        (EngineStats(running=2, waiting=1, kv_usage=1.0), EASE_IN_REQUESTS),
         (None, 1000),
     ],
 )
-def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineWord | None, allowed: int) -> None:
+def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineStats | None, allowed: int) -> None:
     table = Membership()
     eased_in(table, "a")
-    first = replace(say("boot-a", max_requests=1000), engine=EngineWord())
+    first = replace(say("boot-a", max_requests=1000), engine=EngineStats())
     table.announce("a", first, 0.1)
     table.announce("a", replace(first, engine=word), 0.2)
     assert table.rows[0].allowed == allowed

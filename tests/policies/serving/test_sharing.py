@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.serving.member import REPLAY_TOKENS_MAX
-from policies.serving.sharing import DOUBLING_REQUESTS, Movable, Sharer, alone_tokens_s, share_out, tokens_left
+from policies.serving.sharing import (
+    DOUBLING_REQUESTS,
+    MemberLoad,
+    Movable,
+    balance_requests,
+    single_request_rate,
+    tokens_left,
+)
 
 FREE = 1000
 
@@ -24,17 +31,17 @@ def sharer(
     replay: int = 0,
     replaying: int = 0,
     first: int = 0,
-) -> Sharer:
+) -> MemberLoad:
     """A member whose requests, numbered from `first`, may all move."""
     requests = [Movable(first + n, left, replay) for n in range(running)]
-    return Sharer(node, speed, running, left, free, 10_000.0, replaying, requests)
+    return MemberLoad(node, speed, running, left, free, 10_000.0, replaying, requests)
 
 
-def divided(sharers: Sequence[Sharer], *, begun: bool = False) -> Counter[str]:
+def divided(sharers: Sequence[MemberLoad], *, begun: bool = False) -> Counter[str]:
     """How many requests each has after the moves."""
     at = {request.request: one.node for one in sharers for request in one.movable}
     assert len(at) == sum(one.running for one in sharers)
-    for move in share_out(sharers, begun=begun) or ():
+    for move in balance_requests(sharers, begun=begun) or ():
         at[move.request] = move.node
     return Counter(at.values())
 
@@ -58,22 +65,22 @@ def test_a_slow_member_gets_what_it_can_do_in_the_same_time() -> None:
 
 
 def test_few_requests_gain_nothing_from_company() -> None:
-    assert share_out([sharer("a", 4), sharer("b", 0)]) is None
+    assert balance_requests([sharer("a", 4), sharer("b", 0)]) is None
 
 
 def test_a_moment_is_not_worth_a_move() -> None:
-    assert share_out([sharer("a", 128, left=14.0), sharer("b", 0)]) is None
-    assert share_out([sharer("a", 128, left=16.0), sharer("b", 0)])
+    assert balance_requests([sharer("a", 128, left=14.0), sharer("b", 0)]) is None
+    assert balance_requests([sharer("a", 128, left=16.0), sharer("b", 0)])
 
 
 def test_measurements_are_not_so_exact_that_members_which_differ_a_little_are_not_alike() -> None:
-    assert share_out([sharer("a", 64), sharer("b", 64, speed=58.0, first=64)]) is None
-    assert share_out([sharer("a", 64), sharer("b", 64, speed=90.0, first=64)])
+    assert balance_requests([sharer("a", 64), sharer("b", 64, speed=58.0, first=64)]) is None
+    assert balance_requests([sharer("a", 64), sharer("b", 64, speed=90.0, first=64)])
 
 
 def test_a_twentieth_begins_it_and_it_goes_on_until_it_is_even() -> None:
     nearly = [sharer("a", 70, left=3000.0), sharer("b", 58, left=3000.0, first=70)]
-    assert share_out(nearly) is None
+    assert balance_requests(nearly) is None
     assert divided(nearly, begun=True) == {"a": 64, "b": 64}
 
 
@@ -89,21 +96,21 @@ def test_what_is_computed_again_goes_over_a_little_at_a_time() -> None:
 
 
 def test_computing_it_again_may_cost_more_than_it_saves() -> None:
-    assert not share_out([sharer("a", 128, left=60.0, replay=60_000), sharer("b", 0)])
+    assert not balance_requests([sharer("a", 128, left=60.0, replay=60_000), sharer("b", 0)])
 
 
 def test_speeds_are_told_apart_from_company() -> None:
-    assert alone_tokens_s(20.0, DOUBLING_REQUESTS) == 40.0
+    assert single_request_rate(20.0, DOUBLING_REQUESTS) == 40.0
 
 
-def ends_s(one: Sharer, running: int) -> float:
+def ends_s(one: MemberLoad, running: int) -> float:
     return one.left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Sharer]:
+def fleets(draw: st.DrawFn) -> list[MemberLoad]:
     """Members whose requests have equally much left, so that the end of each is plain."""
-    left, found, first = draw(st.sampled_from((50.0, 400.0, 3000.0))), list[Sharer](), 0
+    left, found, first = draw(st.sampled_from((50.0, 400.0, 3000.0))), list[MemberLoad](), 0
     for node in "abcd"[: draw(st.integers(1, 4))]:
         running = draw(st.integers(0, 150))
         speed, free = draw(st.sampled_from((10.0, 25.0, 50.0))), draw(st.sampled_from((0, 5, 300)))
@@ -114,8 +121,10 @@ def fleets(draw: st.DrawFn) -> list[Sharer]:
 
 @given(fleets(), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: list[Sharer], begun: bool) -> None:
-    moves = share_out(fleet, begun=begun) or []
+def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(
+    fleet: list[MemberLoad], begun: bool
+) -> None:
+    moves = balance_requests(fleet, begun=begun) or []
     assert len({move.request for move in moves}) == len(moves)
     after = divided(fleet, begun=begun)
     left = next(one.left for one in fleet)
@@ -137,15 +146,15 @@ def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(fleet: 
 
 @given(fleets())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_an_even_division_is_left_alone(fleet: list[Sharer]) -> None:
+def test_an_even_division_is_left_alone(fleet: list[MemberLoad]) -> None:
     after, first, again = divided(fleet), 0, []
     for one in fleet:
         running = after[one.node]
         free = one.free + one.running - running
         again.append(sharer(one.node, running, left=one.left, speed=one.speed_tokens_s, free=free, first=first))
         first += running
-    if share_out(fleet):
-        assert not share_out(again)
+    if balance_requests(fleet):
+        assert not balance_requests(again)
 
 
 def test_tokens_left_of_a_request_longer_than_expected() -> None:

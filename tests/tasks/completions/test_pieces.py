@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.gateway.surface import admission
 from policies.serving import pieces
-from policies.serving.pieces import in_pieces
+from policies.serving.pieces import split_batches
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import body_of
 
@@ -35,14 +35,14 @@ def asked(prompts: list[list[int]], samples: int = 1) -> list[CompletionRequest]
     ],
 )
 def test_requests_are_divided_in_order(requests: list[CompletionRequest], counts: list[int]) -> None:
-    found = list(in_pieces(requests, requests_max=5, tokens_max=5))
+    found = list(split_batches(requests, requests_max=5, tokens_max=5))
     assert [len(piece) for piece in found] == counts
     assert [one for piece in found for one in piece] == requests
 
 
 def test_no_piece_is_more_than_the_gateway_takes() -> None:
     """100,000 short prompts are too many for one batch, and 20 of two million tokens too large."""
-    short = list(in_pieces(asked([[number % 1000, TOKEN] for number in range(100_000)])))
+    short = list(split_batches(asked([[number % 1000, TOKEN] for number in range(100_000)])))
     assert max(map(len, short)) <= admission.REQUESTS_MAX
     assert sum(map(len, short)) == 100_000
     assert len(body_of(Batch(PolicyRef("0-0", ""), {}, short[0], 1.0))) < admission.BATCH_SIZE_MAX

@@ -117,11 +117,11 @@ def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store
     heartbeat = Heartbeat(store, beat(), leaving=leaving, end=ended.put)
     heartbeat.say("training", step=3)
     heartbeat.start()
-    documents.ask_to_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
+    documents.request_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
     heartbeat.say(step=4)
     said = until("the step", lambda: (one := documents.TRAINER.read(store)) and one.step == 4 and one)
     assert (said.leaving, leaving.is_stop_requested) == (False, False)
-    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    documents.request_stop(store, "trainer-0-i1", 1, 0.0)
     until("that it leaves", lambda: (one := documents.TRAINER.read(store)) and one.leaving)
     assert leaving.is_stop_requested
     assert ended.empty(), "it has something to store"
@@ -130,7 +130,7 @@ def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store
 
 def test_asked_to_stop_before_it_trains_the_process_ends(store: Store, tmp_path: Path) -> None:
     ended: queue.Queue[int] = queue.Queue()
-    documents.ask_to_stop(store, "trainer-0-i1", 1, 0.0)
+    documents.request_stop(store, "trainer-0-i1", 1, 0.0)
     heartbeat = Heartbeat(store, beat(), leaving=Leaving(tmp_path, 1), end=ended.put)
     heartbeat.start()
     assert ended.get(timeout=HANG_S) == exit_codes.STOPPED

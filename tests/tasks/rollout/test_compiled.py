@@ -22,7 +22,7 @@ from checkpoint.store import layout
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
-from policies.serving.joining import ENGINE, ENGINE_ANEW
+from policies.serving.joining import ENGINE, ENGINE_UNCACHED
 from tasks.rollout import base_here, compile_caches
 from tasks.rollout.compile_caches import FOLDERS, CompileCaches
 from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
@@ -298,7 +298,7 @@ async def test_vllm_that_fails_with_what_was_brought_starts_without(
         if found[-1] and fails == "start hangs":
             await asyncio.Event().wait()
         if fails == "start hangs":
-            await machine.eventually(lambda: machine.stages[-1].name == ENGINE_ANEW)
+            await machine.eventually(lambda: machine.stages[-1].name == ENGINE_UNCACHED)
             assert ENGINE in {stage.name for stage in machine.stages}
 
     async def on_load(_: Boot) -> None:

@@ -15,7 +15,7 @@ from checkpoint.stream import manifest
 from policies.model.gpus import VISIBLE
 from policies.model.spec import RunSpec
 from policies.serving.fitness import STARTS_MAX, TRIES
-from policies.serving.wire import Announce, EngineWord, PolicyRef
+from policies.serving.wire import Announce, EngineStats, PolicyRef
 from tasks.machine.children import _descendants
 from tasks.rollout import base_here, node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
@@ -115,11 +115,11 @@ async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
 ) -> None:
     """Its policy loads and it becomes a member, each time. One that has worked for long is started again."""
 
-    def word(boot: Boot) -> EngineWord:
+    def word(boot: Boot) -> EngineStats:
         """It works from when it holds the policy, and dies after so many looks."""
         if boot.member == SECOND and boot.looks > works:
             boot.ends.set()
-        return EngineWord(running=1, tokens=boot.looks)
+        return EngineStats(running=1, tokens=boot.looks)
 
     async def takes_as_long_as_60_looks(boot: Boot) -> None:
         boot.start_s, boot.trial_s = 50 * LOOK_S, 10 * LOOK_S

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from policies.serving.canary import Canary, token_ids_for
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, EngineWord, LoadPolicy, ProvePolicy
+from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, EngineStats, LoadPolicy, ProvePolicy
 from tasks.rollout.vllm.asgi import Message
 from tasks.rollout.vllm.guard import Guard, change_adapter, drop_adapter
 from tasks.rollout.vllm.server import read_metrics
@@ -399,8 +399,8 @@ vllm:time_to_first_token_seconds_bucket{engine="%(n)s",le="0.001",model_name="po
 
 def test_what_vllm_counts_is_read_and_several_engines_are_one() -> None:
     one = ENGINE % {"n": 1}
-    assert read_metrics(one) == EngineWord(3, 2, 0.91, 1, 1_200_034)
-    assert read_metrics(one + ENGINE % {"n": 2}) == EngineWord(6, 4, 0.92, 2, 2_400_068)
+    assert read_metrics(one) == EngineStats(3, 2, 0.91, 1, 1_200_034)
+    assert read_metrics(one + ENGINE % {"n": 2}) == EngineStats(6, 4, 0.92, 2, 2_400_068)
 
 
 @pytest.mark.parametrize("number", ["NaN", "+Inf", "-Inf", "-1.0", "1e+300"])

@@ -17,7 +17,7 @@ from checkpoint.records import documents
 from orchestrator.gateway.surface.describe import State, describe
 from orchestrator.home import run_dir
 from policies.serving.gateway_status import MembershipChange, MemberStatus
-from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, Coming, Stage
+from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
 from policies.serving.wire import Announce, AnnounceReply, BatchLine
 from tasks.completions.gateway_client import body_of
 from tests.rigs.command_line import Cli
@@ -77,7 +77,7 @@ class Going:
         self._moves += not self.still
         return self._moves
 
-    def status(self, *_: object) -> list[Coming]:
+    def status(self, *_: object) -> list[JoiningNode]:
         return []
 
 

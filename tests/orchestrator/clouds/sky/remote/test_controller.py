@@ -11,7 +11,7 @@ import yaml
 
 from checkpoint.records import documents
 from checkpoint.security.redaction import NAMES_ENV
-from checkpoint.security.vouched import NotVouched
+from checkpoint.security.vouched import UntrustedRun
 from checkpoint.store import layout
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
@@ -178,7 +178,7 @@ def test_it_is_given_the_secrets_to_hand_on_and_by_what_to_know_the_run(
     assert work.env[DIGEST_ENV] == run_digest(run_json)
     assert not any(value in repr(work) for value in given.values())
     world.store.put(layout.RUN, run_json.replace(b'"name":', b'"name" :'))
-    with pytest.raises(NotVouched):
+    with pytest.raises(UntrustedRun):
         made.launch("resume")
 
 
