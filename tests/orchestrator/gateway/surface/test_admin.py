@@ -216,7 +216,7 @@ def test_the_command_line_lists_drains_and_removes(rig: Rig, cli: Cli, host: str
         assert cli(command, "rolout-0") == (2, "", "no member 'rolout-0'; members: rollout-1\n")
     assert json.loads(cli("drain", "rollout-1", "-o", "json")[1]) == {"node": "rollout-1", "state": "draining"}
     rig.until_members()
-    assert cli("ls")[1] == "no member\n"
+    assert cli("ls")[1] == "no members\n"
     secret = run_dir("run-1") / "token"
     secret.unlink()
     code, _, complaint = cli("remove", "rollout-0")
