@@ -44,7 +44,7 @@ def test_market_candidates_and_choice_are_printed(stored: Views, grpo_orch: Cli)
     answer = grpo_orch("explain", stored.store.url)
     lines = answer.out.splitlines()
     assert answer.code == exit_codes.OK
-    assert any("on spot at 1.00 USD/h make a step" in line for line in lines)
+    assert any("on spot at 1.00 USD/h: 0.200 USD a step" in line for line in lines)
     assert any("rollout on demand" in line and "open" in line for line in lines)
     (chosen,) = (line for line in lines if line.startswith("->"))
     assert "on spot at 1.00 USD/h" in chosen
