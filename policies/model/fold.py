@@ -136,7 +136,7 @@ def clock_lag_s(told_s: float, time_s: float, since_told_s: float) -> float:
 def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunState:
     """Clamp all times to `time_s`, at which a controller takes over on a clock that is `back_s` behind.
 
-    Journalled events are in the past, whatever the clock said then. Machines keep their known age, which is paid
+    Journalled events are in the past, whatever the clock showed. Machines keep their known age, which is paid
     for.
     """
     nodes = {
