@@ -15,7 +15,7 @@ from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
 from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import Lessons, lessons_of
-from tasks.trainer.main import _end_of_training, _unforeseen
+from tasks.trainer.main import _end_of_training, _unexpected_error
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
@@ -122,10 +122,10 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         (RuntimeError("CUDA out of memory"), True, exit_codes.OUT_OF_MEMORY),
     ],
 )
-def test_unforeseen_errors_end_by_what_may_help(
+def test_unexpected_errors_end_by_what_may_help(
     error: Exception, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    found, why = _unforeseen(error, is_first=is_first, when="at step 1", trains=True)
+    found, why = _unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
     assert (found, "\n" in why) == (code, False)
     assert str(error) in why
