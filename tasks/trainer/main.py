@@ -258,16 +258,16 @@ def _end_of_training(trainer: Any) -> End:
 
 def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
     """Return the outcome of a complete training: NOTHING_LEARNT if no step had a reward."""
-    from tasks.trainer.lessons import lessons_of
+    from tasks.trainer.lessons import count_rewards
 
     by_agent = [] if spec.trainer.agent is None else ["agent"]
-    lessons, names = lessons_of(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
-    if lessons.rows and not lessons.rewarded:
+    counts, names = count_rewards(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
+    if counts.rows and not counts.rewarded:
         returned = f"the run's rewards ({names}) were None or NaN for all of them"
         return exit_codes.NOTHING_LEARNT, f"{why}, and no completion ever had a reward: {returned}"
-    if lessons.rows and not lessons.varied:
+    if counts.rows and not counts.varied:
         why += "; no group ever had variance in its rewards: nothing was learnt"
-        log.warning("nothing_learnt", logged_steps=lessons.rows, reward_functions=names)
+        log.warning("nothing_learnt", logged_steps=counts.rows, reward_functions=names)
     return exit_codes.OK, why
 
 

@@ -14,7 +14,7 @@ from policies.detect.pitfalls import UNREWARDED_MAX
 from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
 from tasks.machine.exit_note import take_exit_code, take_reason
-from tasks.trainer.lessons import Lessons, lessons_of
+from tasks.trainer.lessons import RewardCounts, count_rewards
 from tasks.trainer.main import _end_of_training, _unexpected_error
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
@@ -61,19 +61,21 @@ def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "lessons"),
     [
-        ([], Lessons()),
-        ([UNREWARDED, UNREWARDED], Lessons(2, 0, 0)),
-        ([UNREWARDED, ALIKE], Lessons(2, 1, 0)),
-        ([ALIKE, TAUGHT, ALIKE], Lessons(2, 2, 1)),
-        ([{"eval_reward": 0.5}, ALIKE], Lessons(1, 1, 0)),
-        ([{"reward": 0.5}], Lessons(1, 1, 1)),  # not logged: nothing is claimed
+        ([], RewardCounts()),
+        ([UNREWARDED, UNREWARDED], RewardCounts(2, 0, 0)),
+        ([UNREWARDED, ALIKE], RewardCounts(2, 1, 0)),
+        ([ALIKE, TAUGHT, ALIKE], RewardCounts(2, 2, 1)),
+        ([{"eval_reward": 0.5}, ALIKE], RewardCounts(1, 1, 0)),
+        ([{"reward": 0.5}], RewardCounts(1, 1, 1)),  # not logged: nothing is claimed
     ],
 )
-def test_lessons_are_counted_up_to_the_first(rows: list[dict[str, float]], lessons: Lessons, store: Store) -> None:
+def test_rewards_are_counted_up_to_the_first(
+    rows: list[dict[str, float]], counts: RewardCounts, store: Store
+) -> None:
     writer = MetricsWriter(store)
     for step, values in enumerate(rows, 1):
         writer.append(Row(0, step, 0.0, 1, values))
-    assert lessons_of(store) == lessons
+    assert count_rewards(store) == counts
 
 
 def test_unrewarded_batches_count_in_a_row() -> None:
