@@ -59,7 +59,7 @@ def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "lessons"),
+    ("rows", "counts"),
     [
         ([], RewardCounts()),
         ([UNREWARDED, UNREWARDED], RewardCounts(2, 0, 0)),
