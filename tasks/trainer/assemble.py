@@ -1,4 +1,4 @@
-"""Puts a trainer together: the user's model, data and rewards, TRL's trainer, and what ties it to the run."""
+"""Assemble a trainer: the user's model, data and rewards, TRL's trainer, and its connections to the run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ log = structlog.get_logger()
 
 Source = OwnGeneration | Drought | GatewayClient | AgentRunner
 FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
-SAMPLES_RETRY_S = 30.0  # what nothing depends on is worth no longer wait
+SAMPLES_RETRY_S = 30.0  # nothing depends on samples, so do not wait longer
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
 
 
@@ -96,19 +96,19 @@ def assemble(
     forks: Sequence[Fork] = (),
     base_model: Path | None = None,
 ) -> tuple[Any, Spool | None]:
-    """Return a trainer that is ready to train, and in the first process its spool.
+    """Return a trainer that is ready to train and, in the first process, its spool.
 
-    Raises BadSpec for what only the user can repair.
+    Raises BadSpec for mistakes that only the user can repair.
 
     Args:
-        record: the run's, with its specification as it is on timeline 0.
-        forks: how the other timelines began.
-        base_model: where this machine has it, if it is no folder of the run's and not in the hub's cache.
+        record: the run's record, with the specification of timeline 0.
+        forks: the origins of the other timelines.
+        base_model: its folder on this machine, if it is neither the run's own folder nor in the hub's cache.
     """
-    disable_progress_bar()  # a log file has no use for them
+    disable_progress_bar()  # useless in a log file
     datasets.disable_progress_bars()
-    here = replace(record, spec=_spec_on(record.spec, forks, env.timeline))
-    start = Start(env, here, store, heartbeat, leaving, restored, base_model, StepCosts())
+    timeline_record = replace(record, spec=_spec_on(record.spec, forks, env.timeline))
+    start = Start(env, timeline_record, store, heartbeat, leaving, restored, base_model, StepCosts())
     config = grpo_config(
         start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None
     )
@@ -130,26 +130,27 @@ def assemble(
     knows_prompts = wanted.environment_factory is None and wanted.rollout_func is None
     if source is not own and knows_prompts:
         staleness = start.spec.rollout.max_staleness
-        first_step, prompts_of = (
-            _first_step(forks, env.timeline),
-            None if wanted.agent is None else agents.plain_rows,
-        )
+        first_step = _first_step(forks, env.timeline)
+        prompts_of = None if wanted.agent is None else agents.plain_rows
         windows = WindowsAhead(trainer, env.timeline, first_step, staleness, prompts_of)
         client.windows = windows if windows.helps else None
-    trainer.remove_callback(PrinterCallback)  # MetricsCallback says in a line what it prints in thirty
+    trainer.remove_callback(PrinterCallback)  # MetricsCallback logs the same in one line instead of thirty
     leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
     trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
     spool = _spool(Path(env.workdir), start.spec, trainer)
     if spool is not None:
         timeline_id = f"{record.run_id}-t{env.timeline}"
         keep_reports(trainer, Path(env.workdir), timeline_id, is_first=env.precedence == FIRST)
-        _add_first(start, trainer, client, spool)
+        _add_main_callbacks(start, trainer, client, spool)
     return trainer, spool
 
 
 def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
-    """What makes the run's completions: the trainer itself, rollout nodes, or it while there is none of them; or
-    an agent, with rollout nodes."""
+    """Return the source of the run's completions.
+
+    This is an agent on rollout nodes, the trainer itself, rollout nodes, or rollout nodes with the trainer as
+    fallback while the fleet is empty.
+    """
     if start.spec.trainer.agent is not None:
         return _agent_runner(start, start.spec.trainer.agent, config)
     if generates_itself(start.spec):
@@ -162,7 +163,7 @@ def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
 
 
 def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
-    """What runs the agent, imported in the first process. Raises BadSpec."""
+    """Return the agent's runner. The first process imports the agent. Raises BadSpec."""
     memory_bytes = None if agent.memory_gb is None else int(agent.memory_gb * 1e9)
     runner = AgentRunner(
         Gateway(start.store, start.env.token),
@@ -199,31 +200,31 @@ def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Sour
 
 
 def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[[int], ReplacedPrompts]) -> Any:
-    """Load what run.yaml names into TRL's trainer. Raises BadSpec.
+    """Build TRL's trainer from the objects that run.yaml names. Raises BadSpec.
 
     Args:
-        replaced: returns the prompts in the place of others, in a dataset of so many.
+        replaced: returns the replaced prompts, given the number of rows.
     """
     wanted, workdir = start.spec.trainer, start.workdir
     with start.limited("trainer: importing what run.yaml names"):
         rewards, turns = load_rewards(wanted, workdir), load_turns(wanted, workdir)
     by_agent = [] if wanted.agent is None else [agents.agent]
-    used = prompts_used(config)
-    data = load_data("trainer.dataset", wanted.dataset, workdir, used)
-    held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, used)
+    rows_used = prompts_used(config)
+    data = load_data("trainer.dataset", wanted.dataset, workdir, rows_used)
+    held_out = wanted.eval_dataset and load_data("trainer.eval_dataset", wanted.eval_dataset, workdir, rows_used)
     check_packages(config)
     name_reports(config, start.spec.name, start.record.run_id, start.env.timeline)
     prepare_reports(config, Path(start.env.workdir))
     check_row_count(len(data.rows), config)
-    tried = {**data.firsts, **(held_out.firsts if held_out else {})}
+    first_rows = {**data.firsts, **(held_out.firsts if held_out else {})}
     if start.restored is None and config.process_index == 0:
-        check_prompts(tried)
-        begun = check_turns(turns, tried, config.num_generations, start.limited)
+        check_prompts(first_rows)
+        environments = check_turns(turns, first_rows, config.num_generations, start.limited)
         columns = {} if wanted.agent is None else agents.example_columns(config.num_generations)
-        check_rewards(rewards, wanted.reward_funcs, tried, config, start.limited, begun, columns)
+        check_rewards(rewards, wanted.reward_funcs, first_rows, config, start.limited, environments, columns)
     replacements = replaced(len(data.rows))
     model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
-    set_seed(config.seed)  # before the model: new adapters are drawn at random, and a restart must draw the same
+    set_seed(config.seed)  # before the model: a restart must draw the same random adapters
     try:
         trainer = trl_grpo.FleetGRPOTrainer(
             client,
@@ -245,7 +246,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
         raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
     if start.restored is None:
         check_lengths(start.spec, config.max_completion_length, plain_model(trainer.model).config.to_dict())
-        check_tokens(trainer, tried, wanted.model)
+        check_tokens(trainer, first_rows, wanted.model)
     if start.restored is not None and (why := why_not_resumable(trainer, start.restored.folder)):
         raise BadSpec(f"trainer: {why}")
     quantised = getattr(plain_model(trainer.model).config, "quantization_config", None)
@@ -258,7 +259,7 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
 
 
 def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
-    """What puts policies into the store: adapters alone where the nodes' engine applies them."""
+    """Return the publisher of policies: only the adapter if the nodes' engine can apply it."""
     folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
     path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
@@ -275,13 +276,13 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     adapter = trainer.model.peft_config["default"].to_dict()
     identity = "" if base is None else identity_of(base)
     model = start.spec.trainer.model
-    # Not the loaded model's configuration: TRL has given it the type that it trains in.
+    # Not the loaded model's configuration: TRL has set the training type in it.
     rounded = ServedTypes(None if own_config is None else engine_type(start.spec, own_config))
     return AdapterPublisher(start.store, adapter, model, identity, folder, by, rounded, start.costs)
 
 
-def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
-    """Add what the first process alone does: checkpoints, heartbeat, metrics, guard."""
+def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
+    """Add the duties of the first process: checkpoints, heartbeat, metrics, guard."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     detector = read_detector(start.restored.folder) if start.restored is not None else Detector()
     guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, detector)
@@ -301,12 +302,12 @@ def _add_first(start: Start, trainer: Any, client: FleetClient, spool: Spool) ->
     trainer.add_callback(callbacks.SamplesCallback(trainer.samples))
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
-    # After the metrics: what the guard judges by is in the store before it ends the trainer.
+    # After the metrics, so that the guard's data is in the store before it stops the trainer.
     trainer.add_callback(guard)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
-    """The machine's spool, made by the first process for all; in it, memory for what is large in a checkpoint."""
+    """Make the machine's spool in the first process, with memory reserved for the large checkpoint files."""
     spool, first = None, trainer.is_world_process_zero()
     weights_bytes, optimizer_bytes = checkpoint_bytes(trainer)
     try:
@@ -316,13 +317,13 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
     except SpoolFull as error:
         raise BadSpec(str(error)) from error
     if spool is not None:
-        in_parts = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # whose files have other names
-        spool.prepare({WEIGHTS_NAME: weights_bytes, **({} if in_parts else {OPTIMIZER_NAME: optimizer_bytes})})
+        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # their files have other names
+        spool.prepare({WEIGHTS_NAME: weights_bytes, **({} if is_sharded else {OPTIMIZER_NAME: optimizer_bytes})})
     return spool
 
 
 def _first_step(forks: Sequence[Fork], timeline: int) -> int:
-    """The step of the first policy on a timeline."""
+    """Return the step of the first policy on a timeline."""
     fork = next((fork for fork in forks if fork.timeline == timeline), None)
     return 0 if fork is None or fork.start_at is None else fork.start_at.step
 
@@ -332,16 +333,16 @@ def _spec_on(spec: RunSpec, forks: Sequence[Fork], timeline: int) -> RunSpec:
 
 
 def _replaced_prompts(spec: RunSpec, forks: Sequence[Fork], timeline: int, prompts: int) -> ReplacedPrompts:
-    """Which prompts the timeline takes in the place of which; an earlier one had as many processes as this."""
+    """Return the timeline's replaced prompts. Assumes that earlier timelines had as many processes as this one."""
 
-    def walk(of_timeline: int) -> Walk:
-        return walk_of(grpo_config(_spec_on(spec, forks, of_timeline), Path(), evaluates=False), prompts)
+    def walk(walked_timeline: int) -> Walk:
+        return walk_of(grpo_config(_spec_on(spec, forks, walked_timeline), Path(), evaluates=False), prompts)
 
     return replacements(forks, timeline, walk)
 
 
 def _frozen(trainer: Any, base_model: Path | None) -> dict[str, Path]:
-    """The files of the model that training began from, where a restart needs it: for the KL, or under adapters."""
+    """Return the initial model's files if a restart needs them: for the KL, or under adapters."""
     needed = trainer.beta != 0 or hasattr(trainer.model, "get_base_model")
     if base_model is None or not needed:
         return {}

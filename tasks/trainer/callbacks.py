@@ -1,6 +1,6 @@
-"""What the trainer tells the run store while it trains: heartbeat, metrics, checkpoints. Its guard.
+"""Callbacks that write heartbeat, metrics, samples and checkpoints to the run store, and the divergence guard.
 
-One small callback each, in the signature of `transformers.TrainerCallback`. Only the main process has them.
+Each is a small `transformers.TrainerCallback`. Only the main process has them, except CheckpointCallback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-ADD_UP = (  # over a row's logs
+ADD_UP = (  # summed over a row's logs
     metrics.TOKENS,
     metrics.TOKENS_DISCARDED,
     metrics.WAIT_S,
@@ -40,14 +40,14 @@ ADD_UP = (  # over a row's logs
     metrics.STORE_S,
     metrics.PROMPTS_REFUSED,
 )
-# Of what transformers keeps for itself and writes as text with each checkpoint: of 100,000 steps, with thirty
-# numbers each, that took 17 s and 154 MB. The run's metrics have all.
+# Entries kept in transformers' log history, which it writes as text with each checkpoint: 100,000 steps of thirty
+# numbers each took 17 s and 154 MB. The run's metrics have all entries.
 LOGS_KEPT = 1000
-SAID = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # of each row, in the trainer's own log
+LOGGED = ("reward", "eval_reward", "kl", "loss", "grad_norm")  # metrics in the trainer's own log
 
 
-class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Keeps the heartbeat true, and stops a trainer that was replaced at its next step."""
+class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Updates the heartbeat, and stops a replaced trainer at its next step."""
 
     def __init__(self, heartbeat: Heartbeat, checkpoints: CheckpointSaver, leaving: Leaving) -> None:
         self._heartbeat = heartbeat
@@ -57,8 +57,8 @@ class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._checkpoints.begin_from(state.global_step, state.logging_steps)
         self._leaving.begin(self._checkpoints.last_store_s)
-        # Rollout nodes are bought once the trainer is `training`. Before its first request for completions the
-        # first step may still fail over what run.yaml says.
+        # Rollout nodes are bought once the trainer is `training`. Until the first request for completions, the
+        # first step may still fail because of a mistake in run.yaml.
         activity = "training" if state.global_step else None
         self._heartbeat.say(activity, step=state.global_step, max_steps=state.max_steps)
 
@@ -74,8 +74,8 @@ class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._heartbeat.say(kl=kl)
 
 
-class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Stores what TRL logs, a row a step. What is logged twice at one step, as evaluation is, shares the row."""
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Stores TRL's logs, one row per step. Several logs of a step, as with evaluation, share the row."""
 
     def __init__(self, store: Store, costs: StepCosts, timeline: int, attempt: int) -> None:
         self._store = store
@@ -85,19 +85,19 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._attempt = attempt
         self._step = -1
         self._values: dict[str, float] = {}
-        self._unused: dict[str, float] = {}  # for the timeline's first row
+        self._unused_generation: dict[str, float] = {}  # for the timeline's first row
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         self._step = state.global_step
-        key = layout.metrics_chunk(self._timeline, self._step)  # of all rows of a long run there is too much
+        key = layout.metrics_chunk(self._timeline, self._step)  # reading all rows of a long run would be too much
         rows = metrics.read_chunk(self._store, key)
         self._values = next((dict(row.values) for row in rows if row.step == self._step), {})
-        if self._timeline and self._begins_timeline():
+        if self._timeline and self._is_timeline_start():
             windows, tokens = rollouts.unused_windows(self._store, self._timeline - 1)
-            self._unused = {metrics.UNUSED_WINDOWS: windows, metrics.UNUSED_TOKENS: tokens}
+            self._unused_generation = {metrics.UNUSED_WINDOWS: windows, metrics.UNUSED_TOKENS: tokens}
 
-    def _begins_timeline(self) -> bool:
-        """True if the timeline has no row that this trainer goes on from."""
+    def _is_timeline_start(self) -> bool:
+        """Return True if the timeline has no row that this trainer continues from."""
         chunks = self._store.entries(layout.metrics(self._timeline))
         rows = metrics.read_chunk(self._store, chunks[0].key) if chunks else []
         return all(row.step > self._step for row in rows)
@@ -105,20 +105,20 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         if state.global_step != self._step:
             self._step, self._values = state.global_step, {}
-        self._values.update(self._unused)
-        self._unused = {}
+        self._values.update(self._unused_generation)
+        self._unused_generation = {}
         for name, value in self._costs.take().items():
             adds_up = name in ADD_UP
             self._values[name] = round(value + self._values.get(name, 0.0), 6) if adds_up else value
         self._values.update(storable(logs))
-        said = {name: self._values[name] for name in SAID if name in logs and name in self._values}
-        if said:
-            log.info("step", step=self._step, **said)
+        logged = {name: self._values[name] for name in LOGGED if name in logs and name in self._values}
+        if logged:
+            log.info("step", step=self._step, **logged)
         self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
 
 
-class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Has the last samples written before the trainer ends."""
+class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Writes the last samples before the trainer exits."""
 
     def __init__(self, samples: SampleWriter) -> None:
         self._samples = samples
@@ -128,20 +128,20 @@ class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class Diverged(Exception):
-    """The guard has tripped: nothing of this step may be saved, and no further one taken."""
+    """The guard has tripped: this step must not be saved, and training must stop."""
 
     def __init__(self, verdict: Verdict) -> None:
-        found = "; ".join(verdict.evidence) or "no evidence was kept"
-        super().__init__(f"the run diverges since step {verdict.onset_step}: {found}")
+        evidence = "; ".join(verdict.evidence) or "no evidence was kept"
+        super().__init__(f"the run diverges since step {verdict.onset_step}: {evidence}")
 
 
-class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Watches for divergence, after the row is stored: whoever reads that has what the guard has judged by.
+class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Watches for divergence after the row is stored, so that the store has the data behind each verdict.
 
     Args:
-        heartbeat: told the verdict.
-        policy: the run's, what to do about it among others.
-        detector: as of the checkpoint that training goes on from.
+        heartbeat: receives the verdict.
+        policy: the run's, with the limits and the action to take.
+        detector: its state in the checkpoint that training resumes from.
     """
 
     def __init__(self, heartbeat: Heartbeat, policy: KlPolicy, detector: Detector) -> None:
@@ -156,13 +156,13 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
         point = metrics.point_at(state.global_step, storable(logs))
         try:
             detector = follow(self.detector, point, self._policy.limit, self._policy.task_changes)
-        except Exception:  # an error in watching must not end training; the daemon, which judges alike, reports it
+        except Exception:  # an error here must not end training; the daemon runs the same detector and reports it
             log.exception("guard_failed", step=point.step)
             return
         self._take(detector)
 
     def policy_is_gone(self, step: int, onset_step: int) -> None:
-        """The weights of `step` compute no number, from which no completion comes and so nothing to log.
+        """Trip because the weights of `step` give NaN: they yield no completions, so nothing would be logged.
 
         Raises Diverged.
         """
@@ -178,13 +178,14 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
             raise Diverged(verdict)
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-    """Sees that the last step is saved, that a save which found no room is tried again, and that what is saved
-    does not grow with the run. In every process.
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Saves the last step, retries a save for which the spool had no space, and bounds the saved log history.
+
+    Runs in every process.
 
     Args:
-        save_is_due: whether one has found no room.
-        leave_if_due: raises LeaveNow in the middle of a step where the trainer is to end.
+        save_is_due: returns True if a save had no space.
+        leave_if_due: raises LeaveNow in the middle of a step if the trainer must exit.
     """
 
     def __init__(self, save_is_due: Callable[[], bool], leave_if_due: Callable[[], None]) -> None:
@@ -203,7 +204,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def storable(logs: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a log that JSON can carry; a marker stands for each that it cannot."""
+    """Return the numbers of a log that JSON can represent, with a marker for each other value."""
     values: dict[str, float] = {}
     for name, value in logs.items():
         if value is None or (isinstance(value, float) and not math.isfinite(value)):

@@ -1,8 +1,8 @@
 """The trainer's process: `python -m tasks.trainer.main`.
 
 It reads the run from the store, restores the newest checkpoint on the line of its timeline, and trains to the last
-step, or until its guard finds that the run diverges. All that outlives it is in the store. It ends with one of
-`policies.model.exit_codes`; its last line on stderr says why.
+step, or until its guard detects that the run diverges. All lasting state is in the store. It exits with one of
+`policies.model.exit_codes` and prints the reason as its last line on stderr.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from tasks.storing.restoring import Restored, restore_once
 
 log = structlog.get_logger()
 
-STORE_RETRY_S = 600.0  # what is trained is not thrown away for a store that is away for minutes
-BEAT_RETRY_S = 5.0  # a late beat is worth less than the next one
-# How the heartbeat ends where the trainer ends in order: all that was sealed is stored then.
+STORE_RETRY_S = 600.0  # do not lose trained steps to a store that is unavailable for minutes
+BEAT_RETRY_S = 5.0  # the next heartbeat is worth more than a late one
+# The heartbeat's final activity after an orderly exit, when every sealed checkpoint is stored.
 LAST_WORDS = {
     exit_codes.OK: "done",
     exit_codes.DIVERGED: "diverged",
@@ -61,15 +61,15 @@ LAST_WORDS = {
     exit_codes.NOTHING_LEARNT: "nothing_learnt",
 }
 End = tuple[int, str]  # an exit code and why
-RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; the first process speaks for all
-# `_run` knows how each of them ends the trainer.
+RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; rank 0 reports for all ranks
+# Errors that `_run` maps to exit codes.
 FORESEEN = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NothingWhole, UntrustedRun, WrongVersions, StoreError)
-RESTORED = "restored"  # folder of the machine's
-END_S = 120.0  # for trackers of runs to send what they still have; nodes and the next trainer wait meanwhile
+RESTORED = "restored"  # folder in the machine's workdir
+END_S = 120.0  # lets experiment trackers send their last data; nodes and the next trainer wait meanwhile
 
 
 def main() -> int:
-    """Train the run that the environment names. Returns the exit code."""
+    """Train the run that the environment names and return the exit code."""
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
@@ -78,7 +78,7 @@ def main() -> int:
         print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
     code, why = _run(env)
-    if RANK == 0 or code != exit_codes.OK:  # what the others end with does not take the place of a reason
+    if RANK == 0 or code != exit_codes.OK:  # success of another rank must not overwrite the reason
         leave_exit_code(Path(env.workdir), code, why)
         print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
     return code
@@ -89,10 +89,10 @@ def _run(env: NodeEnv) -> End:
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     end = functools.partial(end_at_once, Path(env.workdir))
     leaving = Leaving(Path(env.workdir), env.attempt)
-    # Slurm signals every process of a job. It would end this one before it has stored what it has.
+    # Slurm signals every process of a job. By default that would kill this one before it stores its last steps.
     signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
     heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
-    if "RANK" in os.environ:  # the launcher, if it is killed, leaves its processes to themselves
+    if "RANK" in os.environ:  # a killed launcher does not end its processes
         end_with_parent()
     try:
         record = read_run_here(store, env.token)
@@ -114,7 +114,7 @@ def _run(env: NodeEnv) -> End:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
-    except Exception as error:  # noqa: BLE001  # the last line says why, whatever it is
+    except Exception as error:  # noqa: BLE001  # every error must reach the last line
         traceback.print_exception(error)
         return exit_codes.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
@@ -132,7 +132,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         torch.set_num_threads(int(threads))
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
-    # By the first process for all: the others read the same folder.
+    # Rank 0 restores for all: the others read the same folder.
     fetch = functools.partial(_restore, env, record, store, heartbeat, forks)
     restored = restore_once(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
@@ -141,25 +141,25 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         why = f"nothing left to train: the run is complete at step {resumed_at.step}"
         if RANK != 0:
             return exit_codes.OK, why
-        code, why = _what_was_learnt(store, record.spec, why)
+        code, why = _learning_result(store, record.spec, why)
         heartbeat.say(max_steps=resumed_at.step)
         heartbeat.stop(LAST_WORDS[code])
         return code, why
     try:
-        brought = found_here(workdir)
-        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks, brought)
+        base_model = found_here(workdir)
+        trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks, base_model)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
     except FORESEEN:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
-        return _unforeseen(error, is_first=restored is None, when="before training")
+        return _unexpected_error(error, is_first=restored is None, when="before training")
     if RANK == 0:
         log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
     if code == exit_codes.OK and RANK == 0:
-        heartbeat.say(max_steps=trainer.state.global_step)  # of epochs transformers may have guessed more
-        code, why = _what_was_learnt(store, record.spec, why)
+        heartbeat.say(max_steps=trainer.state.global_step)  # with epochs, transformers may have estimated more
+        code, why = _learning_result(store, record.spec, why)
     if spool is not None and code in LAST_WORDS:
         heartbeat.say("storing")
         wait_until_stored(spool, heartbeat)
@@ -173,43 +173,45 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
 def _restore(
     env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, forks: Sequence[Fork]
 ) -> Restored | None:
-    """Fetch the newest checkpoint, once all that earlier attempts on this machine have sealed is stored."""
+    """Restore the newest checkpoint, after storing all that earlier attempts on this machine have sealed."""
     from tasks.storing.restoring import restore_newest
     from tasks.storing.saving import wait_until_stored
     from tasks.trainer.user_objects import local_folder
 
     workdir = Path(env.workdir)
-    if (left := find_spool(workdir)) is not None:
+    if (old_spool := find_spool(workdir)) is not None:
         heartbeat.say("storing")
-        wait_until_stored(left, heartbeat)
+        wait_until_stored(old_spool, heartbeat)
     heartbeat.say("restoring")
     own_model = found_here(workdir) or local_folder(record.spec.trainer, Path(record.spec.workdir))
-    line, say = lineage(forks, env.timeline), functools.partial(_say_stage, heartbeat)
-    restored = restore_newest(store, line, workdir / RESTORED, own_model, say)
-    have_base_model(workdir, record.spec, store, say, None if restored is None else restored.base_model)
+    line, report = lineage(forks, env.timeline), functools.partial(_report_stage, heartbeat)
+    restored = restore_newest(store, line, workdir / RESTORED, own_model, report)
+    have_base_model(workdir, record.spec, store, report, None if restored is None else restored.base_model)
     return restored
 
 
 def have_base_model(
-    workdir: Path, spec: RunSpec, store: Store, say: Callable[[Stage], None], folder: Path | None
+    workdir: Path, spec: RunSpec, store: Store, report: Callable[[Stage], None], folder: Path | None
 ) -> None:
-    """Have the base model on this machine, unless a checkpoint has brought it to `folder`; whoever has it from
-    elsewhere than the store publishes it there, for all machines that come later."""
+    """Fetch the base model to this machine, unless a checkpoint has restored it to `folder`.
+
+    If it does not come from the store, publish it there in the background for later machines.
+    """
     source = source_of(spec, model_settings(spec.grpo))
     if source is None:
         return
     if folder is None:
-        folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, say).whole()
+        folder = BaseModel(store, source, workdir, os.environ, spec.policies.boot_timeout_s, report).whole()
     if folder is not None and source.is_shared and folder != found_here(workdir):
         shared.begin_publishing(source.model, source.revision, folder)
 
 
-def _say_stage(heartbeat: Heartbeat, stage: Stage) -> None:
+def _report_stage(heartbeat: Heartbeat, stage: Stage) -> None:
     heartbeat.say(stage=stage)
 
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
-    """Train, and say how it ended. Raises errors that another try may not meet."""
+    """Train and return the outcome. Re-raises FORESEEN errors, which `_run` handles."""
     from tasks.storing.tensors import UnsupportedType
     from tasks.trainer.callbacks import Diverged
     from tasks.trainer.user_objects import BadSpec
@@ -219,31 +221,33 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         trainer.train(resume_from_checkpoint=resume_from)
     except LeaveNow:
         stored = trainer.save_before_leaving()
-        # A launcher ends the others where one fails, and the first still waits for its uploader.
+        # The launcher ends all ranks when one fails, and rank 0 still waits for its uploader.
         code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
         return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
     except (SpoolFull, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
     except (BadReward, ToolFailed) as error:
-        # A judge over the network may come back.
+        # A judge over the network may recover.
         why = f"at step {trainer.state.global_step + 1}: {error}; see policies.on_bad_reward"
         return exit_codes.UNAVAILABLE, why
     except NothingToLearn as error:
         why = f"stopped at step {trainer.state.global_step + 1}: {error}"
-        return exit_codes.NOTHING_LEARNT if RANK == 0 else exit_codes.OK, why  # as where it is told to leave
+        return exit_codes.NOTHING_LEARNT if RANK == 0 else exit_codes.OK, why  # as for LeaveNow
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
     except FORESEEN:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
         step = trainer.state.global_step
-        return _unforeseen(error, is_first=step == 0, when=f"at step {step + 1}", trains=True)
+        return _unexpected_error(error, is_first=step == 0, when=f"at step {step + 1}", trains=True)
     return _end_of_training(trainer)
 
 
 def _end_of_training(trainer: Any) -> End:
-    """Return OK only for a trainer that has made every step: transformers also ends without an error where the
-    data gives no further batch."""
+    """Return OK only if every step was trained.
+
+    transformers also ends without an error when the data gives no further batch.
+    """
     state, config = trainer.state, trainer.args
     by_epochs = config.max_steps <= 0 and (state.epoch or 0.0) >= config.num_train_epochs
     if state.global_step >= state.max_steps or (by_epochs and state.global_step):
@@ -252,28 +256,28 @@ def _end_of_training(trainer: Any) -> End:
     return exit_codes.FAILED, f"{done}: trainer.dataset ({len(trainer.train_dataset)} rows) gave no further batch"
 
 
-def _what_was_learnt(store: Store, spec: RunSpec, why: str) -> End:
-    """Return how a trainer ends that has made every step: not as a success where no step had a reward."""
-    from tasks.trainer.lessons import lessons_of
+def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
+    """Return the outcome of a complete training: NOTHING_LEARNT if no step had a reward."""
+    from tasks.trainer.lessons import count_rewards
 
     by_agent = [] if spec.trainer.agent is None else ["agent"]
-    lessons, names = lessons_of(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
-    if lessons.rows and not lessons.rewarded:
+    counts, names = count_rewards(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
+    if counts.rows and not counts.rewarded:
         returned = f"the run's rewards ({names}) were None or NaN for all of them"
         return exit_codes.NOTHING_LEARNT, f"{why}, and no completion ever had a reward: {returned}"
-    if lessons.rows and not lessons.varied:
+    if counts.rows and not counts.varied:
         why += "; no group ever had variance in its rewards: nothing was learnt"
-        log.warning("nothing_learnt", logged_steps=lessons.rows, reward_functions=names)
+        log.warning("nothing_learnt", logged_steps=counts.rows, reward_functions=names)
     return exit_codes.OK, why
 
 
-def _unforeseen(error: Exception, *, is_first: bool, when: str, trains: bool = False) -> End:
-    """Return how an error without a rule of its own ends the trainer.
+def _unexpected_error(error: Exception, *, is_first: bool, when: str, trains: bool = False) -> End:
+    """Return the outcome for an error that no specific handler covers.
 
     Args:
-        is_first: the run has not made a step yet, so that TRL, transformers or the data refuse what run.yaml says.
-        when: in words.
-        trains: whether less memory may help, as in training.
+        is_first: the run has no step yet, so the likely cause is a mistake in run.yaml.
+        when: names the time in the reason.
+        trains: training was in progress, where using less memory may help.
     """
     from tasks.trainer.user_objects import is_mistake, is_of_machine, is_out_of_memory, passes
 
@@ -288,7 +292,7 @@ def _unforeseen(error: Exception, *, is_first: bool, when: str, trains: bool = F
 
 
 def _read_forks(store: Store, timeline: int) -> tuple[Fork, ...]:
-    """How the timelines up to the trainer's began. Raises NotFound where its own did not."""
+    """Read the forks that began the timelines. Raises NotFound if this timeline has not begun."""
     forks = read_forks(store)
     if timeline not in (0, *(fork.timeline for fork in forks)):
         raise NotFound(f"timeline {timeline} has not begun", "only the controller begins one")
@@ -300,26 +304,29 @@ def _max_steps(spec: RunSpec, forks: Sequence[Fork]) -> int:
 
 
 def _is_last(checkpoint: Path, max_steps: int) -> bool:
-    """Return whether no step is left. `max_steps` may have been raised since the checkpoint; -1: by epochs."""
+    """Return True if no step is left. `max_steps` may have been raised since the checkpoint; -1: by epochs."""
     state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
     return bool(state["global_step"] >= (max_steps if max_steps > 0 else state["max_steps"]))
 
 
 def end_at_once(workdir: Path, code: int) -> None:
-    """End this process now, and tell the machine with what."""
+    """Exit immediately, leaving the exit code on the machine."""
     leave_exit_code(workdir, code)
     os._exit(code)
 
 
 def end_process(code: int) -> None:
-    """End as Python does, but for what it does last: torch's threads may abort an interpreter that ends around
-    them. For the launcher that is a failure. Who reports to a server that hangs would not end for hours."""
-    if RANK == 0:  # the others hold nothing any more
-        at_last = threading.Timer(END_S, os._exit, (code,))
-        at_last.daemon = True
-        at_last.start()
-        threading._shutdown()  # type: ignore[attr-defined]  # typeshed has what is public
-        atexit._run_exitfuncs()  # a tracker of runs ends its own by it
+    """Run Python's exit handlers for at most END_S, then exit without finalizing the interpreter.
+
+    torch's threads may abort an interpreter that finalizes, which the launcher takes for a failure. Without the
+    limit, a tracker whose server hangs would delay the exit for hours.
+    """
+    if RANK == 0:  # the other ranks have nothing left to send
+        forced_exit = threading.Timer(END_S, os._exit, (code,))
+        forced_exit.daemon = True
+        forced_exit.start()
+        threading._shutdown()  # type: ignore[attr-defined]  # typeshed has only the public names
+        atexit._run_exitfuncs()  # experiment trackers finish their runs here
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

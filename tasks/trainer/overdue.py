@@ -1,7 +1,7 @@
-"""Ends the trainer where a call of the user's code does not come back.
+"""Kill the trainer when a call of the user's code does not return.
 
-By a process beside it: code that holds the interpreter's lock, as a regular expression does, stops every thread
-and every signal's handler of its own process.
+A separate watchdog process does it: code that holds the interpreter's lock, such as a regular expression, blocks
+every thread and signal handler of its own process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from tasks.machine.exit_note import leave_exit_code
 
 
 @contextlib.contextmanager
-def ended_after(limit_s: float, workdir: Path, why: str, within: str = "a call") -> Iterator[None]:
-    """What takes longer within ends this process by SIGKILL, and notes the exit code of what only the user can
-    repair. Where the process ends within by itself, its last line says so.
+def kill_after(limit_s: float, workdir: Path, why: str, within: str = "a call") -> Iterator[None]:
+    """Kill this process with SIGKILL, noting BAD_SPEC, if the block takes longer than `limit_s`.
+
+    If the process exits inside the block, the last line on stderr names `within`.
 
     Args:
         workdir: the machine's, where exit codes are noted.
-        why: in one line, the trainer's last.
-        within: what is called.
+        why: the reason in one line; the trainer's last line on stderr.
+        within: name of the call.
     """
     argv = [sys.executable, "-m", __name__, str(limit_s), str(workdir), why, within]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as beside:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as watchdog:
         try:
             yield
         finally:
-            beside.kill()
+            watchdog.kill()
 
 
 def main() -> None:
     trainer, (limit_s, workdir, why, within) = os.getppid(), sys.argv[1:]
-    # Its input ends with the trainer, unless the user's code has left processes that hold the other end.
-    over, _, _ = select.select([sys.stdin], [], [], float(limit_s))
-    if over:  # a call that comes back ends this process first
+    # stdin closes when the trainer exits, unless processes of the user's code still hold the other end.
+    closed, _, _ = select.select([sys.stdin], [], [], float(limit_s))
+    if closed:  # a call that returned would have killed this process already
         print(f"grpo-orch trainer: the process ended within {within}", file=sys.stderr, flush=True)
     elif os.getppid() == trainer:
         leave_exit_code(Path(workdir), exit_codes.BAD_SPEC, why)

@@ -1,7 +1,7 @@
-"""What a first start tries before any rollout machine is asked for: the data and the rewards.
+"""Check data and rewards on a first start, before any rollout machine is requested.
 
-Each of these would fail only with the first completions, on a fleet that is paid for. A reward function is called
-once, as TRL calls it: on a real row, with completions of the kind that the dataset's prompts ask for.
+Without these checks a mistake would fail only at the first completions, on a paid fleet. Each reward function is
+called once, as TRL calls it: on a real row, with completions in the form (text or chat) of the prompts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tasks.rewards.guard import FAULTS, NOT_SCORES, call_alone
 from tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
 from tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown
 
-# More than one, so that a function that returns one number for all is found out. A model may say anything.
+# Two, to detect a function that returns one number for all. A model may generate anything.
 ANSWERS = ("42", "The answer is 42.")
 IMAGES = frozenset({"image", "images"})  # columns that TRL reads
 OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these under other names
-# What TRL passes beside the columns: one of these names would be passed twice, or lost.
+# TRL passes these along with the columns: a column with such a name would be passed twice, or lost.
 PASSED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Look at the first row of each dataset: TRL takes a text, or messages of a chat. Raises BadSpec naming it."""
+    """Raise BadSpec unless the first prompt of each dataset is a text or a chat, which TRL accepts."""
     for key, row in firsts.items():
         if not (isinstance(row["prompt"], str) or is_chat(row["prompt"])):
             raise BadSpec(f"{key}: its first prompt is {shown(row['prompt'])}; {EXPECTED}")
@@ -43,8 +43,10 @@ def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_row_count(rows: int, config: Any) -> None:
-    """Raise BadSpec where the dataset has fewer rows than one batch of completions has prompts: TRL leaves out the
-    incomplete last batch, so nothing would be trained."""
+    """Raise BadSpec if the dataset has fewer rows than a batch of completions has prompts.
+
+    TRL drops the incomplete last batch, so nothing would be trained.
+    """
     needed = config.generation_batch_size // config.num_generations
     if rows < needed:
         counts = f"has {rows} {'row' if rows == 1 else 'rows'}, and a batch takes {needed} prompts"
@@ -54,7 +56,7 @@ def check_row_count(rows: int, config: Any) -> None:
 
 
 def check_tokens(trainer: Any, firsts: Mapping[str, Mapping[str, Any]], model: str) -> None:
-    """Make tokens of the first prompt of each dataset as a step does. Raises BadSpec naming the dataset."""
+    """Tokenize the first prompt of each dataset as a step does. Raises BadSpec naming the dataset."""
     for key, row in firsts.items():
         try:
             trainer.try_prompt(row["prompt"])
@@ -72,17 +74,17 @@ def check_tokens(trainer: Any, firsts: Mapping[str, Mapping[str, Any]], model: s
 
 
 def check_lengths(spec: RunSpec, completion: int, config: Mapping[str, Any]) -> None:
-    """Raise BadSpec where every prompt would be refused, whatever its length. `config`: the model's config.json.
+    """Raise BadSpec if every prompt would be refused, whatever its length. `config`: the model's config.json.
 
-    `validate` knows it only of a model in a folder beside run.yaml.
+    `validate` can check this only for a model in a folder next to run.yaml.
     """
     flags = {} if generates_itself(spec) else spec.rollout.vllm
-    if found := context_problem(flags, spec.rollout.env, completion, config):
-        raise BadSpec(f"{'.'.join(found[0])}: {found[1]}")
+    if problem := context_problem(flags, spec.rollout.env, completion, config):
+        raise BadSpec(f"{'.'.join(problem[0])}: {problem[1]}")
 
 
 def check_packages(config: Any) -> None:
-    """Raise BadSpec where transformers would miss a package as late as in the first step."""
+    """Raise BadSpec for a missing package that transformers would import only in the first step."""
     if config.use_liger_kernel and not is_liger_kernel_available():
         raise BadSpec(
             "grpo.use_liger_kernel: it is not installed; add `pip install liger-kernel` to trainer.setup"
@@ -98,17 +100,17 @@ def check_rewards(
     environments: Mapping[str, Sequence[Any]] | None = None,
     more_columns: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> None:
-    """Call each reward function once a dataset. Raises BadSpec naming the first that TRL could not work with.
+    """Call each reward function once per dataset. Raises BadSpec naming the first that TRL could not use.
 
-    Reward models are TRL's to load.
+    Skips reward models, which TRL loads.
 
     Args:
         names: the functions' import paths.
         firsts: the first row of each dataset, by its key.
-        config: TRL's. A function may compare the completions of a group, so it gets a whole one.
-        limited: within it a call of what it is given the key of in run.yaml may take only so long.
-        environments: of each dataset, one for each completion, where the run has any.
-        more_columns: passed with those of the dataset, in their place.
+        config: TRL's. Each function gets a whole group, because it may compare the group's completions.
+        limited: limits the time of a call, given its key in run.yaml.
+        environments: by dataset key, one environment for each completion, if the run has any.
+        more_columns: override the dataset's columns of the same names.
     """
     for key, row in firsts.items():
         taken = [] if config.remove_unused_columns else [name for name in PASSED if name in row]
@@ -117,20 +119,20 @@ def check_rewards(
             raise BadSpec(
                 f"{key}: {message}; rename it, or drop all columns with grpo.remove_unused_columns: true"
             )
-        told = _told(row, config)
+        arguments = _reward_arguments(row, config)
         if environments is not None:
-            told["environments"] = environments[key]
-        told |= {name: list(values) for name, values in more_columns.items()}
-        columns = sorted(told.keys() & row.keys() - OWN_COLUMNS)
+            arguments["environments"] = environments[key]
+        arguments |= {name: list(values) for name, values in more_columns.items()}
+        columns = sorted(arguments.keys() & row.keys() - OWN_COLUMNS)
         called = f"it was called on the first row of {key}, with {', '.join(columns) or 'no other columns'}"
         for function, name in zip(functions, names, strict=True):
             if not isinstance(function, torch.nn.Module | str):
                 with limited(function_key := f"trainer.reward_funcs: {name}"):
-                    _check_reward(function, function_key, told, called)
+                    _check_reward(function, function_key, arguments, called)
 
 
-def _told(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """What TRL hands to a reward function for a group of completions."""
+def _reward_arguments(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the arguments that TRL passes to a reward function for a group of completions."""
     count, chat = config.num_generations, is_chat(row["prompt"])
     answers = [ANSWERS[i % len(ANSWERS)] for i in range(count)]
     columns = [] if config.remove_unused_columns else row.keys() - OWN_COLUMNS
@@ -138,35 +140,35 @@ def _told(row: Mapping[str, Any], config: Any) -> dict[str, Any]:
         "prompts": [row["prompt"]] * count,
         "completions": [[{"role": "assistant", "content": text}] if chat else text for text in answers],
         "completion_ids": [[0] for _ in answers],
-        "trainer_state": TrainerState(max_steps=max(1, config.max_steps)),  # -1: as many as its epochs have
+        "trainer_state": TrainerState(max_steps=max(1, config.max_steps)),  # -1: by epochs
         "log_extra": lambda *_, **__: None,
         "log_metric": lambda *_, **__: None,
         **{name: [row[name]] * count for name in columns},
     }
 
 
-def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], called: str) -> None:
+def _check_reward(function: Callable[..., Any], key: str, arguments: dict[str, Any], called: str) -> None:
     if not hasattr(function, "__name__"):
         raise BadSpec(f"{key} has no name, by which TRL logs it; expected a function")
-    count = len(told["completions"])
+    count = len(arguments["completions"])
     expected = f"expected {count} numbers or None, one for each completion"
     try:
-        found = call_alone(function, told)
+        returned = call_alone(function, arguments)
         if inspect.iscoroutinefunction(function):
-            found = asyncio.run(_awaited(found))
+            returned = asyncio.run(_awaited(returned))
     except FAULTS as error:  # the user's code may raise anything
         if passes(error):
             raise
         raise BadSpec(f"{key} raised {type(error).__name__}: {first_line(error)}; {called}") from error
-    if inspect.iscoroutine(found):
-        found.close()
+    if inspect.iscoroutine(returned):
+        returned.close()
         raise BadSpec(f"{key} returned a coroutine, which TRL awaits of an `async def` alone; make it one")
     try:
-        values = None if isinstance(found, NOT_SCORES) else list(found)
+        values = None if isinstance(returned, NOT_SCORES) else list(returned)
     except TypeError as error:
-        raise BadSpec(f"{key} returned {shown(found)}; {expected}") from error
+        raise BadSpec(f"{key} returned {shown(returned)}; {expected}") from error
     if values is None:
-        raise BadSpec(f"{key} returned a {type(found).__name__}; {expected}, in a list")
+        raise BadSpec(f"{key} returned a {type(returned).__name__}; {expected}, in a list")
     if len(values) != count:
         raise BadSpec(f"{key} returned {len(values)} values; {expected}")
     for value in values:
@@ -175,21 +177,21 @@ def _check_reward(function: Callable[..., Any], key: str, told: dict[str, Any], 
 
 
 def _shows_image(prompt: Any) -> bool:
-    contents = [one["content"] for one in prompt] if is_chat(prompt) else []
+    contents = [message["content"] for message in prompt] if is_chat(prompt) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _is_reward(value: Any) -> bool:
-    """Whether TRL makes one number of it. NaN stands for None, and infinity would be the whole step's loss."""
+    """Return True if TRL can use it as a reward. NaN means None; infinity would spoil the whole step."""
     if value is None:
         return True
     try:
-        made = torch.tensor([value], dtype=torch.float32)
+        tensor = torch.tensor([value], dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
-    return made.shape == (1,) and not math.isinf(made.item())
+    return tensor.shape == (1,) and not math.isinf(tensor.item())

@@ -1,8 +1,8 @@
-"""Where TRL reports to besides the run's store: TensorBoard, Weights & Biases, the table of completions.
+"""Set up TRL's reports other than the run's store: TensorBoard, Weights & Biases, tables of completions.
 
 transformers' own callbacks send the reports. Each timeline is one run of the service, which a restarted trainer
-resumes; a step that is trained again after a crash is logged again. Files stay on the trainer's machine, in
-REPORTS. The run's store has the metrics and the completions in any case.
+resumes; a step retrained after a crash is logged again. Files stay on the trainer's machine, in
+REPORTS. The run's store always has the metrics and the completions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPORTS = "reports"  # in the trainer's working folder
 COMPLETIONS = "completions"  # TRL's name for its folder of tables
 NO_KEY_NEEDED = ("offline", "disabled", "dryrun")
 TIMELINE_TAG = "grpo_orch.timeline"  # identifies MLflow's run of a timeline
-# By default MLflow makes seven retries of two minutes each, and TRL's timings are sent in the middle of a step.
+# By default MLflow retries seven times, two minutes each, and TRL sends its timings in the middle of a step.
 MLFLOW_DEFAULTS = {
     "MLFLOW_ENABLE_ASYNC_LOGGING": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -51,16 +51,16 @@ def prepare_reports(config: Any, workdir: Path) -> None:
 
 
 def name_reports(config: Any, run_name: str, run_id: str, timeline: int) -> None:
-    """Make each timeline one run of the services', however often its trainer restarts.
+    """Make each timeline one run of each service, across restarts of its trainer.
 
-    In one run for all timelines, abandoned steps and their replacements would be one curve. The names in run.yaml
+    With one run for all timelines, abandoned steps and their replacements would share a curve. Names in run.yaml
     and `trainer.env` take precedence.
 
     Args:
-        config: GRPOConfig; its `run_name` gets the timeline.
-        run_name: the run's own, where run.yaml names no other in `grpo`.
-        run_id: unique among the runs of a store's.
-        timeline: that this trainer trains.
+        config: GRPOConfig; the timeline is appended to its `run_name`.
+        run_name: the run's name, used if `grpo` in run.yaml sets none.
+        run_id: unique among the runs of a store.
+        timeline: the timeline that this trainer trains.
     """
     group = config.run_name or run_name
     config.run_name = f"{group}-t{timeline}" if timeline else group
@@ -106,7 +106,7 @@ def _guard(callback: Any, timeline_id: str, *, is_first: bool) -> None:
             if starts and service == "MLflow":
                 _resume_mlflow(timeline_id)
             event(*args, **kwargs)
-        except Exception as error:  # each service raises its own
+        except Exception as error:  # each service raises its own types
             reason = f"{type(error).__name__}: {first_line(error)}"
             if starts and is_first:
                 if passes(error):
@@ -120,7 +120,7 @@ def _guard(callback: Any, timeline_id: str, *, is_first: bool) -> None:
 
 
 def _resume_mlflow(timeline_id: str) -> None:
-    """Find the timeline's run, if there is one, by a tag: MLflow chooses the ids of runs itself."""
+    """Find an existing run of the timeline by a tag, because MLflow chooses the run ids."""
     for name, value in MLFLOW_DEFAULTS.items():
         os.environ.setdefault(name, value)
     if os.environ.get("MLFLOW_RUN_ID"):
@@ -128,14 +128,14 @@ def _resume_mlflow(timeline_id: str) -> None:
     tags = {**json.loads(os.environ.get("MLFLOW_TAGS") or "{}"), TIMELINE_TAG: timeline_id}
     os.environ["MLFLOW_TAGS"] = json.dumps(tags)
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
-    found = importlib.import_module("mlflow").search_runs(
+    runs = importlib.import_module("mlflow").search_runs(
         filter_string=f"tags.`{TIMELINE_TAG}` = '{timeline_id}'",
         max_results=1,
         output_format="list",
         **({"experiment_names": [experiment]} if experiment else {"search_all_experiments": True}),
     )
-    if found:
-        os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id
+    if runs:
+        os.environ["MLFLOW_RUN_ID"] = runs[0].info.run_id
 
 
 def _kinds(config: Any) -> list[Any]:

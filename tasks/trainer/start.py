@@ -1,4 +1,4 @@
-"""What a trainer's process has before its trainer is made."""
+"""State that a trainer process has before it builds its trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tasks.machine.node_env import NodeEnv
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.restoring import Restored
 from tasks.storing.step_costs import StepCosts
-from tasks.trainer.overdue import ended_after
+from tasks.trainer.overdue import kill_after
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The record's specification is this timeline's."""
+    """Inputs for building a trainer. The record's specification is this timeline's."""
 
     env: NodeEnv
     record: RunRecord
@@ -27,7 +27,7 @@ class Start:
     heartbeat: Heartbeat
     leaving: Leaving
     restored: Restored | None
-    brought: Path | None  # the base model, if it came from the store
+    fetched_model: Path | None  # the base model, if this machine fetched it
     costs: StepCosts
 
     @property
@@ -36,21 +36,21 @@ class Start:
 
     @property
     def workdir(self) -> Path:
-        """The folder of run.yaml, to which its paths are relative."""
+        """Return the folder of run.yaml, to which its paths are relative."""
         return Path(self.spec.workdir)
 
     def may_go_on(self) -> None:
-        """Raise Fenced or LeaveNow if the trainer is to end."""
+        """Raise Fenced or LeaveNow if the trainer must exit."""
         self.heartbeat.check()
         self.leaving.check()
 
     def limited(self, key: str) -> AbstractContextManager[None]:
-        """Within, code that run.yaml names under `key` may take as long as a machine may before its first work."""
+        """Limit the user code that run.yaml names under `key` to `policies.boot_timeout_s`."""
         limit_s = self.spec.policies.boot_timeout_s
         why = f"{key} did not return within {limit_s:g} s (policies.boot_timeout_s)"
-        return ended_after(limit_s, Path(self.env.workdir), why, key)
+        return kill_after(limit_s, Path(self.env.workdir), why, key)
 
     @property
     def base_model(self) -> Path | None:
         restored = None if self.restored is None else self.restored.base_model
-        return restored or self.brought
+        return restored or self.fetched_model

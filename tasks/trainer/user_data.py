@@ -1,7 +1,7 @@
-"""The datasets that run.yaml names, as TRL takes them: rows with a column `prompt`.
+"""Load the datasets that run.yaml names in TRL's form: rows with a column `prompt`.
 
-Files, folders and hub names are read as `datasets` reads them. What every row is, and in which order they stand,
-is a function of run.yaml and of the data alone, so that a restart sees the same prompts.
+`datasets` reads the files, folders and hub names. Rows and their order depend on run.yaml and the data alone, so a
+restart sees the same prompts.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Rows, and by its key in run.yaml the first of each dataset among them, with the columns of all."""
+    """All rows, and the first row of each dataset by its key in run.yaml, with the columns of all datasets."""
 
     rows: datasets.Dataset
     firsts: Mapping[str, Mapping[str, Any]]
 
 
 def load_data(key: str, wanted: Dataset | tuple[Dataset, ...], workdir: Path, rows_used: int) -> Data:
-    """Load one dataset, or several as one. Raises BadSpec naming `key`.
+    """Load one dataset, or several combined. Raises BadSpec naming `key`.
 
     Args:
         workdir: the folder of run.yaml.
-        rows_used: as many the run can use; no more are read of a stream.
+        rows_used: how many rows the run can use; limits what is read of a stream.
     """
     parts: dict[str, datasets.Dataset] = {}
-    several = datasets_of(wanted)
-    for index, one in enumerate(several):
-        here = key if one is wanted else f"{key}[{index}]"
-        parts[here] = _with_prompts(here, _load(here, one, workdir, rows_used), one, workdir)
-    rows = _together(key, parts)
+    configured = datasets_of(wanted)
+    for index, dataset in enumerate(configured):
+        part_key = key if dataset is wanted else f"{key}[{index}]"
+        parts[part_key] = _with_prompts(part_key, _load(part_key, dataset, workdir, rows_used), dataset, workdir)
+    rows = _concatenate(key, parts)
     starts = itertools.accumulate(map(len, parts.values()), initial=0)
-    firsts = {here: rows[start] for here, start in zip(parts, starts, strict=False)}
-    if several[0].weight is not None:
-        rows = _shared(rows, [len(part) for part in parts.values()], [one.weight or 0.0 for one in several])
+    firsts = {part_key: rows[start] for part_key, start in zip(parts, starts, strict=False)}
+    if configured[0].weight is not None:
+        weights = [dataset.weight or 0.0 for dataset in configured]
+        rows = _mix_by_weight(rows, [len(part) for part in parts.values()], weights)
     return Data(rows, firsts)
 
 
 def prompts_used(config: Any) -> int:
-    """How many prompts a training of this GRPOConfig takes: those of its generations in `max_steps` steps."""
+    """Return the number of prompts that training by this GRPOConfig takes in `max_steps` steps."""
     batches = config.max_steps * config.gradient_accumulation_steps
     generations = -(-batches // (config.steps_per_generation * config.num_iterations))
     return int(generations * (config.generation_batch_size // config.num_generations))
@@ -62,24 +63,24 @@ def _load(key: str, wanted: Dataset, workdir: Path, rows_used: int) -> datasets.
     _check_cache()
     path = workdir / wanted.path
     kind = file_kind(path.name)
-    asked = {"split": wanted.split, "streaming": wanted.streaming}
+    options = {"split": wanted.split, "streaming": wanted.streaming}
     try:
         if path.is_file():
             if kind is None:
                 raise BadSpec(f"{key}: {path} is not read; expected a file in {', '.join(FILE_KINDS)}")
-            loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), **asked)
-            if kind == "json" and not wanted.streaming:  # its reader alone does not look whether texts are UTF-8
+            loaded = datasets.load_dataset(kind, wanted.name, data_files=str(path), **options)
+            if kind == "json" and not wanted.streaming:  # only the JSON reader does not check for valid UTF-8
                 loaded.data.table.validate(full=True)
         elif path.is_dir():
-            loaded = datasets.load_dataset(str(path), wanted.name, **asked)
+            loaded = datasets.load_dataset(str(path), wanted.name, **options)
         elif kind is not None or wanted.path.startswith((".", "/", "~")):
             raise BadSpec(f"{key}: there is no file or folder {path}; name one, or a dataset on the hub")
         else:
-            loaded = datasets.load_dataset(wanted.path, wanted.name, revision=wanted.revision, **asked)
+            loaded = datasets.load_dataset(wanted.path, wanted.name, revision=wanted.revision, **options)
         if wanted.streaming:
-            first = list(loaded.take(rows_used))
-            loaded = datasets.Dataset.from_list(first, features=loaded.features if first else None)
-    except StopIteration:  # which `datasets` lets out of files that are empty
+            taken = list(loaded.take(rows_used))
+            loaded = datasets.Dataset.from_list(taken, features=loaded.features if taken else None)
+    except StopIteration:  # `datasets` raises it for empty files
         loaded = datasets.Dataset.from_dict({})
     except (DatasetNotFoundError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         if passes(error):
@@ -99,15 +100,15 @@ def _bad_line(path: Path) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return what a DatasetGenerationError hides: its own text is the same for every fault."""
-    hidden = isinstance(error, datasets.exceptions.DatasetGenerationError)
-    return error.__cause__ if hidden and error.__cause__ is not None else error
+    """Return the cause of a DatasetGenerationError, whose own text is the same for every fault."""
+    is_wrapper = isinstance(error, datasets.exceptions.DatasetGenerationError)
+    return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
 def _check_cache() -> None:
-    """Raise BadSpec where the folder cannot be written that `datasets` prepares every dataset in.
+    """Raise BadSpec if the folder in which `datasets` prepares every dataset is not writable.
 
-    In a container it lies below a home that is missing or read-only.
+    In a container it may be below a home folder that is missing or read-only.
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     try:
@@ -117,21 +118,21 @@ def _check_cache() -> None:
     except OSError as error:
         if passes(error):
             raise
-        cannot = f"{folder} cannot be written ({error.strerror}), and datasets are prepared there"
+        problem = f"{folder} cannot be written ({error.strerror}), and datasets are prepared there"
         hint = "set HOME or HF_HOME there to a folder that can be, as `HF_HOME: /tmp/huggingface`"
-        raise BadSpec(f"trainer.env: {cannot}; {hint}") from error
+        raise BadSpec(f"trainer.env: {problem}; {hint}") from error
 
 
 def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Path) -> datasets.Dataset:
     if wanted.prompt is None:
         if "prompt" not in rows.column_names:
-            only = ", ".join(rows.column_names)
-            message = f"{wanted.path} has no column `prompt`, only {only}"
+            columns = ", ".join(rows.column_names)
+            message = f"{wanted.path} has no column `prompt`, only {columns}"
             raise BadSpec(f"{key}: {message}; {_how_to_make_prompts(rows)}")
         _check_column(key, rows)
         return rows
     make = prompt_maker(f"{key}.prompt", wanted.prompt, rows, workdir)
-    # Not from the cache: what a function's module has become since then is not seen by its key there.
+    # Not from the cache: its key does not change when the function's module changes.
     try:
         return rows.map(make, with_indices=True, load_from_cache_file=False)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's
@@ -141,7 +142,7 @@ def _with_prompts(key: str, rows: datasets.Dataset, wanted: Dataset, workdir: Pa
 
 
 def _how_to_make_prompts(rows: datasets.Dataset) -> str:
-    """A hint for data without prompts, by what its first row holds."""
+    """Return a hint for data without prompts, based on its first row."""
     chats = [name for name, value in rows[0].items() if is_chat(value)]
     if chats:
         function = "name a function that returns those to answer, as `prompt: prompts.of_row`"
@@ -150,9 +151,12 @@ def _how_to_make_prompts(rows: datasets.Dataset) -> str:
 
 
 def _check_column(key: str, rows: datasets.Dataset) -> None:
-    """TRL takes the first prompt of a step for what all are, and fails at one that is nothing once it is drawn."""
+    """Raise BadSpec for prompts of mixed types or missing prompts.
+
+    TRL takes the first prompt's type for a whole step, and fails at a missing prompt only when it draws that row.
+    """
     may_be_mixed = isinstance(rows.features["prompt"], datasets.Json)
-    if may_be_mixed and len({is_chat(one) for one in rows["prompt"]}) > 1:
+    if may_be_mixed and len({is_chat(prompt) for prompt in rows["prompt"]}) > 1:
         raise BadSpec(f"{key}: its prompts are of several types; expected texts alone, or chats alone")
     column = rows.data.column("prompt")
     if column.null_count:
@@ -160,26 +164,30 @@ def _check_column(key: str, rows: datasets.Dataset) -> None:
         raise BadSpec(f"{key}: the prompt of row {number} is nothing; expected a text or a chat in every row")
 
 
-def _together(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Dataset:
-    """One after the other. A column that one lacks is None in its rows."""
+def _concatenate(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Dataset:
+    """Concatenate the datasets. A column that a dataset lacks is None in its rows."""
     if len(parts) == 1:
         return next(iter(parts.values()))
-    forms = {here: "chats" if is_chat(part[0]["prompt"]) else "texts" for here, part in parts.items()}
+    forms = {part_key: "chats" if is_chat(part[0]["prompt"]) else "texts" for part_key, part in parts.items()}
     if len(set(forms.values())) > 1:
-        said = ", ".join(f"those of {here} are {form}" for here, form in forms.items())
-        raise BadSpec(f"{key}: expected prompts of one form; {said}")
-    known = {name: one for part in parts.values() for name, one in part.features.items() if not _is_null(one)}
+        found = ", ".join(f"those of {part_key} are {form}" for part_key, form in forms.items())
+        raise BadSpec(f"{key}: expected prompts of one form; {found}")
+    features = [item for part in parts.values() for item in part.features.items()]
+    known = {name: feature for name, feature in features if not _is_null(feature)}
     try:
-        return datasets.concatenate_datasets([_typed(part, known) for part in parts.values()])
+        return datasets.concatenate_datasets([_cast_null_columns(part, known) for part in parts.values()])
     except (ValueError, TypeError) as error:  # pyarrow's
-        name, found = _unlike(parts)
-        said = ", ".join(f"{kind} in {here}" for here, kind in found.items())
+        name, types = _conflicting_column(parts)
+        found = ", ".join(f"{kind} in {part_key}" for part_key, kind in types.items())
         hint = "make it so by a `prompt` function that returns the column, too"
-        raise BadSpec(f"{key}: the column {name} is {said}; expected one type; {hint}") from error
+        raise BadSpec(f"{key}: the column {name} is {found}; expected one type; {hint}") from error
 
 
-def _typed(part: datasets.Dataset, known: Mapping[str, Any]) -> datasets.Dataset:
-    """With others' types where it has nothing, which as it is goes with structures only behind them."""
+def _cast_null_columns(part: datasets.Dataset, known: Mapping[str, Any]) -> datasets.Dataset:
+    """Cast columns without values to the types of the other datasets.
+
+    Without the cast, a null column concatenates with structures only after them.
+    """
     for name in [name for name, feature in part.features.items() if _is_null(feature) and name in known]:
         part = part.cast_column(name, known[name])
     return part
@@ -189,22 +197,24 @@ def _is_null(feature: Any) -> bool:
     return isinstance(feature, datasets.Value) and feature.dtype == "null"
 
 
-def _unlike(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]:
-    """The first column that is of several types, and which it is in each dataset; null goes with any."""
+def _conflicting_column(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]:
+    """Return the first column with several types, and its type in each dataset. Null matches any type."""
     types: dict[str, dict[str, str]] = {}
-    for here, part in parts.items():
+    for part_key, part in parts.items():
         for name, feature in part.features.items():
             kind = feature.dtype if isinstance(feature, datasets.Value) else str(feature)
             if not _is_null(feature):
-                types.setdefault(name, {})[here] = kind
-    return next(one for one in types.items() if len(set(one[1].values())) > 1)
+                types.setdefault(name, {})[part_key] = kind
+    return next((name, kinds) for name, kinds in types.items() if len(set(kinds.values())) > 1)
 
 
-def _shared(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:
-    """Rows in the shares of `weights`, each at least once, evenly mixed: what is too few for its share repeats."""
+def _mix_by_weight(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:
+    """Mix the datasets evenly by `weights`. Each row is used at least once; small datasets repeat rows."""
     counts = counts_of(sizes, weights)
     starts = itertools.accumulate(sizes, initial=0)
-    taken = [start + numpy.arange(count) % size for start, count, size in zip(starts, counts, sizes, strict=False)]
-    places = [(numpy.arange(count) + 0.5) / count for count in counts]
-    order = numpy.argsort(numpy.concatenate(places), kind="stable")
-    return rows.select(numpy.concatenate(taken)[order])
+    indices = [
+        start + numpy.arange(count) % size for start, count, size in zip(starts, counts, sizes, strict=False)
+    ]
+    positions = [(numpy.arange(count) + 0.5) / count for count in counts]
+    order = numpy.argsort(numpy.concatenate(positions), kind="stable")
+    return rows.select(numpy.concatenate(indices)[order])

@@ -14,8 +14,8 @@ from policies.detect.pitfalls import UNREWARDED_MAX
 from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
 from tasks.machine.exit_note import take_exit_code, take_reason
-from tasks.trainer.lessons import Lessons, lessons_of
-from tasks.trainer.main import _end_of_training, _unforeseen
+from tasks.trainer.lessons import RewardCounts, count_rewards
+from tasks.trainer.main import _end_of_training, _unexpected_error
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
@@ -59,21 +59,23 @@ def test_groups_all_alike_finish_with_a_warning(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "lessons"),
+    ("rows", "counts"),
     [
-        ([], Lessons()),
-        ([UNREWARDED, UNREWARDED], Lessons(2, 0, 0)),
-        ([UNREWARDED, ALIKE], Lessons(2, 1, 0)),
-        ([ALIKE, TAUGHT, ALIKE], Lessons(2, 2, 1)),
-        ([{"eval_reward": 0.5}, ALIKE], Lessons(1, 1, 0)),
-        ([{"reward": 0.5}], Lessons(1, 1, 1)),  # not logged: nothing is claimed
+        ([], RewardCounts()),
+        ([UNREWARDED, UNREWARDED], RewardCounts(2, 0, 0)),
+        ([UNREWARDED, ALIKE], RewardCounts(2, 1, 0)),
+        ([ALIKE, TAUGHT, ALIKE], RewardCounts(2, 2, 1)),
+        ([{"eval_reward": 0.5}, ALIKE], RewardCounts(1, 1, 0)),
+        ([{"reward": 0.5}], RewardCounts(1, 1, 1)),  # not logged: nothing is claimed
     ],
 )
-def test_lessons_are_counted_up_to_the_first(rows: list[dict[str, float]], lessons: Lessons, store: Store) -> None:
+def test_rewards_are_counted_up_to_the_first(
+    rows: list[dict[str, float]], counts: RewardCounts, store: Store
+) -> None:
     writer = MetricsWriter(store)
     for step, values in enumerate(rows, 1):
         writer.append(Row(0, step, 0.0, 1, values))
-    assert lessons_of(store) == lessons
+    assert count_rewards(store) == counts
 
 
 def test_unrewarded_batches_count_in_a_row() -> None:
@@ -122,10 +124,10 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         (RuntimeError("CUDA out of memory"), True, exit_codes.OUT_OF_MEMORY),
     ],
 )
-def test_unforeseen_errors_end_by_what_may_help(
+def test_unexpected_errors_end_by_what_may_help(
     error: Exception, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    found, why = _unforeseen(error, is_first=is_first, when="at step 1", trains=True)
+    found, why = _unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
     assert (found, "\n" in why) == (code, False)
     assert str(error) in why

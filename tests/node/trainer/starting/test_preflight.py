@@ -21,7 +21,7 @@ from policies.tick.snapshot import BEFORE_TRAINING
 from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.rewards.guard import guarded
 from tasks.trainer import reports
-from tasks.trainer.overdue import ended_after
+from tasks.trainer.overdue import kill_after
 from tasks.trainer.preflight import check_rewards
 from tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S, until
@@ -99,7 +99,7 @@ def test_trls_own_reward_without_what_it_needs_is_told(monkeypatch: pytest.Monke
 def test_what_returns_in_time_is_left_alone(leaves: bool, tmp_path: Path) -> None:
     """Also where it leaves a process behind, which holds the other end of all that was open."""
     left = 0
-    with ended_after(HANG_S, tmp_path, "late"):
+    with kill_after(HANG_S, tmp_path, "late"):
         if leaves and (left := os.fork()) == 0:
             signal.pause()
     if left:
@@ -216,7 +216,7 @@ def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
     said = tmp_path / "said"
     if (pid := os.fork()) == 0:
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-        with ended_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
+        with kill_after(HANG_S, tmp_path, "late", "trainer.reward_funcs: my.own"):
             os._exit(3)
     os.waitpid(pid, 0)
     until("what the process beside it says, which outlives it for a moment", lambda: "\n" in said.read_text())
