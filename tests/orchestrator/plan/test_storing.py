@@ -86,7 +86,7 @@ def test_what_stays_is_paid_for_by_the_month_and_what_is_sent_by_its_requests() 
     told = stored_words(replace(found, every_s=3600.0))
     assert told == (
         "393 GB every 50 steps (1:00 h), stored in 1:05 h at 100 MB/s, 6:33 min at 1,000 MB/s; "
-        "at most 15 and the base model stay, 5,963 GB, $137.15 a month"
+        "at most 15 and the base model are kept, 5,963 GB, $137.15 a month"
     )
 
 
