@@ -228,7 +228,7 @@ class _Call:
         self.served = True  # whether a node can serve it, by the latest report
         self._discarded = 0  # over the finished connections
         self._wait_s = 0.0
-        self._line_s = self._progress_s = self._logged_s = time.monotonic()
+        self._counted_s = self._progress_s = self._logged_s = time.monotonic()
         self._latest = NOTHING  # of this connection
         self._lost = (0, 0)  # of the previous connection: tokens reported as discarded, tokens in flight
         self._moves = 0  # kept across connections, because a new connection is no progress
@@ -249,7 +249,7 @@ class _Call:
         return replace(self.batch, requests=missing)
 
     def connected(self) -> None:
-        """Assume nodes: a gateway took the batch, and will soon report if it has none."""
+        """Handle a new connection: assume nodes, because the gateway soon reports if it has none."""
         self._count_wait()
         self.served = True
 
@@ -265,14 +265,14 @@ class _Call:
             self._cut.append(line.cut)
         elif (progress := line.end or line.progress) is not None:
             if progress.tokens > self._latest.tokens or progress.moves > self._moves:
-                self._progress_s = self._line_s
+                self._progress_s = self._counted_s
             self._latest, self._moves = progress, progress.moves
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
                 self._raise_incomplete()
 
     def cut(self) -> None:
-        """Handle a connection lost before the batch ended. Tokens in flight are lost unless the gateway keeps them."""
+        """Handle a lost connection. Tokens in flight are lost unless the gateway keeps them."""
         self._count_wait()
         self._count_losses()
         self._lost = self._latest.discarded, max(0, self._latest.tokens - self._finished_tokens)
@@ -295,16 +295,16 @@ class _Call:
 
     def is_log_due(self) -> bool:
         """Return whether to log again that the batch waits, at most once in SAY_WAITING_S."""
-        is_due = self._line_s - self._logged_s >= SAY_WAITING_S
+        is_due = self._counted_s - self._logged_s >= SAY_WAITING_S
         if is_due:
-            self._logged_s = self._line_s
+            self._logged_s = self._counted_s
         return is_due
 
     def _count_wait(self) -> None:
         """Count the time since the gateway's last line as a wait if no node could serve."""
         now_s = time.monotonic()
-        self._wait_s += 0.0 if self.served else now_s - self._line_s
-        self._line_s = now_s
+        self._wait_s += 0.0 if self.served else now_s - self._counted_s
+        self._counted_s = now_s
 
     def _raise_incomplete(self) -> None:
         """End a batch that lacks completions. Raises GatewayLost, NobodyServes."""
@@ -325,7 +325,7 @@ class _Call:
 
     def _accept(self, completion: Completion) -> None:
         self._check(completion)
-        self._progress_s = self._line_s
+        self._progress_s = self._counted_s
         self.served = True
         self._finished_tokens += len(completion.token_ids)
         if completion.index not in self.done:
