@@ -1,7 +1,7 @@
-"""The trainer's side of `POST /v1/rollouts`: a batch in, all its completions out, whatever happens in between.
+"""Client of `POST /v1/rollouts`: send a batch, return all its completions.
 
-Gateways and nodes come and go. Here that is a wait, not an error: what has arrived is kept, what has not is asked
-for again, at whatever address the store names by then.
+Losing a gateway or a node is a wait, not an error: the client keeps what has arrived and requests the rest again,
+at the gateway address that the store then holds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
 
-RETRY_S = 0.5  # between two looks for a gateway
-SILENT_S = 10.0  # the gateway reports several times a second: one that says nothing for so long is gone
+RETRY_S = 0.5  # between attempts to reach a gateway
+SILENT_S = 10.0  # the gateway reports several times a second; after this silence it is gone
 SAY_WAITING_S = 10.0
-PIECE_SIZE = 256 * 1024  # of a batch on its way
-FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood, and asking again will not help
+PIECE_SIZE = 256 * 1024  # bytes of a batch per write
+FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood; a retry will not help
 
 _decoder = msgspec.json.Decoder(BatchLine)
-NOBODY = ""  # in the place of a node
+NOBODY = ""  # the node of a completion that no node made
 NOTHING = Progress(tokens=0, discarded=0, members=0, waiting=0)
 
 
@@ -53,12 +53,12 @@ class GenerationFailed(Exception):
 
 
 class GatewayLost(Exception):
-    """The gateway went away, or answers nonsense: to be tried again."""
+    """The gateway is gone or sends an invalid answer; retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A finished batch, in the order of its requests, and what was lost on the way."""
+    """A finished batch, in the order of its requests, with its losses."""
 
     completions: list[Completion]
     discarded: int  # tokens
@@ -66,11 +66,11 @@ class Generated:
 
 
 class NobodyServes(Exception):
-    """No rollout node has been there for the batch's patience.
+    """No rollout node was available for `patience_s` of the batch.
 
     Args:
-        made: what is finished.
-        cut: what there is of others.
+        made: finished completions.
+        cut: partial completions.
         discarded: tokens that were lost.
         wait_s: seconds in which no node could serve.
     """
@@ -80,20 +80,21 @@ class NobodyServes(Exception):
         self.made, self.cut, self.discarded, self.wait_s = made, cut, discarded, wait_s
 
     def after(self, earlier: list[Generated]) -> NobodyServes:
-        """The same, with parts of the batch that were finished before."""
-        made = [completion for one in earlier for completion in one.completions]
-        discarded, wait_s = sum(one.discarded for one in earlier), sum(one.wait_s for one in earlier)
+        """Return the same error with the earlier, finished parts of the batch added."""
+        made = [completion for part in earlier for completion in part.completions]
+        discarded = sum(part.discarded for part in earlier)
+        wait_s = sum(part.wait_s for part in earlier)
         return NobodyServes([*made, *self.made], self.cut, discarded + self.discarded, wait_s + self.wait_s)
 
 
 class GatewayClient:
-    """Completes batches through the run's gateway.
+    """Complete batches through the run's gateway.
 
     Args:
-        store: where the gateway's address is.
+        store: holds the gateway's address.
         token: the run's secret.
-        heartbeat: told whether the trainer waits or generates; ends a wait when a newer trainer appears.
-        interrupt: raises LeaveNow when the trainer is to leave its machine.
+        heartbeat: reports whether the trainer waits or generates; ends a wait when a newer trainer appears.
+        interrupt: raises LeaveNow when the trainer must leave its machine.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class GatewayClient:
     ) -> None:
         self._store = store
         self._interrupt = interrupt
-        # One client for all batches: making one takes 25 ms. The gateway stands beside the trainer: proxies that
-        # the environment names are not for it.
+        # One client for all batches, because creating one takes 25 ms. The gateway runs next to the trainer, so
+        # ignore the environment's proxies.
         headers = {"Authorization": f"Bearer {token}"}
         timeout = httpx.Timeout(SILENT_S, connect=5.0)
         tls = identity.client_context(token)
@@ -111,24 +112,25 @@ class GatewayClient:
         self._say: Callable[[str], None] = heartbeat.say
 
     def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
-        """Return once every request of the batch is finished; `arrived` is told of each when it is.
+        """Return once every request of the batch is finished; call `arrived` with each finished completion.
 
-        What is more than a gateway takes at once, as an evaluation may be, is asked for part by part. A prompt
-        without a token is refused here: the gateway would refuse the whole batch for it.
+        A batch above the gateway's limits, such as an evaluation, is sent in parts. An empty prompt is refused
+        here, because the gateway would refuse the whole batch.
 
-        Raises GenerationFailed after `batch.deadline_s` without a token or a node that gets on, or when the
-        gateway refuses the batch; NobodyServes; Fenced; LeaveNow; StoreError.
+        Raises GenerationFailed after `batch.deadline_s` without a token or a node that makes progress, or when
+        the gateway refuses the batch; NobodyServes; Fenced; LeaveNow; StoreError.
         """
-        told = [one for one in batch.requests if one.prompt_token_ids]
+        sendable = [request for request in batch.requests if request.prompt_token_ids]
         made: list[Generated] = []
-        for piece in split_batches(told):
+        for piece in split_batches(sendable):
             try:
                 made.append(self._complete(replace(batch, requests=piece), arrived))
-            except NobodyServes as nobody:
-                raise nobody.after(made) from None
-        found = {one.index: one for part in made for one in part.completions}
+            except NobodyServes as unserved:
+                raise unserved.after(made) from None
+        found = {completion.index: completion for part in made for completion in part.completions}
+        label = batch.policy.label
         return Generated(
-            [found.get(one.index) or _refused(one, batch.policy.label) for one in batch.requests],
+            [found.get(request.index) or _refused(request, label) for request in batch.requests],
             sum(part.discarded for part in made),
             sum(part.wait_s for part in made),
         )
@@ -136,15 +138,17 @@ class GatewayClient:
     def complete_aside(
         self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
     ) -> Generated:
-        """The same in a thread beside the trainer's: `say` is called instead of the heartbeat, and nothing but a
-        newer trainer interrupts it."""
-        beside = copy.copy(self)
-        beside._say, beside._interrupt = say, lambda: None
-        return beside.complete(batch, arrived)
+        """Complete a batch in a thread next to the trainer's.
 
-    def go_on(self, _batch: Batch, nobody: NobodyServes) -> None:
-        """Raises `nobody`: without a batch's patience there is none."""
-        raise nobody
+        Reports to `say` instead of the heartbeat; only a newer trainer interrupts it.
+        """
+        background = copy.copy(self)
+        background._say, background._interrupt = say, lambda: None
+        return background.complete(batch, arrived)
+
+    def go_on(self, _batch: Batch, unserved: NobodyServes) -> None:
+        """Raise `unserved`. Never called for a batch without `patience_s`."""
+        raise unserved
 
     def _complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         call = _Call(batch, arrived)
@@ -152,16 +156,16 @@ class GatewayClient:
             try:
                 url = self._address()
                 for line in self._lines(url, call):
-                    call.hear(line)
-                    self._tell(call)
-                    if line.end is not None:  # its counts are final; completions may be complete before it
+                    call.process(line)
+                    self._report(call)
+                    if line.end is not None:  # its counts are final; all completions may arrive before it
                         break
                 else:
                     raise GatewayLost("it ended its answer early")
             except (GatewayLost, httpx.TransportError) as error:
                 call.cut()
                 if not call.finished:
-                    self._tell(call, error)
+                    self._report(call, error)
                     self._heartbeat.wait(RETRY_S)
         return call.result()
 
@@ -175,14 +179,14 @@ class GatewayClient:
         return address.url
 
     def _lines(self, url: str, call: _Call) -> Iterator[BatchLine]:
-        """Ask for what is missing and yield the answer's lines.
+        """Request the missing completions and yield the lines of the answer.
 
         Raises GatewayLost, GenerationFailed, httpx.TransportError.
         """
-        where = f"{url.rstrip('/')}{ROLLOUTS}"
+        endpoint = f"{url.rstrip('/')}{ROLLOUTS}"
         body = body_of(call.missing())
         size = {"Content-Length": str(len(body))}
-        with self._http.stream("POST", where, content=_pieces(body), headers=size) as answer:
+        with self._http.stream("POST", endpoint, content=_pieces(body), headers=size) as answer:
             if answer.status_code in FATAL_STATUS:
                 raise GenerationFailed(
                     f"the gateway answered {answer.status_code}: {answer.read().decode(errors='replace')[:500]}"
@@ -193,10 +197,10 @@ class GatewayClient:
             for line in _split(answer.iter_bytes()):
                 try:
                     yield _decoder.decode(line)
-                except (ValueError, RecursionError) as error:  # DecodeError is a ValueError, as no UTF-8 is
+                except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors
                     raise GatewayLost(f"it sent {line[:80]!r}: {error}") from error
 
-    def _tell(self, call: _Call, error: Exception | None = None) -> None:
+    def _report(self, call: _Call, error: Exception | None = None) -> None:
         self._heartbeat.check()
         self._interrupt()
         self._say("generating" if call.served else "waiting")
@@ -204,7 +208,7 @@ class GatewayClient:
             raise GenerationFailed(
                 f"no token for {call.idle_s:.0f} s; `rollout.deadline_s` allows {call.batch.deadline_s:.0f}"
             )
-        if not call.served and call.to_be_said():
+        if not call.served and call.is_log_due():
             log.info(
                 "waiting_for_rollout_nodes",
                 idle_s=round(call.idle_s, 1),
@@ -214,20 +218,20 @@ class GatewayClient:
 
 
 class _Call:
-    """One batch on its way, over as many connections as it takes."""
+    """The state of one batch over all its connections."""
 
     def __init__(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> None:
         self.batch = batch
         self._arrived = arrived
         self.done: dict[int, Completion] = {}
         self._cut: list[Completion] = []
-        self.served = True  # whether a node could serve it, as far as is known
-        self._discarded = 0  # over the connections that have ended
+        self.served = True  # whether a node can serve it, by the latest report
+        self._discarded = 0  # over the finished connections
         self._wait_s = 0.0
-        self._heard_s = self._moved_s = self._said_s = time.monotonic()
-        self._last = NOTHING  # of this connection
-        self._lost = (0, 0)  # with the last connection: what it had told as discarded, and what was on its way
-        self._moves = 0  # of any connection: that one is made is no move
+        self._counted_s = self._progress_s = self._logged_s = time.monotonic()
+        self._latest = NOTHING  # of this connection
+        self._lost = (0, 0)  # of the previous connection: tokens reported as discarded, tokens in flight
+        self._moves = 0  # kept across connections, because a new connection is no progress
         self._finished_tokens = 0  # of this connection
 
     @property
@@ -236,21 +240,22 @@ class _Call:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a token last arrived, or a node that comes last got on."""
-        return time.monotonic() - self._moved_s
+        """Seconds since the last token, or the last progress of a joining node."""
+        return time.monotonic() - self._progress_s
 
     def missing(self) -> Batch:
-        """The batch of what has not arrived."""
-        return replace(self.batch, requests=[one for one in self.batch.requests if one.index not in self.done])
+        """Return the batch with only the unfinished requests."""
+        missing = [request for request in self.batch.requests if request.index not in self.done]
+        return replace(self.batch, requests=missing)
 
     def connected(self) -> None:
-        """A gateway has taken the batch; that it has no node will be heard from it soon."""
-        self._settle()
+        """Handle a new connection: assume nodes, because the gateway soon reports if it has none."""
+        self._count_wait()
         self.served = True
 
-    def hear(self, line: BatchLine) -> None:
-        """Take one line of the answer. Raises GenerationFailed, GatewayLost, NobodyServes."""
-        self._settle()
+    def process(self, line: BatchLine) -> None:
+        """Process one line of the answer. Raises GenerationFailed, GatewayLost, NobodyServes."""
+        self._count_wait()
         if line.error is not None:
             raise GenerationFailed(f"the gateway gave up: {line.error}")
         if line.completion is not None:
@@ -259,51 +264,54 @@ class _Call:
             self._check(line.cut)
             self._cut.append(line.cut)
         elif (progress := line.end or line.progress) is not None:
-            if progress.tokens > self._last.tokens or progress.moves > self._moves:
-                self._moved_s = self._heard_s
-            self._last, self._moves = progress, progress.moves
+            if progress.tokens > self._latest.tokens or progress.moves > self._moves:
+                self._progress_s = self._counted_s
+            self._latest, self._moves = progress, progress.moves
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
-                self._say_what_there_is()
+                self._raise_incomplete()
 
     def cut(self) -> None:
-        """The connection ended before the batch did. What was on its way is lost, unless the gateway keeps it."""
-        self._settle()
-        self._settle_lost()
-        self._lost = self._last.discarded, max(0, self._last.tokens - self._finished_tokens)
-        self._last, self._finished_tokens, self.served = NOTHING, 0, False
+        """Handle a lost connection. Tokens in flight are lost unless the gateway keeps them."""
+        self._count_wait()
+        self._count_losses()
+        self._lost = self._latest.discarded, max(0, self._latest.tokens - self._finished_tokens)
+        self._latest, self._finished_tokens, self.served = NOTHING, 0, False
         self._cut.clear()
 
-    def _settle_lost(self) -> None:
-        """Count what was lost with the connection before this one, now that its last word is heard. A gateway that
-        has kept something tells itself what it discarded."""
-        (discarded, on_the_way), kept = self._lost, self._last.kept
-        self._discarded += max(0, on_the_way - kept) + (0 if kept else discarded)
+    def _count_losses(self) -> None:
+        """Count the losses of the previous connection.
+
+        A gateway that kept something also reports what it discarded.
+        """
+        (discarded, in_flight), kept = self._lost, self._latest.kept
+        self._discarded += max(0, in_flight - kept) + (0 if kept else discarded)
         self._lost = 0, 0
 
     def result(self) -> Generated:
-        self._settle_lost()
-        completions = [self.done[one.index] for one in self.batch.requests]
-        return Generated(completions, self._discarded + self._last.discarded, self._wait_s)
+        self._count_losses()
+        completions = [self.done[request.index] for request in self.batch.requests]
+        return Generated(completions, self._discarded + self._latest.discarded, self._wait_s)
 
-    def to_be_said(self) -> bool:
-        """Whether it is time to say again that the batch waits."""
-        due = self._heard_s - self._said_s >= SAY_WAITING_S
-        self._said_s = self._heard_s if due else self._said_s
-        return due
+    def is_log_due(self) -> bool:
+        """Return whether to log again that the batch waits, at most once in SAY_WAITING_S."""
+        is_due = self._counted_s - self._logged_s >= SAY_WAITING_S
+        if is_due:
+            self._logged_s = self._counted_s
+        return is_due
 
-    def _settle(self) -> None:
-        """Account for the time since the gateway was last heard: it was waiting if no node could serve."""
+    def _count_wait(self) -> None:
+        """Count the time since the gateway's last line as a wait if no node could serve."""
         now_s = time.monotonic()
-        self._wait_s += 0.0 if self.served else now_s - self._heard_s
-        self._heard_s = now_s
+        self._wait_s += 0.0 if self.served else now_s - self._counted_s
+        self._counted_s = now_s
 
-    def _say_what_there_is(self) -> None:
-        """The batch has ended with completions missing. Raises GatewayLost, NobodyServes."""
+    def _raise_incomplete(self) -> None:
+        """End a batch that lacks completions. Raises GatewayLost, NobodyServes."""
         if self.batch.patience_s is None:
             raise GatewayLost("it ended the batch with completions missing")
-        self._settle_lost()
-        discarded = self._discarded + self._last.discarded
+        self._count_losses()
+        discarded = self._discarded + self._latest.discarded
         raise NobodyServes(list(self.done.values()), self._cut, discarded, self._wait_s)
 
     def _check(self, completion: Completion) -> None:
@@ -317,7 +325,7 @@ class _Call:
 
     def _accept(self, completion: Completion) -> None:
         self._check(completion)
-        self._moved_s = self._heard_s
+        self._progress_s = self._counted_s
         self.served = True
         self._finished_tokens += len(completion.token_ids)
         if completion.index not in self.done:
@@ -330,21 +338,22 @@ def _refused(request: CompletionRequest, policy: str) -> Completion:
 
 
 def body_of(batch: Batch) -> bytes:
-    """The batch as it is sent: each prompt once, whatever is asked of it."""
+    """Encode the batch, with each prompt once for all its samples."""
     lines = [to_json(replace(batch, requests=[]))]
-    for prompt, requests in groupby(batch.requests, key=lambda one: one.prompt_token_ids):
-        lines.append(to_json(PromptLine(prompt, [Sample(one.index, one.seed) for one in requests])))
+    for prompt, requests in groupby(batch.requests, key=lambda request: request.prompt_token_ids):
+        samples = [Sample(request.index, request.seed) for request in requests]
+        lines.append(to_json(PromptLine(prompt, samples)))
     return b"\n".join(lines)
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """What is sent as a whole is copied again for each part of it that the socket takes."""
+    """Yield the body in pieces: a whole body would be copied again for every partial socket write."""
     for start in range(0, len(body), PIECE_SIZE):
         yield body[start : start + PIECE_SIZE]
 
 
 def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a byte stream; a last line that was cut off is not one."""
+    """Yield the complete lines of a byte stream; drop an unfinished last line."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

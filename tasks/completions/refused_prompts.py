@@ -1,5 +1,7 @@
-"""Prompts that no rollout node takes, such as one that is too long. Each is told with its numbers, then left out
-of its step, or it ends the run, as `policies.on_bad_prompt` says.
+"""Handle prompts that every rollout node refuses, such as a prompt that is too long.
+
+Each one is logged with its numbers. It is then left out of its step or ends the run, as `policies.on_bad_prompt`
+requires.
 """
 
 from __future__ import annotations
@@ -15,24 +17,24 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-# So many different prompts in a row of which none was taken: it is not the prompts.
+# After this many different refused prompts in a row, the cause is not the prompts.
 NONE_TAKEN = 8
 
 
 class BadPrompts(Exception):
-    """The run cannot go on as its run.yaml says, and another try would not change that."""
+    """The run cannot continue with its run.yaml, and a retry would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedPrompt:
-    """One prompt that was not taken.
+    """A refused prompt.
 
     Args:
-        number: its place among the prompts of the call.
-        row: its place in the dataset, where that is known.
-        tokens: how long it is.
-        limit_tokens: how long prompt and completion may be together, where it is too long.
-        why: in vLLM's words.
+        number: index among the prompts of the call.
+        row: index in the dataset, if known.
+        tokens: length of the prompt.
+        limit_tokens: maximum length of prompt and completion together, if the prompt is too long.
+        why: vLLM's error message.
     """
 
     number: int
@@ -49,40 +51,50 @@ class RefusedPrompt:
 
 
 class RefusedPrompts:
-    """Judges each generate call.
+    """Judge the refused prompts of each generate call.
 
     Attributes:
-        row_of: returns a prompt's place in the dataset, if it knows it.
+        row_of: returns a prompt's index in the dataset, or None if unknown.
     """
 
     def __init__(self, rule: OnBadPrompt, costs: StepCosts) -> None:
         self._rule = rule
         self._costs = costs
-        self._none_taken = 0  # prompts in a row
+        self._refused_in_row = 0  # prompts refused in a row
         self.row_of: Callable[[list[int]], int | None] = lambda _: None
 
     def judge(self, prompts: list[list[int]], samples: int, completions: Sequence[Completion]) -> None:
-        """Tell what was refused of a call, `samples` completions a prompt, prompt by prompt. Raises BadPrompts."""
+        """Log the refused prompts of a call with `samples` completions per prompt. Raises BadPrompts."""
         by_prompt = [completions[first : first + samples] for first in range(0, len(completions), samples)]
-        refused = [self._describe(n, prompts[n], some) for n, some in enumerate(by_prompt) if _refused(some)]
-        for one in refused:
-            log.warning("prompt_refused", row=one.row, tokens=one.tokens, limit=one.limit_tokens, why=one.why)
+        refused = [
+            self._describe(number, prompts[number], of_prompt)
+            for number, of_prompt in enumerate(by_prompt)
+            if _refused(of_prompt)
+        ]
+        for prompt in refused:
+            log.warning(
+                "prompt_refused",
+                row=prompt.row,
+                tokens=prompt.tokens,
+                limit=prompt.limit_tokens,
+                why=prompt.why,
+            )
         if refused and self._rule == "fail":
             raise BadPrompts(f"policies.on_bad_prompt is fail: {refused[0]}")
-        taken = any(not one.refused for one in completions)
-        self._none_taken = 0 if taken else self._none_taken + len(prompts)
-        if self._none_taken >= NONE_TAKEN:
+        has_accepted = any(not completion.refused for completion in completions)
+        self._refused_in_row = 0 if has_accepted else self._refused_in_row + len(prompts)
+        if self._refused_in_row >= NONE_TAKEN:
             raise BadPrompts(
-                f"no node takes any prompt, {self._none_taken} in a row, so it is not the prompts: {refused[0]}; "
-                "see `rollout.vllm` and the sampling settings of `grpo`"
+                f"no node takes any prompt, {self._refused_in_row} in a row, so it is not the prompts: "
+                f"{refused[0]}; see `rollout.vllm` and the sampling settings of `grpo`"
             )
         if refused:
             self._costs.refuse(len(refused), refused[-1].row, refused[-1].tokens, refused[-1].limit_tokens)
 
     def _describe(self, number: int, prompt: list[int], completions: Sequence[Completion]) -> RefusedPrompt:
-        one = _refused(completions)[0]
-        return RefusedPrompt(number, self.row_of(prompt), len(prompt), one.limit_tokens, one.refused)
+        first = _refused(completions)[0]
+        return RefusedPrompt(number, self.row_of(prompt), len(prompt), first.limit_tokens, first.refused)
 
 
 def _refused(completions: Sequence[Completion]) -> list[Completion]:
-    return [one for one in completions if one.refused]
+    return [completion for completion in completions if completion.refused]

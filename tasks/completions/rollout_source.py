@@ -1,11 +1,10 @@
-"""Where a step's completions come from: the rollout journal where it has them, the fleet where it has not.
+"""Get a step's completions from the rollout journal or, where it lacks them, from the fleet.
 
-Agents' sessions (`tasks.agents`) take the same way: a prompt is then a row of the dataset, and a completion a
-Session.
+Agent sessions (`tasks.agents`) work the same way: each prompt is a dataset row, and each completion a Session.
 
-A call belongs to the step that trains on it (`at`) and is sampled from a policy, which may be an older one
-(`rollout.max_staleness`). Calls may be begun before they are asked for: those of one policy are one batch, of
-which a thread stores each call when its completions are there, while the trainer works at what comes before it.
+A call belongs to the step that trains on it (`at`). Its policy may be older (`rollout.max_staleness`). Calls may
+begin before the trainer needs them. All calls of one policy form one batch; a thread stores each call as soon as
+its completions arrive, while the trainer does earlier work.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-LOOK_S = 0.25  # between two looks whether the trainer is to end, while it waits for a call
+LOOK_S = 0.25  # how often to check whether the trainer must exit, while it waits for a call
 
 
 class Completes(Protocol):
-    """What makes completions: the gateway, or the trainer's own model."""
+    """A source of completions: the gateway, or the trainer's own model."""
 
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
@@ -51,24 +50,27 @@ class Completes(Protocol):
 
 
 class CompletesAside(Completes, Protocol):
-    """What makes completions while the trainer is at work, too."""
+    """A source that can also make completions in the background."""
 
     def complete_aside(
         self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
     ) -> Generated:
-        """The same in a thread: `arrived` is told of each completion, and `say` what the trainer does if it waits.
+        """Complete the batch in a thread.
 
+        Call `arrived` with each completion, and `say` with the trainer's activity if it waits for this batch.
         Raises GenerationFailed, NobodyServes, Fenced.
         """
 
-    def go_on(self, batch: Batch, nobody: NobodyServes) -> None:
-        """The batch, which is asked for next, was made in a thread until nobody was there for it."""
+    def go_on(self, batch: Batch, unserved: NobodyServes) -> None:
+        """Resume, in the next request, a batch that a thread began and that no node could finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest(CompletionRequest):
-    """One session of an agent on one row. Its name is the same whoever asks for it, so that a restarted trainer
-    finds at the gateway what was recorded."""
+    """Request one agent session on one row.
+
+    The session's name is deterministic, so a restarted trainer finds the gateway's recording of it.
+    """
 
     session: str
     row: dict[str, Any]
@@ -79,11 +81,11 @@ class Call:
     """A generate call.
 
     Args:
-        at: the timeline, and the steps that are done when it is trained on or evaluated.
-        number: of the call at that step.
-        policy: the version that it is sampled from.
+        at: the timeline, and the number of finished steps when the call is trained on or evaluated.
+        number: the call's number within that step.
+        policy: the version to sample from.
         prompts: token ids, or rows for an agent.
-        samples: completions of each.
+        samples: completions per prompt.
         sampling: vLLM's parameters.
     """
 
@@ -95,7 +97,7 @@ class Call:
     sampling: dict[str, Any]
 
     def requests(self, run_seed: int) -> list[CompletionRequest]:
-        """Its requests, prompt by prompt, each with a seed of its own."""
+        """Return the call's requests, prompt by prompt, each with its own seed."""
         return [
             self._request(run_seed, number, sample)
             for number in range(len(self.prompts))
@@ -116,23 +118,25 @@ Policies = Callable[[PolicyVersion], PolicyRef]
 
 @dataclass(slots=True)
 class _Generated:
-    """A call's completions: from the journal, or as the gateway gave them, `took_s` after they were asked for and
-    those of earlier calls were there."""
+    """A call's completions, from the journal or from the gateway.
+
+    `took_s` counts from the request, or from the end of the previous call if that is later.
+    """
 
     rollout: Rollout
     is_stored: bool
     is_replayed: bool = False
     took_s: float = 0.0
     machines: int = 0
-    ahead_s: float = 0.0  # of these, those before the trainer waited for it
-    wait_s: float = 0.0  # while the trainer waited: those in which no node could serve it
-    unserved_s: float = 0.0  # the same, whether the trainer waited or not
+    ahead_s: float = 0.0  # the part of took_s before the trainer began to wait
+    wait_s: float = 0.0  # seconds without a serving node while the trainer waited
+    unserved_s: float = 0.0  # the same, including time when the trainer did not wait
     done_at_s: float = 0.0  # on the monotonic clock
 
 
 @dataclass(slots=True)
 class _Activity:
-    """What the trainer does while it waits for a call of a batch that was begun."""
+    """What the trainer reports while it waits for a call of a background batch."""
 
     now: str = "generating"
 
@@ -141,86 +145,92 @@ class _Activity:
 
 
 @dataclass(slots=True)
-class _Begun:
-    """A call that was begun."""
+class _BackgroundCall:
+    """A call that is made in the background."""
 
     call: Call
     digest: str
     made: Future[_Generated] = field(default_factory=Future)
-    activity: _Activity = field(default_factory=_Activity)  # of all calls of its batch
+    activity: _Activity = field(default_factory=_Activity)  # shared by all calls of its batch
     storing: threading.Lock = field(default_factory=threading.Lock)
     is_dropped: bool = False
 
     def drop(self) -> None:
-        """Nobody takes it: it is not stored any more, in the place of what is made instead."""
+        """Discard the call: its result must not be stored, because another one replaces it."""
         with self.storing:
             self.is_dropped = True
 
 
-class _Together:
-    """Calls of one policy that the gateway completes as one batch, in their order.
+class _BackgroundBatch:
+    """Calls of one policy that the gateway completes as one batch, in order.
 
     Args:
         begun: the calls.
-        policy: where the policy is.
-        store: stores a call's result, and returns whether it has; called once for each.
+        policy: the location of the policy.
+        store: stores a call's result and returns whether it did; called once per call.
     """
 
-    def __init__(self, begun: list[_Begun], policy: PolicyRef, store: Callable[[_Begun, Rollout], bool]) -> None:
+    def __init__(
+        self, begun: list[_BackgroundCall], policy: PolicyRef, store: Callable[[_BackgroundCall, Rollout], bool]
+    ) -> None:
         self._begun, self._policy, self._store = begun, policy, store
         self._began_s = time.monotonic()
-        sizes = [len(one.call.prompts) * one.call.samples for one in begun]
+        sizes = [len(background.call.prompts) * background.call.samples for background in begun]
         self._starts = [0, *accumulate(sizes)]
         self._missing = sizes
         self._found: dict[int, Completion] = {}
 
     def requests(self, run_seed: int) -> list[CompletionRequest]:
-        """Of all calls, numbered anew."""
-        every = [one for begun in self._begun for one in begun.call.requests(run_seed)]
-        return [replace(one, index=index) for index, one in enumerate(every)]
+        """Return the requests of all calls, renumbered for the batch."""
+        requests = [request for begun in self._begun for request in begun.call.requests(run_seed)]
+        return [replace(request, index=index) for index, request in enumerate(requests)]
 
     def take(self, completion: Completion) -> None:
-        """A completion is there. The last call ends with the batch, which tells what was lost."""
-        self._found[completion.index] = completion
-        at = bisect_right(self._starts, completion.index) - 1
-        self._missing[at] -= 1
-        if not self._missing[at] and any(self._missing):
-            self._finish(at, 0, 0.0)
+        """Record a completion, and finish its call if it was the last one missing.
 
-    def end(self, got: Generated) -> None:
-        """The batch is complete."""
-        self._found |= {one.index: one for one in got.completions}
-        left = [at for at, one in enumerate(self._begun) if not one.made.done()]
-        for at in left:
-            lost = (got.discarded, got.wait_s) if at == left[-1] else (0, 0.0)
-            self._finish(at, *lost)
+        The last call waits for the end of the batch, which reports the losses.
+        """
+        self._found[completion.index] = completion
+        position = bisect_right(self._starts, completion.index) - 1
+        self._missing[position] -= 1
+        if not self._missing[position] and any(self._missing):
+            self._finish(position, 0, 0.0)
+
+    def end(self, generated: Generated) -> None:
+        """Finish the remaining calls of the complete batch; the last one carries the batch's losses."""
+        self._found |= {completion.index: completion for completion in generated.completions}
+        unfinished = [position for position, begun in enumerate(self._begun) if not begun.made.done()]
+        for position in unfinished:
+            is_last = position == unfinished[-1]
+            losses = (generated.discarded, generated.wait_s) if is_last else (0, 0.0)
+            self._finish(position, *losses)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more comes: what ended it is raised where a call is waited for."""
-        for one in self._begun:
-            if not one.made.done():
-                one.made.set_exception(error)
+        """Fail the unfinished calls with this error."""
+        for begun in self._begun:
+            if not begun.made.done():
+                begun.made.set_exception(error)
 
-    def give_up(self, nobody: NobodyServes) -> None:
-        """No node is there: each call that is not made keeps what there is of it, the first what was lost."""
-        lost = nobody.discarded, nobody.wait_s
-        for start, end, one in zip(self._starts, self._starts[1:], self._begun, strict=False):
-            if not one.made.done():
+    def give_up(self, unserved: NobodyServes) -> None:
+        """Stop for lack of nodes: each unfinished call keeps its partial result, the first also the losses."""
+        losses = unserved.discarded, unserved.wait_s
+        for start, end, begun in zip(self._starts, self._starts[1:], self._begun, strict=False):
+            if not begun.made.done():
                 made, cut = (
                     [
-                        replace(of_call, index=of_call.index - start)
-                        for of_call in every
-                        if start <= of_call.index < end
+                        replace(completion, index=completion.index - start)
+                        for completion in completions
+                        if start <= completion.index < end
                     ]
-                    for every in (nobody.made, nobody.cut)
+                    for completions in (unserved.made, unserved.cut)
                 )
-                one.made.set_exception(NobodyServes(made, cut, *lost))
-                lost = 0, 0.0
+                begun.made.set_exception(NobodyServes(made, cut, *losses))
+                losses = 0, 0.0
 
-    def _finish(self, at: int, discarded: int, wait_s: float) -> None:
-        begun, done_at_s = self._begun[at], time.monotonic()
-        made = [self._found.pop(index) for index in range(self._starts[at], self._starts[at + 1])]
-        completions = [replace(one, index=index) for index, one in enumerate(made)]
+    def _finish(self, position: int, discarded: int, wait_s: float) -> None:
+        begun, done_at_s = self._begun[position], time.monotonic()
+        indices = range(self._starts[position], self._starts[position + 1])
+        completions = [replace(self._found.pop(index), index=index - indices.start) for index in indices]
         rollout = _rollout(begun.call, begun.digest, self._policy, Generated(completions, discarded, wait_s))
         begun.made.set_result(
             _Generated(
@@ -236,13 +246,13 @@ class _Together:
 
 @dataclass(slots=True)
 class _Ahead:
-    """Evaluation calls of a version that are made together; `first` is the number of the first."""
+    """Evaluation calls of one version that are made together; `first` is the number of the first call."""
 
     version: PolicyVersion
     first: int
     calls: list[list[list[int]]]
     samples: int
-    made: Rollout | None = None  # of all
+    made: Rollout | None = None  # of all calls
 
     @property
     def last(self) -> int:
@@ -250,35 +260,36 @@ class _Ahead:
         return self.first + len(self.calls) - 1
 
     def has(self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int) -> bool:
-        """Whether a call is one of these, as it was foreseen."""
-        place = call - self.first
-        if (version, samples) != (self.version, self.samples) or not 0 <= place < len(self.calls):
+        """Return whether a call is one of these and asks for the foreseen prompts."""
+        position = call - self.first
+        if (version, samples) != (self.version, self.samples) or not 0 <= position < len(self.calls):
             return False
-        return self.calls[place] == prompts
+        return self.calls[position] == prompts
 
     def of(self, call: int) -> Rollout:
-        """One call's part of what was made."""
+        """Return one call's part of the completions."""
         assert self.made is not None
-        place = call - self.first
-        begin = sum(map(len, self.calls[:place])) * self.samples
-        part = self.made.completions[begin : begin + len(self.calls[place]) * self.samples]
-        return replace(self.made, call=call, completions=[replace(one, index=i) for i, one in enumerate(part)])
+        position = call - self.first
+        begin = sum(map(len, self.calls[:position])) * self.samples
+        part = self.made.completions[begin : begin + len(self.calls[position]) * self.samples]
+        completions = [replace(completion, index=index) for index, completion in enumerate(part)]
+        return replace(self.made, call=call, completions=completions)
 
 
 class RolloutSource:
-    """Answers generate calls, each at one policy version.
+    """Answer generate calls, each at one policy version.
 
     Args:
         store: the run's store, for the journal.
-        gateway: completes what the journal does not hold; for `begin` one that CompletesAside.
-        heartbeat: told when generation is over.
+        gateway: completes calls that the journal lacks; `begin` requires a CompletesAside.
+        heartbeat: reports when generation is over.
         costs: charged for each call.
-        refused: judges what no node took.
+        refused: judges refused prompts.
         by: the precedence of this trainer.
         run_seed: GRPOConfig's `seed`.
         deadline_s: how long a call may go without a token.
-        recovery: what a completion does whose node is lost.
-        may_go_on: raises Fenced or LeaveNow if the trainer is to end, while it waits for a call that was begun.
+        recovery: how to continue a completion whose node is lost.
+        may_go_on: raises Fenced or LeaveNow if the trainer must exit while it waits for a background call.
     """
 
     def __init__(
@@ -306,14 +317,14 @@ class RolloutSource:
         self._recovery = recovery
         self._may_go_on = may_go_on
         self._at = PolicyVersion(-1, -1)
-        self._calls = {True: 0, False: 0}  # made at that step, training and evaluation
-        self._asked_s = 0.0  # for which a call was asked for that ended with the trainer's own turn
-        self._ahead: _Ahead | None = None  # what an evaluation will ask for
-        self._begun: dict[tuple[PolicyVersion, int], _Begun] = {}
-        self._done_at_s = 0.0  # when the last of those that were taken was done
-        self._new_at_step: int | None = None  # the first step with a call that the journal did not hold
+        self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
+        self._asked_s = 0.0  # duration of the current call's requests that ended in OwnTurn
+        self._ahead: _Ahead | None = None  # calls that an evaluation will make
+        self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
+        self._done_at_s = 0.0  # when the latest awaited background call finished
+        self._new_at_step: int | None = None  # the first step with a call that the journal lacked
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
-            None  # records of earlier trainers, once they are asked for
+            None  # earlier trainers' records; loaded on demand
         )
 
     def complete(
@@ -330,41 +341,42 @@ class RolloutSource:
     ) -> Rollout:
         """Return `samples` completions of each prompt, prompt by prompt.
 
-        `policies` is called only if something has to be generated, and must return once that version can be
-        pulled. `policy` is the version to sample from, by default that of the step itself; `number` the call's
-        among those of its step, by default as they come.
+        `policies` is called only if something must be generated, and must return once that version can be
+        pulled. `policy` is the version to sample from; it defaults to that of the step. `number` is the call's
+        number within its step; it defaults to the next one.
 
         Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
-        self._heartbeat.say("training")  # the prompts are tokens now: rollout nodes are worth their money
+        self._heartbeat.say("training")  # the prompts are tokenized: rollout nodes are worth their cost
         counted = self._next_call(at, training)
         call = Call(at, counted if number is None else number, policy or at, prompts, samples, sampling)
         ahead = None if training else self._ahead
         if ahead is not None and ahead.has(at, call.number, prompts, samples):
             if ahead.made is None:
-                every, wanted = self._requests_ahead(ahead), [one for of_call in ahead.calls for one in of_call]
-                ahead.made = self._made(replace(call, prompts=wanted), every, policies, training=False)
+                all_prompts = [prompt for call_prompts in ahead.calls for prompt in call_prompts]
+                requests = self._requests_ahead(ahead)
+                ahead.made = self._made(replace(call, prompts=all_prompts), requests, policies, training=False)
             rollout = ahead.of(call.number)
             if call.number == ahead.last:
                 self._ahead = None
         else:
             rollout = self._made(call, call.requests(self._run_seed), policies, training=training)
-        self._calls[training] += 1  # here: a call that could not be made is made again, and is the same
+        self._calls[training] += 1  # only now: a failed call is retried under the same number
         self._heartbeat.say("training")
         return rollout
 
     def begin(self, calls: Iterable[Call], policies: Policies) -> None:
-        """Have these calls made in the background, those of them that the journal does not hold; `complete` then
-        takes them. What it asks for otherwise than it was begun is made as it comes.
+        """Start making these calls in the background, except those in the journal; `complete` then takes them.
 
-        `policies` is as of `complete`. Raises StoreError and what `policies` does.
+        A call that `complete` requests differently is made on demand. `policies` is as for `complete`.
+        Raises StoreError and the errors of `policies`.
         """
-        new = defaultdict[PolicyVersion, list[_Begun]](list)
+        new = defaultdict[PolicyVersion, list[_BackgroundCall]](list)
         for call in calls:
             if (call.at, call.number) in self._begun:
                 continue
-            begun = _Begun(call, rollouts.digest_of(call.requests(self._run_seed), call.sampling))
+            begun = _BackgroundCall(call, rollouts.digest_of(call.requests(self._run_seed), call.sampling))
             if (stored := self._journalled(call, begun.digest)) is not None:
                 begun.made.set_result(_replayed(stored))
                 self._begun[call.at, call.number] = begun
@@ -373,9 +385,9 @@ class RolloutSource:
                 new[call.policy].append(begun)
         for version, together in new.items():
             activity, ref = _Activity(), policies(version)
-            for one in together:
-                one.activity = activity
-                self._begun[one.call.at, one.call.number] = one
+            for begun in together:
+                begun.activity = activity
+                self._begun[begun.call.at, begun.call.number] = begun
             name = f"calls of {version} from {together[0].call.at}"
             threading.Thread(target=self._work, args=(together, ref), name=name, daemon=True).start()
 
@@ -384,10 +396,10 @@ class RolloutSource:
         return cast(CompletesAside, self._gateway)
 
     def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
-        """Say which prompts the next evaluation calls at a step will ask for, `samples` completions of each.
+        """Announce the prompts of a step's next evaluation calls, with `samples` completions per prompt.
 
-        They are completed together at the first of these calls, each with the seed that it would have alone. A
-        call that is for others, or comes in another place, is made as it comes.
+        The first of these calls completes them all, each with the seed that it would have alone. A call with
+        other prompts, or in another position, is made on demand.
         """
         self._ahead = _Ahead(at, self._next_call(at, training=False), calls, samples)
 
@@ -396,13 +408,13 @@ class RolloutSource:
         for number, prompts in enumerate(ahead.calls, ahead.first):
             call = Call(ahead.version, number, ahead.version, prompts, ahead.samples, {})
             requests = call.requests(self._run_seed)
-            found += [replace(one, index=len(found) + one.index) for one in requests]
+            found += [replace(request, index=len(found) + request.index) for request in requests]
         return found
 
     def _made(
         self, call: Call, requests: list[CompletionRequest], policies: Policies, *, training: bool
     ) -> Rollout:
-        """The completions of one call, from the journal or made now and stored."""
+        """Return one call's completions, from the journal or made now and stored."""
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
         if begun is not None and begun.digest == digest:
@@ -419,7 +431,7 @@ class RolloutSource:
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
             self._costs.generated(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
-        self._judge(rollout, call)  # what ends the run is asked for anew
+        self._judge(rollout, call)  # before storing: a call that ends the run is requested again
         if not generated.is_stored:
             self._store_rollout(rollout)
         self._costs.add(rollout, generated.wait_s, training=training, replayed=generated.is_replayed)
@@ -431,70 +443,78 @@ class RolloutSource:
         requests: list[CompletionRequest],
         digest: str,
         policies: Policies,
-        nobody: NobodyServes | None = None,
+        unserved: NobodyServes | None = None,
     ) -> _Generated:
-        """Have the call made while the trainer waits; with `nobody`, go on with what there is of it."""
+        """Make the call while the trainer waits, starting from the partial result in `unserved`, if any."""
         began_s = time.monotonic()
         try:
             batch = self._batch(call, requests, policies(call.policy))
-            if nobody is not None:
-                self._aside.go_on(batch, nobody)
+            if unserved is not None:
+                self._aside.go_on(batch, unserved)
             published_s = time.monotonic()
-            got = self._gateway.complete(batch)
-        except OwnTurn:  # the same call comes again, and what it waits is told at its end
+            generated = self._gateway.complete(batch)
+        except OwnTurn:  # the call is retried, and its wait is reported at the end
             self._asked_s += time.monotonic() - published_s
             raise
         finally:
             ended_s = time.monotonic()
             self._costs.generated_s += ended_s - began_s
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
-        rollout, machines = _rollout(call, digest, batch.policy, got), _machines_of(got.completions)
+        rollout, machines = _rollout(call, digest, batch.policy, generated), _machines_of(generated.completions)
         return _Generated(
-            rollout, is_stored=False, took_s=asked_s, machines=machines, wait_s=got.wait_s, unserved_s=got.wait_s
+            rollout,
+            is_stored=False,
+            took_s=asked_s,
+            machines=machines,
+            wait_s=generated.wait_s,
+            unserved_s=generated.wait_s,
         )
 
-    def _work(self, begun: list[_Begun], policy: PolicyRef) -> None:
-        """Have calls of one policy made, in their thread. Whatever ends it is raised where one is waited for."""
-        together = _Together(begun, policy, self._stored_early)
+    def _work(self, begun: list[_BackgroundCall], policy: PolicyRef) -> None:
+        """Make the calls of one policy, in their own thread. An error is raised where a call is awaited."""
+        together = _BackgroundBatch(begun, policy, self._stored_early)
         try:
             batch = self._batch(begun[0].call, together.requests(self._run_seed), policy)
             together.end(self._aside.complete_aside(batch, together.take, begun[0].activity.report))
-        except NobodyServes as nobody:
-            together.give_up(nobody)
-        except BaseException as error:  # noqa: BLE001  # a thread that dies in silence is waited for in vain
+        except NobodyServes as unserved:
+            together.give_up(unserved)
+        except BaseException as error:  # noqa: BLE001  # else the trainer would wait forever
             together.fail(error)
 
-    def _stored_early(self, begun: _Begun, rollout: Rollout) -> bool:
-        """Store a call before it is taken, unless nobody will or it has to be judged first."""
-        if any(one.refused for one in rollout.completions) or any(one.failed for one in rollout.sessions):
+    def _stored_early(self, begun: _BackgroundCall, rollout: Rollout) -> bool:
+        """Store a call early, unless it was dropped. Return False if it must be judged first."""
+        has_refused = any(completion.refused for completion in rollout.completions)
+        if has_refused or any(session.failed for session in rollout.sessions):
             return False
         with begun.storing:
             if not begun.is_dropped:
                 self._store_rollout(rollout)
         return True
 
-    def _awaited(self, begun: _Begun, requests: list[CompletionRequest], policies: Policies) -> _Generated:
-        """Wait for a call that was begun; make it here if no node is there for it. Raises what else ended it."""
+    def _awaited(
+        self, begun: _BackgroundCall, requests: list[CompletionRequest], policies: Policies
+    ) -> _Generated:
+        """Wait for a background call; make it here if no node serves it. Raises the call's other errors."""
         began_s = looked_s = time.monotonic()
-        nobody_s, nobody = 0.0, None
+        unserved_s, unserved = 0.0, None
         try:
             while not wait([begun.made], LOOK_S).done:
                 self._may_go_on()
                 self._heartbeat.say(begun.activity.now)
                 before_s, looked_s = looked_s, time.monotonic()
-                nobody_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
+                unserved_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
-        except NobodyServes as told:
-            nobody = told
+        except NobodyServes as error:
+            unserved = error
         finally:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
-        if nobody is not None:
-            return self._generated(begun.call, requests, begun.digest, policies, nobody)
-        # Calls that were begun together are made one after the other, as far as their number allows.
+        if unserved is not None:
+            return self._generated(begun.call, requests, begun.digest, policies, unserved)
+        # Count only the time after the previous call: calls of one batch are made roughly one after the other.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
-        return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s), wait_s=nobody_s)
+        return replace(generated, took_s=took_s, ahead_s=max(0.0, took_s - waited_s), wait_s=unserved_s)
 
     def _judge(self, rollout: Rollout, call: Call) -> None:
         self._refused.judge(call.prompts, call.samples, rollout.completions)
@@ -506,11 +526,13 @@ class RolloutSource:
         return Batch(policy, call.sampling, requests, self._deadline_s, self._recovery)
 
     def _note_new(self, call: Call) -> None:
-        """A call is made anew, so its step leads to other weights than before, unless all nodes compute alike to
-        the last bit: what is stored of later policies is not used any more."""
-        known = self._new_at_step
-        # A window ahead may be new before a later turn of the present step is.
-        self._new_at_step = call.at.step if known is None else min(known, call.at.step)
+        """Stop using stored calls of later policies, because this call is not a replay.
+
+        Its step leads to other weights than before, unless all nodes compute bit-identical results.
+        """
+        earliest = self._new_at_step
+        # A later window may have a new call before the present step does.
+        self._new_at_step = call.at.step if earliest is None else min(earliest, call.at.step)
 
     def _next_call(self, at: PolicyVersion, training: bool) -> int:
         if at != self._at:
@@ -519,8 +541,10 @@ class RolloutSource:
         return self._calls[training]
 
     def _journalled(self, call: Call, digest: str) -> Rollout | None:
-        """The journal's record of the call, if it is whole and of the same requests. A newer policy may have stood
-        in for its own."""
+        """Return the journal's record of the call if it is readable and has the same requests.
+
+        It may come from a policy newer than the call's own.
+        """
         if self._new_at_step is not None and call.policy.step > self._new_at_step:
             return None
         if self._stored is None:
@@ -545,9 +569,9 @@ def _replayed(stored: Rollout) -> _Generated:
     return _Generated(stored, is_stored=True, is_replayed=True, wait_s=stored.wait_s)
 
 
-def _rollout(call: Call, digest: str, policy: PolicyRef, got: Generated) -> Rollout:
-    made: list[Any] = list(got.completions)
-    sessions: list[Session] = [one for one in made if isinstance(one, Session)]
+def _rollout(call: Call, digest: str, policy: PolicyRef, generated: Generated) -> Rollout:
+    made: list[Any] = list(generated.completions)
+    sessions: list[Session] = [completion for completion in made if isinstance(completion, Session)]
     return Rollout(
         rollouts.SCHEMA,
         str(call.at),
@@ -555,13 +579,13 @@ def _rollout(call: Call, digest: str, policy: PolicyRef, got: Generated) -> Roll
         call.number,
         digest,
         [] if sessions else made,
-        got.discarded,
-        got.wait_s,
+        generated.discarded,
+        generated.wait_s,
         sessions,
     )
 
 
 def _machines_of(made: Sequence[Completion]) -> int:
-    """How many rollout machines made them, and the trainer's where there are none."""
-    machines = {machine_of(one.node) for one in made if one.node}
-    return len([one for one in machines if not one.startswith(Role.TRAINER)] or machines)
+    """Count the rollout machines that made these, or the trainer's machines if no rollout machine did."""
+    machines = {machine_of(completion.node) for completion in made if completion.node}
+    return len([machine for machine in machines if not machine.startswith(Role.TRAINER)] or machines)

@@ -1,8 +1,8 @@
-"""Further branches of agents' sessions, as rows of their own beside those that TRL has made of the sessions.
+"""Train on the further branches of agent sessions, as rows in addition to TRL's row per session.
 
-TRL's rows are as many as its prompts, in groups. So the branches that ended last go through it, with rewards and
-advantages; then it is called once more for the others, with nothing of what it logs kept, and their rows get the
-advantages of their sessions. What a turn of several branches is trained in is the gateway's to say, by masks.
+TRL makes one row per prompt, in groups. So the last-finished branches pass through TRL, with rewards and
+advantages. A second call, whose logs are discarded, makes rows of the other branches, which get the advantages of
+their sessions. The gateway's masks decide in which of its branches a shared turn is trained.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.nn.functional import pad
 
 from policies.serving.sessions import Branch
 
-# Rows of a batch beside its own, in multiples of them: memory was planned for its own. Where even one more is too
-# many, the trainer goes on with smaller batches.
+# Maximum of added rows, as a multiple of the batch's own rows, for which memory was planned. If even one
+# multiple does not fit, the trainer continues with smaller batches.
 ROWS_MAX = 1
 NO_BRANCH = Branch([], 0, [], [], [], [])
-FROM_THE_LEFT = ("prompt_ids", "prompt_mask")
+LEFT_PADDED = ("prompt_ids", "prompt_mask")
 
 
 class TrainsBranches:
-    """For a trainer of TRL's that runs agents, before all others in the order of its bases."""
+    """Mixin that must come first in the bases of a TRL trainer that runs agents."""
 
-    _further: list[Branch] | None = None  # of this process, while TRL makes rows of them
+    _further: list[Branch] | None = None  # of this process, while TRL makes their rows
     _sessions: Any
     accelerator: Any
 
@@ -44,38 +44,38 @@ class TrainsBranches:
             for branch in session.branches[:-1]
             if any(branch.mask) and not session.failed
         ]
-        further.sort(key=lambda one: sum(one[0].mask), reverse=True)  # stable: the same in every attempt
+        further.sort(key=lambda pair: sum(pair[0].mask), reverse=True)  # stable: the same in every attempt
         count = self._count_of_rows(len(further), len(inputs))
         untrained = sum(sum(branch.mask) for branch, _ in further[count:])
         self._metrics["train"]["agent/untrained_tokens"].append(float(sum(gather_object([untrained]))))
         self._metrics["train"]["agent/further_branches"].append(
             float(sum(gather_object([min(count, len(further))])))
         )
-        return self._with_rows_of(further[:count], count, inputs[0], output) if count else output
+        return self._with_branch_rows(further[:count], count, inputs[0], output) if count else output
 
     def no_rewards(self: Any, rows: int) -> torch.Tensor | None:
-        """Rewards of all processes that mean nothing, while rows are made of branches; None at other times."""
+        """Return dummy rewards for all processes while TRL makes rows of branches; otherwise None."""
         if self._further is None:
             return None
         shape = rows * self.accelerator.num_processes, len(self.reward_funcs)
         return torch.zeros(shape, device=self.accelerator.device)
 
     def _count_of_rows(self: Any, wanted: int, own: int) -> int:
-        """How many rows each process adds: as many as any of them wants, in equal parts for each batch."""
+        """Return the rows that each process adds: the maximum any process wants, a multiple of the batches."""
         batches = int(self.args.steps_per_generation)
-        most: int = min(max(gather_object([wanted])), ROWS_MAX * own)
-        return -(-most // batches) * batches
+        rows: int = min(max(gather_object([wanted])), ROWS_MAX * own)
+        return -(-rows // batches) * batches
 
-    def _with_rows_of(
+    def _with_branch_rows(
         self: Any, further: list[tuple[Branch, float]], count: int, row: Any, output: dict[str, Any]
     ) -> dict[str, Any]:
-        called = -(-count // self.num_generations) * self.num_generations  # TRL divides what it gets into groups
+        padded = -(-count // self.num_generations) * self.num_generations  # TRL requires whole groups
         branches = [branch for branch, _ in further]
-        self._further = [*branches, *[NO_BRANCH] * (called - len(branches))]
-        with _logging_nothing(self):
+        self._further = [*branches, *[NO_BRANCH] * (padded - len(branches))]
+        with _without_logs(self):
             try:
-                # Of the trainer below those parts that count and keep what is generated.
-                made = self.score_without_samples([dict(row) for _ in range(called)])
+                # Skip the parts of the trainer that count and keep completions.
+                made = self.score_without_samples([dict(row) for _ in range(padded)])
             finally:
                 self._further = None
         advantages = [advantage for _, advantage in further] + [0.0] * (count - len(further))
@@ -85,8 +85,8 @@ class TrainsBranches:
 
 
 def _joined(name: str, first: torch.Tensor, second: torch.Tensor, count: int, end: int) -> torch.Tensor:
-    """The rows of both, of `count` of the second, as long as the longest."""
-    if first.ndim == 0:  # how many tokens there are
+    """Join the rows of `first` and the first `count` rows of `second`, padded to the longest."""
+    if first.ndim == 0:  # a token count
         return first + second
     second = second[:count].to(first.dtype)
     if first.ndim == 1 or first.shape[1] == second.shape[1]:
@@ -94,21 +94,21 @@ def _joined(name: str, first: torch.Tensor, second: torch.Tensor, count: int, en
     longest = max(first.shape[1], second.shape[1])
     fill = end if name.endswith("_ids") else 0
     rows = []
-    for one in (first, second):
-        more = longest - one.shape[1]
-        rows.append(pad(one, (more, 0) if name in FROM_THE_LEFT else (0, more), value=fill))
+    for part in (first, second):
+        missing = longest - part.shape[1]
+        rows.append(pad(part, (missing, 0) if name in LEFT_PADDED else (0, missing), value=fill))
     return torch.cat(rows)
 
 
 @contextlib.contextmanager
-def _logging_nothing(trainer: Any) -> Iterator[None]:
-    """Within, nothing that TRL counts or logs is kept."""
-    kept = trainer._metrics, trainer._logs, trainer.state.num_input_tokens_seen
-    trainer._metrics = {mode: defaultdict(list) for mode in kept[0]}
+def _without_logs(trainer: Any) -> Iterator[None]:
+    """Discard what TRL counts and logs within the context."""
+    saved = trainer._metrics, trainer._logs, trainer.state.num_input_tokens_seen
+    trainer._metrics = {mode: defaultdict(list) for mode in saved[0]}
     trainer._logs = {
-        name: defaultdict(deque) if isinstance(one, dict) else deque() for name, one in kept[1].items()
+        name: defaultdict(deque) if isinstance(value, dict) else deque() for name, value in saved[1].items()
     }
     try:
         yield
     finally:
-        trainer._metrics, trainer._logs, trainer.state.num_input_tokens_seen = kept
+        trainer._metrics, trainer._logs, trainer.state.num_input_tokens_seen = saved

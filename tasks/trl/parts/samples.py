@@ -1,9 +1,9 @@
-"""What people read of a step, handed to the writer once TRL has scored it.
+"""Hand a step's samples, for people to read, to the writer once TRL has scored them.
 
-TRL gathers prompts, completions and advantages of all processes in `_logs` anyway, and rewards before: `_logs` has
-those by the functions' names, of which two may be equal. Lengths and mismatches are each process's own: one small
-tensor is gathered for them. Nothing here draws a random number or changes what is trained on, and nothing that
-fails is more than a line in the log: that tensor is gathered whatever happens.
+TRL already gathers prompts, completions and advantages of all processes in `_logs`. Rewards are taken from an
+earlier gather, because `_logs` keys them by function name and two names may be equal. Lengths and mismatches are
+local to each process, so one small tensor is gathered for them. This module draws no random numbers and does not
+change the training data. Failures are only logged: that tensor is gathered even then.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tasks.storing.sample_writer import SampleWriter
 
 log = structlog.get_logger()
 
-# Finding where in a text a node was left takes decoding what it had made: so many tokens take 50 ms.
+# Locating a handover in the text requires decoding the tokens before it; this many take 50 ms.
 DECODED_TOKENS_MAX = 200_000
-MEASURES = 4  # of a completion: tokens, cut, mean and greatest mismatch
+MEASURES = 4  # per completion: tokens, is-cut, mean and maximum mismatch
 
 
 class KeepsSamples:
-    """For a trainer of TRL's, before it in the order of its bases. The first process has `samples`."""
+    """Mixin that must precede a TRL trainer in its bases. Only the first process has `samples`."""
 
     samples: SampleWriter | None = None
     _made: tuple[list[list[int]], Any] = ([], None)  # ids and tool mask of this process's last completions
@@ -41,54 +41,54 @@ class KeepsSamples:
     _scored_calls = 0
 
     def _generate(self: Any, prompts: list[Any]) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]  # the trainer's
-        self._made = found[1], found[2]
-        return found
+        generated: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]  # the trainer's
+        self._made = generated[1], generated[2]
+        return generated
 
     def _generate_and_score_completions(self: Any, inputs: list[Any]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the same
         rollouts, self._fleet.trained_on = self._fleet.trained_on, []
         if self.model.training:
-            measured = self.accelerator.gather(self._measured_or_not(output))
+            measured = self.accelerator.gather(self._measured_or_nan(output))
             if self.samples is not None:
                 try:
                     self._offer(self.samples, measured.tolist(), rollouts)
-                except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
+                except Exception as error:  # noqa: BLE001  # training continues after any error
                     log.warning("samples_not_kept", why=repr(error)[:500])
         return output
 
-    def _measured_or_not(self: Any, output: dict[str, Any]) -> torch.Tensor:
-        """The same shape in every process whatever happens: one that did not gather would hold up the others."""
+    def _measured_or_nan(self: Any, output: dict[str, Any]) -> torch.Tensor:
+        """Return a tensor of fixed shape even on errors, because a missing process would block the gather."""
         unknown = torch.full((len(output["completion_ids"]), MEASURES), math.nan, device=self.accelerator.device)
         try:
             measured: torch.Tensor = self._measured(output)
             if measured.shape != unknown.shape:
                 raise ValueError(f"measured {tuple(measured.shape)}, expected {tuple(unknown.shape)}")
-        except Exception as error:  # noqa: BLE001  # whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001  # training continues after any error
             log.warning("samples_not_measured", why=repr(error)[:500])
             return unknown
         return measured
 
     def _measured(self: Any, output: dict[str, Any]) -> torch.Tensor:
-        """Of each of this process's completions: tokens, whether it was cut, mean and greatest mismatch.
+        """Return tokens, is-cut, mean and maximum mismatch of each of this process's completions.
 
-        Shape (completions, MEASURES); NaN is not known.
+        Shape (completions, MEASURES); NaN means unknown.
         """
         ids, mask = self._made
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        tokens = [len(one) for one in ids] if mask is None else [sum(one) for one in mask]
-        told = torch.tensor(
-            [[of_one, one[-1] not in ends, math.nan, math.nan] for of_one, one in zip(tokens, ids, strict=True)],
+        tokens = [len(row) for row in ids] if mask is None else [sum(row) for row in mask]
+        measured = torch.tensor(
+            [[count, row[-1] not in ends, math.nan, math.nan] for count, row in zip(tokens, ids, strict=True)],
             device=self.accelerator.device,
         )
         if {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
-            known = output["completion_mask"] * output.get("tool_mask", 1)
-            apart = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs().float()
-            apart = apart.masked_fill(known == 0, math.nan)
-            told[:, 2] = apart.nanmean(dim=1)
-            told[:, 3] = apart.nan_to_num(nan=-1.0).amax(dim=1)
-            told[:, 3].masked_fill_(told[:, 2].isnan(), math.nan)
-        return told
+            token_mask = output["completion_mask"] * output.get("tool_mask", 1)
+            mismatch = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs().float()
+            mismatch = mismatch.masked_fill(token_mask == 0, math.nan)
+            measured[:, 2] = mismatch.nanmean(dim=1)
+            measured[:, 3] = mismatch.nan_to_num(nan=-1.0).amax(dim=1)
+            measured[:, 3].masked_fill_(measured[:, 2].isnan(), math.nan)
+        return measured
 
     def _offer(self: Any, samples: SampleWriter, measured: list[list[float]], rollouts: list[Rollout]) -> None:
         version, count = PolicyVersion(self._timeline, self.state.global_step), len(measured)
@@ -102,30 +102,33 @@ class KeepsSamples:
         rewards = self._rewarded.tolist()
         if len(rewards) != count:
             raise ValueError(f"{len(rewards)} completions were scored, expected {count}")
-        weights = [float(one) for one in self.reward_weights.tolist()]
+        weights = [float(weight) for weight in self.reward_weights.tolist()]
         first = rollouts[0].completions if rollouts and len(rollouts[0].completions) == count else None
-        one_turn = len(rollouts) == 1
-        places = _places(first, self._tokenizer) if first is not None and one_turn else {}
+        is_single_turn = len(rollouts) == 1
+        offsets = _handover_offsets(first, self._tokenizer) if first is not None and is_single_turn else {}
         sessions = rollouts[0].sessions if rollouts and len(rollouts[0].sessions) == count else None
         now_s = time.time()
 
         def build() -> tuple[Head, list[Group]]:
             made = [
                 _sample(
-                    _messages(completions[at]),
-                    rewards[at],
+                    _messages(completions[row]),
+                    rewards[row],
                     weights,
-                    advantages[at],
-                    measured[at],
-                    None if first is None else first[at],
-                    places.get(at, []),
-                    one_turn,
+                    advantages[row],
+                    measured[row],
+                    None if first is None else first[row],
+                    offsets.get(row, []),
+                    is_single_turn,
                 )
-                for at in range(count)
+                for row in range(count)
             ]
             if sessions is not None:
-                made = [_of_session(*of_one) for of_one in zip(made, sessions, prompts, strict=True)]
-            groups = [Group(_messages(prompts[at]), made[at : at + size]) for at in range(0, count, size)]
+                made = [
+                    _with_session(sample, session, prompt)
+                    for sample, session, prompt in zip(made, sessions, prompts, strict=True)
+                ]
+            groups = [Group(_messages(prompts[row]), made[row : row + size]) for row in range(0, count, size)]
             head = Head(SCHEMA, str(version), version.step + 1, call, now_s, names, weights, len(groups))
             return head, groups
 
@@ -139,36 +142,38 @@ def _sample(
     advantage: float,
     measured: Sequence[float],
     made: Completion | None,
-    places: list[int],
-    one_turn: bool,
+    offsets: list[int],
+    is_single_turn: bool,
 ) -> Sample:
-    given = [_known(one) for one in rewards]
-    sums = [one * weight for one, weight in zip(given, weights, strict=True) if one is not None]
-    told = None if made is None else made.refused
-    tokens, cut, mean, most = measured
-    was_cut = _known(cut)
-    if made is not None and one_turn:  # a text that ends a completion is no token that TRL knows
-        was_cut = float(made.finish_reason == "length")
-    count = _known(tokens)
+    finite_rewards = [_finite(reward) for reward in rewards]
+    weighted = [
+        reward * weight for reward, weight in zip(finite_rewards, weights, strict=True) if reward is not None
+    ]
+    refused = None if made is None else made.refused
+    tokens, cut, mismatch_mean, mismatch_max = measured
+    is_cut = _finite(cut)
+    if made is not None and is_single_turn:  # TRL sees only end tokens, not stop strings
+        is_cut = float(made.finish_reason == "length")
+    count = _finite(tokens)
     return Sample(
-        completion=[] if told else completion,
-        rewards=given,
-        reward=_known(sum(sums)) if sums else None,
-        advantage=_known(advantage),
-        tokens=0 if told else None if count is None else int(count),
-        cut=None if told or was_cut is None else bool(was_cut),
+        completion=[] if refused else completion,
+        rewards=finite_rewards,
+        reward=_finite(sum(weighted)) if weighted else None,
+        advantage=_finite(advantage),
+        tokens=0 if refused else None if count is None else int(count),
+        cut=None if refused or is_cut is None else bool(is_cut),
         node="" if made is None else made.node,
         policy="" if made is None else made.policy,
         handed_over=[] if made is None else made.handed_over,
-        handed_over_chars=places,
-        mismatch_mean=_known(mean),
-        mismatch_max=_known(most),
-        refused=told or "",
+        handed_over_chars=offsets,
+        mismatch_mean=_finite(mismatch_mean),
+        mismatch_max=_finite(mismatch_max),
+        refused=refused or "",
     )
 
 
-def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
-    """A sample with the conversation that its agent had, from where it goes on from the prompt."""
+def _with_session(sample: Sample, session: Session, prompt: Any) -> Sample:
+    """Return the sample with its agent's conversation after the prompt."""
     if not session.branches:
         return replace(
             sample,
@@ -178,14 +183,17 @@ def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
             policy=session.policy,
         )
     branch = session.branches[-1]
-    said, turns = list(branch.messages), list(branch.turns)
-    known = len(prompt) if not isinstance(prompt, str) and said[: len(prompt)] == list(prompt) else 0
-    answers = [at for at, message in enumerate(said) if message.get("role") == "assistant"][-len(turns) :]
-    tokens = {at: turn.end - turn.start for at, turn in zip(answers, turns, strict=False)}
-    messages = [replace(one, tokens=tokens.get(at)) for at, one in enumerate(_messages(said))]
+    conversation, turns = list(branch.messages), list(branch.turns)
+    has_prompt = not isinstance(prompt, str) and conversation[: len(prompt)] == list(prompt)
+    start = len(prompt) if has_prompt else 0
+    answers = [index for index, message in enumerate(conversation) if message.get("role") == "assistant"]
+    tokens = {index: turn.end - turn.start for index, turn in zip(answers[-len(turns) :], turns, strict=False)}
+    messages = [
+        replace(message, tokens=tokens.get(index)) for index, message in enumerate(_messages(conversation))
+    ]
     return replace(
         sample,
-        completion=messages[known:],
+        completion=messages[start:],
         cut=session.is_cut,
         node=session.node,
         policy=session.policy,
@@ -194,28 +202,30 @@ def _of_session(sample: Sample, session: Session, prompt: Any) -> Sample:
     )
 
 
-def _places(made: Sequence[Completion], tokenizer: Any) -> dict[int, list[int]]:
-    """Where in their texts completions were handed over, by their place: in the trainer's thread, since no other
-    may use its tokenizer."""
-    found: dict[int, list[int]] = {}
-    left = DECODED_TOKENS_MAX
-    for at, one in enumerate(made):
-        left -= sum(part.tokens for part in one.handed_over)
-        if one.handed_over and left >= 0:
-            heads = [one.token_ids[: part.tokens] for part in one.handed_over]
-            found[at] = [len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in heads]
-    return found
+def _handover_offsets(made: Sequence[Completion], tokenizer: Any) -> dict[int, list[int]]:
+    """Return the character offsets of handovers, by completion index.
+
+    Call it in the trainer's thread: no other thread may use the tokenizer.
+    """
+    offsets: dict[int, list[int]] = {}
+    tokens_left = DECODED_TOKENS_MAX
+    for index, completion in enumerate(made):
+        tokens_left -= sum(part.tokens for part in completion.handed_over)
+        if completion.handed_over and tokens_left >= 0:
+            heads = [completion.token_ids[: part.tokens] for part in completion.handed_over]
+            offsets[index] = [len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in heads]
+    return offsets
 
 
-def _known(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _messages(told: Any) -> list[Message]:
-    """A prompt or completion as TRL has it: text, or messages."""
-    if isinstance(told, str):
-        return [Message(told)]
-    return [Message(_text(one), str(one.get("role") or "")) for one in told]
+def _messages(content: Any) -> list[Message]:
+    """Convert a prompt or completion of TRL, which is text or messages."""
+    if isinstance(content, str):
+        return [Message(content)]
+    return [Message(_text(message), str(message.get("role") or "")) for message in content]
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -227,7 +237,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _part(part: Any) -> str:
-    """Of a message in parts; datasets give a part that has no text one that is None."""
+    """Return the text of a message part; datasets set it to None for parts without text."""
     if not isinstance(part, dict):
         return str(part)
     return str(part["text"]) if part.get("text") is not None else f"[{part.get('type')}]"

@@ -152,25 +152,25 @@ def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
 def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing() -> None:
     call = _Call(batch())
     for moves, moved in ((0, False), (1, True), (1, False), (3, True), (0, False), (1, True)):
-        before_s = call._moved_s = -1.0
-        call.hear(BatchLine(progress=Progress(0, 0, 0, 6, moves)))
-        assert (call._moved_s > before_s) is moved, moves
+        before_s = call._progress_s = -1.0
+        call.process(BatchLine(progress=Progress(0, 0, 0, 6, moves)))
+        assert (call._progress_s > before_s) is moved, moves
     call.cut()
-    call._moved_s = -1.0
-    call.hear(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
-    assert call._moved_s == -1.0
+    call._progress_s = -1.0
+    call.process(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
+    assert call._progress_s == -1.0
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(0, 30 + 4), (10, 20), (30, 0)])
 def test_what_a_gateway_has_kept_of_a_broken_connection_is_not_lost(kept: int, lost: int) -> None:
     """A gateway that has kept something tells itself what it had discarded."""
     call = _Call(batch(count=1))
-    call.hear(BatchLine(progress=Progress(30, 4, 1, 0)))
+    call.process(BatchLine(progress=Progress(30, 4, 1, 0)))
     call.cut()
-    call.hear(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))
+    call.process(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))
     done = Completion(0, [1] * 40, [-1.0] * 40, "stop", "0-3", "a")
-    call.hear(BatchLine(completion=done))
-    call.hear(BatchLine(end=Progress(40, 4 if kept else 0, 1, 0, kept=kept)))
+    call.process(BatchLine(completion=done))
+    call.process(BatchLine(end=Progress(40, 4 if kept else 0, 1, 0, kept=kept)))
     assert call.result().discarded == lost + (4 if kept else 0)
 
 
