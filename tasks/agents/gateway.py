@@ -211,7 +211,7 @@ class OpenedSession:
 
     @property
     def own_s(self) -> float:
-        """Seconds since its start in which the agent did not wait for the model."""
+        """Seconds since the agent's start during which it did not wait for the model."""
         is_idle = self._since_s is None or self.is_waiting
         return self._own_s + (0.0 if is_idle else time.monotonic() - (self._since_s or 0.0))
 

@@ -94,7 +94,7 @@ class AgentRunner:
         self._host.close()
 
     def complete(self, batch: Batch) -> Generated:
-        """Return once every session of the batch has ended, with Sessions as its completions.
+        """Run every session of the batch and return Sessions as its completions.
 
         Raises GenerationFailed, Fenced, LeaveNow, StoreError.
         """

@@ -57,14 +57,14 @@ class Keeping:
         digest = (
             f"{batch.policy.digest or batch.policy.version}-{rollouts.digest_of(batch.requests, batch.sampling)}"
         )
-        found = {
+        completions = {
             index: completion
             for index, completion in evaluations.kept(self._store, digest).items()
             if completion.policy == batch.policy.label
         }
-        missing = [request for request in batch.requests if request.index not in found]
-        if found:
-            log.info("completions_kept", stored=len(found), missing=len(missing))
+        missing = [request for request in batch.requests if request.index not in completions]
+        if completions:
+            log.info("completions_kept", stored=len(completions), missing=len(missing))
         parts = _Parts(self._store, digest, self._by, self._clock)
         discarded, wait_s = 0, 0.0
         if missing:
@@ -72,9 +72,9 @@ class Keeping:
                 generated = self._generator.complete(replace(batch, requests=missing), parts.arrived)
             finally:
                 parts.flush()
-            found |= {completion.index: completion for completion in generated.completions}
+            completions |= {completion.index: completion for completion in generated.completions}
             discarded, wait_s = generated.discarded, generated.wait_s
-        return Generated([found[request.index] for request in batch.requests], discarded, wait_s)
+        return Generated([completions[request.index] for request in batch.requests], discarded, wait_s)
 
 
 class _Parts:

@@ -103,9 +103,9 @@ def _readable_by_judge(evaluator: Evaluator, judge: str, made: Made) -> list[boo
     arguments = {"prompts": made.prompts, "completions": made.completions, "completion_ids": made.ids, **columns}
     try:
         with interrupted(evaluator.timeout_s, judge):
-            found = [bool(value) for value in call_alone(function, arguments)]
+            readable = [bool(value) for value in call_alone(function, arguments)]
     except (RewardTimedOut, *FAULTS) as error:
         raise BadReward(f"what {judge} says of which completions can be read {said_of(error)}") from error
-    if len(found) != len(rows):
-        raise BadReward(f"{judge} says of {len(found)} of {len(rows)} completions whether they can be read")
-    return found
+    if len(readable) != len(rows):
+        raise BadReward(f"{judge} says of {len(readable)} of {len(rows)} completions whether they can be read")
+    return readable

@@ -43,8 +43,9 @@ class Source:
 
 
 def source_of(spec: RunSpec, settings: Mapping[str, Any], cache: str | None = None) -> Source | None:
-    """Return the source of the run's base model; None for a folder, or a model with its own Python code, which the
-    loading library fetches automatically.
+    """Return the source of the run's base model; None for a folder or a model with its own Python code.
+
+    The loading library fetches such a model automatically.
 
     Args:
         settings: loading options, named like the arguments of from_pretrained.
