@@ -1,4 +1,4 @@
-"""The trainer's side of `tasks.agents.host`: starts the host, and has it run one agent after the other."""
+"""Start the agent host (`tasks.agents.host`) from the trainer and run agents through it."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from tasks.machine.launching import without_ranks
 
 log = structlog.get_logger()
 
-STARTS = 3  # of a session's keeper
-AGAIN_S = 1.0  # between two of them
-START_S = 300.0  # to import the agent's module; a busy machine takes its time
-END_S = GRACE_S + 30.0  # for a keeper to end what its agent has started
+STARTS = 3  # attempts to start a session's keeper
+AGAIN_S = 1.0  # between two attempts
+START_S = 300.0  # limit for importing the agent's module, which is slow on a busy machine
+END_S = GRACE_S + 30.0  # limit for a keeper to terminate its agent's processes
 ANSWER_BYTES = 1 << 20
 BOOTSTRAP = (
     "import json, sys; first, last = json.loads(sys.argv[1]); "
     "sys.path[:] = [*first, *filter(None, sys.path), *last]; from tasks.agents.host import main"
 )
 PACKAGE_ROOT = Path(__file__).parents[2]
-OWN = "GRPO_ORCH_"  # the run's token among them
+HIDDEN_PREFIX = "GRPO_ORCH_"  # of variables that agents must not see, such as the run's token
 
 
 class NoAgent(Exception):
-    """The agent cannot be started; the message says why."""
+    """Raised when the agent cannot be started; the message gives the reason."""
 
 
 class AgentHost:
     """Runs sessions' agents.
 
     Args:
-        run: an import path, or a command.
+        run: an import path or a command.
         workdir: the folder of run.yaml, in which agents run.
-        memory_bytes: address space of each of an agent's processes; None: unlimited.
-        python: interpreter that imports the agent, relative to `workdir`; it needs msgspec and psutil. None: this
-            one.
+        memory_bytes: address space limit of each process of an agent; None: unlimited.
+        python: interpreter that imports the agent, relative to `workdir`; it needs msgspec and psutil. None: the
+            trainer's.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class AgentHost:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        # Agents get what there was: some programs close every file that they may have.
-        self._open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Each session has a socket here, and two for each request.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # Agents keep the original limit: some programs close every possible file descriptor.
+        self._open_files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Each session holds a socket here, and two more for each request.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
     def start(self) -> None:
-        """Start the host unless it runs. Raises NoAgent."""
+        """Start the host unless it is running. Raises NoAgent."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
@@ -89,7 +89,7 @@ class AgentHost:
             self._control.settimeout(None)
 
     def close(self) -> None:
-        """End the host. Agents end with their sessions."""
+        """Kill the host. Agents keep running until their sessions end."""
         with self._lock:
             self._close()
 
@@ -102,9 +102,9 @@ class AgentHost:
         stop: asyncio.Event,
         began: Callable[[], None] = lambda: None,
     ) -> Ended:
-        """Return how a session's agent ended, ended at `stop` with all that it has started. Raises NoAgent.
+        """Run a session's agent and return how it ended. Raises NoAgent.
 
-        Where this is cancelled, the agent is ended, too.
+        Setting `stop` or cancelling the call terminates the agent and every process that it started.
 
         Args:
             began: called once the agent has a process.
@@ -114,25 +114,25 @@ class AgentHost:
         for _ in range(STARTS):
             try:
                 ours = await asyncio.to_thread(self._fork)
-            except OSError as error:  # no process or no file is free
+            except OSError as error:  # the process or file limit is reached
                 why = str(error)
                 await asyncio.sleep(AGAIN_S)
                 continue
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
             try:
-                if keeper := await asyncio.wait_for(_line(reader), START_S):
+                if keeper := await asyncio.wait_for(_read_line(reader), START_S):
                     began()
                     writer.write(msgspec.json.encode(order) + b"\n")
-                    return await _kept(reader, writer, int(keeper), stop)
-            except TimeoutError:  # an agent has stopped the host
+                    return await _wait_for_end(reader, writer, int(keeper), stop)
+            except TimeoutError:  # an agent suspended the host
                 await asyncio.to_thread(self.close)
             finally:
                 writer.close()
-            await asyncio.sleep(AGAIN_S)  # an agent has killed the host, or no process is free
+            await asyncio.sleep(AGAIN_S)  # an agent killed the host, or the process limit is reached
         return Ended(None, f"no process could be started for it: {why}")
 
     def _fork(self) -> socket.socket:
-        """Have a keeper started; return the socket to it. Raises NoAgent, OSError."""
+        """Have the host fork a keeper and return the socket to it. Raises NoAgent, OSError."""
         for _ in range(2):
             self.start()
             ours, theirs = socket.socketpair()
@@ -140,7 +140,7 @@ class AgentHost:
                 try:
                     assert self._control is not None
                     socket.send_fds(self._control, [b"s"], [theirs.fileno()])
-                except (OSError, AssertionError):  # an agent has killed the host
+                except (OSError, AssertionError):  # an agent killed the host
                     ours.close()
                     self._close()
                     continue
@@ -169,17 +169,18 @@ class AgentHost:
         self._control = self._process = None
 
 
-async def _kept(
+async def _wait_for_end(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keeper: int, stop: asyncio.Event
 ) -> Ended:
-    """What a keeper says at its end, or at `stop`."""
-    answer, stopping = asyncio.ensure_future(_line(reader)), asyncio.ensure_future(stop.wait())
+    """Return what the keeper reports once its agent has ended, or was terminated because of `stop`."""
+    answer = asyncio.ensure_future(_read_line(reader))
+    stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             writer.write_eof()
             await asyncio.wait([answer], timeout=END_S)
-        if not answer.done():  # its agent has stopped it, and ends with it
+        if not answer.done():  # the agent suspended its keeper, and dies with it
             os.kill(keeper, signal.SIGKILL)
         elif answer.result():
             return msgspec.json.decode(answer.result(), type=Ended)
@@ -189,8 +190,8 @@ async def _kept(
     return Ended(None, "its process was killed")
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """A whole line, or nothing at the end."""
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """Return a complete line, or nothing at the end of the stream."""
     try:
         line = await reader.readline()
     except (OSError, ValueError):
@@ -203,13 +204,13 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Start the host. Raises OSError.
 
-    Its import path is an argument, not PYTHONPATH: a command may be Python of another environment.
+    The module search path is an argument, not PYTHONPATH, because a command may run Python of another environment.
     """
     if python is None:
         interpreter, first, last = sys.executable, [str(workdir), *filter(None, sys.path)], os.getcwd()
-    else:  # packages of its own come first: ours are there for `tasks.agents` alone
+    else:  # its own packages come first; ours only provide `tasks.agents`
         interpreter, first, last = _program(python, workdir), [str(workdir)], str(PACKAGE_ROOT)
-    env = {name: value for name, value in without_ranks(os.environ).items() if not name.startswith(OWN)}
+    env = {name: value for name, value in without_ranks(os.environ).items() if not name.startswith(HIDDEN_PREFIX)}
     code = f"{BOOTSTRAP}; main({control.fileno()}, {import_path!r}, {open_files})"
     return subprocess.Popen(
         [interpreter, "-c", code, json.dumps([first, [last]])],
@@ -221,5 +222,5 @@ def _start(
 
 
 def _program(name: str, workdir: Path) -> str:
-    """As a shell in `workdir` finds it."""
+    """Return the program's path as a shell in `workdir` resolves it."""
     return str(workdir / name) if "/" in name else name

@@ -1,7 +1,7 @@
-"""Runs the agents of a generate call, each as fast as its own turns, and returns what the gateway recorded.
+"""Run the agents of a generate call concurrently and return the sessions that the gateway recorded.
 
-For `tasks.completions.rollout_source` it stands where the gateway's client does: a batch of sessions in, all of
-them out. What is asked for, journalled, begun ahead and replayed is decided there.
+It replaces the gateway client in `tasks.completions.rollout_source`: it takes a batch of sessions and returns all
+of them. That module decides which sessions are requested, journalled, started ahead and replayed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tasks.storing.heartbeat import Heartbeat
 log = structlog.get_logger()
 
 SESSIONS_AT_ONCE = 256
-TRIES = 3  # of a session that the gateway does not know any more
-OUTPUT_CHARS = 2000  # of a failed agent's output, in the log
+TRIES = 3  # attempts at a session that the gateway loses
+OUTPUT_CHARS = 2000  # logged from the end of a failed agent's output
 THREAD_ENDED = "the thread that runs agents has ended"
-CLOCK_S = 0.5  # between two looks at the time of an agent that waits for the model
+CLOCK_S = 0.5  # interval between checks of the time an agent has used
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one session: seconds without those in which it waits for the model, turns, and tokens of all turns."""
+    """Limits of one session: seconds spent outside the model, turns, and tokens of all turns."""
 
     time_s: float
     turns: int
@@ -53,11 +53,11 @@ class AgentRunner:
     """Completes batches of SessionRequest.
 
     Args:
-        gateway: the run's.
+        gateway: client of the run's gateway.
         host: runs the agents.
-        limits: of each session.
-        heartbeat: told whether the trainer waits or generates.
-        may_go_on: raises Fenced or LeaveNow if the trainer is to end.
+        limits: limits of each session.
+        heartbeat: reports whether the trainer waits or generates.
+        may_go_on: raises Fenced or LeaveNow if the trainer must exit.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class AgentRunner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
         self._at_once = asyncio.Semaphore(SESSIONS_AT_ONCE)
         self._has_started = False
-        self._reported: set[str] = set()  # why agents have failed
+        self._reported: set[str] = set()  # failures whose output has been logged
 
     def start(self) -> None:
-        """Import the agent, and listen for agents. Raises NoAgent, OSError."""
+        """Import the agent and listen for its requests. Raises NoAgent, OSError."""
         self._host.start()
         if not self._has_started:
             self._thread.start()
@@ -86,7 +86,7 @@ class AgentRunner:
             self._has_started = True
 
     def close(self) -> None:
-        """End every agent, and stop listening."""
+        """Stop every agent and the forwarder."""
         if self._thread.is_alive():
             self._submit(self._close()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -94,7 +94,7 @@ class AgentRunner:
         self._host.close()
 
     def complete(self, batch: Batch) -> Generated:
-        """Return once every session of the batch has ended, with Sessions as its completions.
+        """Run every session of the batch and return Sessions as its completions.
 
         Raises GenerationFailed, Fenced, LeaveNow, StoreError.
         """
@@ -103,15 +103,15 @@ class AgentRunner:
     def complete_aside(
         self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
     ) -> Generated:
-        """The same in a thread. Raises GenerationFailed, Fenced, StoreError."""
+        """Like `complete`, for calls from another thread. Raises GenerationFailed, Fenced, StoreError."""
         return self._complete(batch, arrived, say, self._heartbeat.check)
 
-    def go_on(self, _batch: Batch, nobody: NobodyServes) -> None:
-        """Raises `nobody`: the trainer's own model makes no sessions."""
-        raise nobody
+    def go_on(self, _batch: Batch, error: NobodyServes) -> None:
+        """Raise `error`: the trainer's own model cannot run sessions."""
+        raise error
 
     def forget(self, sessions: Iterable[Session]) -> None:
-        """Have the gateway drop sessions, some time. Nothing depends on it."""
+        """Have the gateway drop sessions, in the background and without a guarantee."""
         self._submit(self._forget([session.session for session in sessions]))
 
     def _complete(
@@ -122,33 +122,35 @@ class AgentRunner:
         check: Callable[[], None],
     ) -> Generated:
         ended: SimpleQueue[Session] = SimpleQueue()
-        every: list[Session] = []
-        away_s, looked_s = 0.0, (began_s := time.monotonic())
+        sessions: list[Session] = []
+        began_s = time.monotonic()
+        away_s, checked_s = 0.0, began_s
         job = self._submit(self._sessions(batch, ended))
         try:
             while True:
                 is_done = bool(wait([job], LOOK_S).done)
                 with contextlib.suppress(Empty):
                     while True:
-                        every.append(ended.get_nowait())
-                        arrived(cast(Completion, every[-1]))
+                        sessions.append(ended.get_nowait())
+                        arrived(cast(Completion, sessions[-1]))
                 if is_done:
                     job.result()
                     break
                 check()
-                before_s, looked_s = looked_s, time.monotonic()
-                away_s += looked_s - before_s if self._gateway.is_away else 0.0
+                previous_s, checked_s = checked_s, time.monotonic()
+                away_s += checked_s - previous_s if self._gateway.is_away else 0.0
                 say("waiting" if self._gateway.is_away else "generating")
                 self._check_progress(batch, began_s)
         except BaseException:
             job.cancel()
             raise
-        every.sort(key=lambda session: session.index)
-        # RolloutSource looks at no more of a completion than a Session has, too.
-        return Generated(cast("list[Completion]", every), sum(one.discarded for one in every), away_s)
+        sessions.sort(key=lambda session: session.index)
+        # RolloutSource reads only those fields of a completion that a Session also has.
+        discarded = sum(session.discarded for session in sessions)
+        return Generated(cast("list[Completion]", sessions), discarded, away_s)
 
     def _check_progress(self, batch: Batch, began_s: float) -> None:
-        """Raise GenerationFailed where nothing moves."""
+        """Raise GenerationFailed if the thread has ended or the gateway has not responded within the deadline."""
         if not self._thread.is_alive():
             raise GenerationFailed(THREAD_ENDED)
         if (idle_s := self._gateway.idle_s(began_s)) > batch.deadline_s:
@@ -156,7 +158,7 @@ class AgentRunner:
             raise GenerationFailed(f"the gateway has answered no agent for {idle_s:.0f} s; {allowed}")
 
     async def _sessions(self, batch: Batch, ended: SimpleQueue[Session]) -> None:
-        """Run every session of a batch, at once as far as SESSIONS_AT_ONCE allows."""
+        """Run all sessions of a batch, up to SESSIONS_AT_ONCE concurrently."""
 
         async def run(request: SessionRequest) -> None:
             async with self._at_once:
@@ -171,21 +173,21 @@ class AgentRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _session(self, batch: Batch, request: SessionRequest) -> Session:
-        """Run one session, again where the gateway has lost it: what it answered before, it answers again."""
+        """Run one session; rerun it if the gateway lost it. The gateway generates the same responses again."""
         limits = self._limits
-        wanted = OpenSession(
+        settings = OpenSession(
             batch.policy, request.seed, batch.sampling, batch.recovery, limits.turns, limits.tokens
         )
         for _ in range(TRIES):
-            await self._gateway.open(request.session, wanted)
+            await self._gateway.open(request.session, settings)
             async with self._forwarder.session(request.session) as opened:
-                ended, is_late = await self._agent(request, opened)
+                ended, is_late = await self._run_agent(request, opened)
             try:
                 trace = None if opened.lost.is_set() else await self._gateway.trace(request.session)
             except SessionLost:
                 trace = None
             if trace is None:
-                log.warning("session_lost", session=request.session)  # what it has made is made again
+                log.warning("session_lost", session=request.session)  # its turns are generated again
                 continue
             if trace.policy != batch.policy.label:
                 wrong = f"session {request.session} is of policy {trace.policy}, not {batch.policy.label}"
@@ -207,10 +209,10 @@ class AgentRunner:
         self._report(request.session, failed, ended.output)
         return Session(request.index, request.session, batch.policy.label, [], None, failed)
 
-    async def _agent(self, request: SessionRequest, opened: OpenedSession) -> tuple[Ended, bool]:
-        """Run a session's agent; return how it ended, and whether its time was over."""
+    async def _run_agent(self, request: SessionRequest, opened: OpenedSession) -> tuple[Ended, bool]:
+        """Run a session's agent; return how it ended and whether it exceeded its time limit."""
         stop = asyncio.Event()
-        clock = asyncio.ensure_future(self._clock(opened, stop))
+        clock = asyncio.ensure_future(self._stop_when_over(opened, stop))
         try:
             ended = await self._host.run(
                 opened.base_url, opened.key, request.row, request.seed, stop, opened.begin
@@ -226,13 +228,13 @@ class AgentRunner:
         return ended, is_late
 
     def _report(self, session: str, why: str, output: str) -> None:
-        """Name a failure, and with the first of its kind what the agent has written."""
+        """Log a failure, with the agent's output for the first of its kind."""
         more = {} if why in self._reported else {"output": output[-OUTPUT_CHARS:]}
         self._reported.add(why)
         log.warning("agent_failed", session=session, why=why, **more)
 
-    async def _clock(self, opened: OpenedSession, stop: asyncio.Event) -> None:
-        """Set `stop` once the session has used its time, or is lost."""
+    async def _stop_when_over(self, opened: OpenedSession, stop: asyncio.Event) -> None:
+        """Set `stop` once the session has used up its time or is lost."""
         while not opened.lost.is_set() and (left_s := self._limits.time_s - opened.own_s) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(opened.lost.wait(), CLOCK_S if opened.is_waiting else min(left_s, CLOCK_S))
@@ -244,8 +246,8 @@ class AgentRunner:
                 await self._gateway.forget(session)
 
     async def _close(self) -> None:
-        own = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks() if task is not own]
+        current = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not current]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -260,19 +262,21 @@ class AgentRunner:
 
 
 def _is_cut(trace: Trace, tokens_max: int) -> bool:
-    """Whether the session went beyond its turns or tokens, or its last tokens were cut there. An answer may also
-    be cut by its own `max_tokens`, which is the agent's to set."""
-    made = sum(sum(branch.mask) for branch in trace.branches)
-    cut = any(turn.finish_reason == "length" for branch in trace.branches for turn in branch.turns)
-    return bool(trace.limit) or (made >= tokens_max and cut)
+    """Return whether the session exceeded its turns or tokens, or its last turn was cut at the token limit.
+
+    A turn cut by its own `max_tokens`, which the agent sets, does not count.
+    """
+    tokens = sum(sum(branch.mask) for branch in trace.branches)
+    has_cut_turn = any(turn.finish_reason == "length" for branch in trace.branches for turn in branch.turns)
+    return bool(trace.limit) or (tokens >= tokens_max and has_cut_turn)
 
 
 class AgentSource(RolloutSource):
-    """Where a step's sessions come from: the rollout journal where it has them, else agents that are run.
+    """Supplies a step's sessions: from the rollout journal if it has them, else by running agents.
 
     Args:
-        runner: is the `gateway` of RolloutSource, too.
-        rule: what is done about agents that fail.
+        runner: also serves as the `gateway` of RolloutSource.
+        rule: how to handle failed agents.
     """
 
     def __init__(self, runner: AgentRunner, rule: OnBadReward, *args: Any, **kwargs: Any) -> None:
@@ -280,7 +284,7 @@ class AgentSource(RolloutSource):
         self._runner, self._rule = runner, rule
 
     def _judge(self, rollout: Rollout, _call: Call) -> None:
-        """Raise BadReward for a session whose agent failed where the rule is `fail`."""
+        """Raise BadReward for a session whose agent failed if the rule is `fail`."""
         for session in rollout.sessions:
             if session.failed and self._rule == "fail":
                 raise BadReward(f"trainer.agent: {session.failed}; session {session.session}")
@@ -290,7 +294,10 @@ class AgentSource(RolloutSource):
         self._runner.forget(rollout.sessions)
 
     def complete(self, *args: Any, **kwargs: Any) -> Rollout:
-        """The same. The gateway drops the sessions also of a call that was stored by a trainer that died then."""
+        """Complete a call, then have the gateway drop its sessions.
+
+        This covers calls that were stored by a trainer which died before dropping them.
+        """
         rollout = super().complete(*args, **kwargs)
         self._runner.forget(rollout.sessions)
         return rollout

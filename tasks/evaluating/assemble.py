@@ -1,5 +1,4 @@
-"""Puts an evaluator together, as `tasks.trainer.assemble` does a trainer: the same model, prompts and rewards, and
-nothing that trains."""
+"""Assemble an evaluator like `tasks.trainer.assemble` a trainer: same model, prompts and rewards, no training."""
 
 from __future__ import annotations
 
@@ -41,13 +40,17 @@ from tasks.trl.trl_evaluating import EvaluatingTrainer
 
 log = structlog.get_logger()
 
-ROWS_MAX = 1 << 40  # of a stream without a limit of its own
+ROWS_MAX = 1 << 40  # of a stream without a limit
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """What evaluates. `rewards` are the run's functions by the name that TRL has for them, those that environments
-    have among them; `timeout_s` is for one call of one of them."""
+    """An assembled evaluator.
+
+    Attributes:
+        rewards: the run's reward functions by TRL's name, including those of environments.
+        timeout_s: limit for one call of a reward function.
+    """
 
     trainer: EvaluatingTrainer
     rows: list[dict[str, Any]]
@@ -56,24 +59,24 @@ class Evaluator:
 
 
 def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
-    """Load what run.yaml names, and the base model. Raises BadSpec for what only the user can repair.
+    """Load the base model and the objects named in run.yaml. Raises BadSpec for errors only the user can fix.
 
     Args:
-        start: of the evaluation's own run.
-        rows: how many of the dataset's, from the first on; None: all.
+        start: start settings of the evaluation's own run.
+        rows: evaluate only the first N rows of the dataset; None: all.
     """
     disable_progress_bar()
     datasets.disable_progress_bars()
-    spec, wanted = start.spec, start.spec.trainer
+    spec, trainer_spec = start.spec, start.spec.trainer
     config = grpo_config(spec, Path(start.env.workdir) / "trl", evaluates=False)
-    rewards, turns = load_rewards(wanted, start.workdir), load_turns(wanted, start.workdir)
-    data = load_data("the evaluation's dataset", wanted.dataset, start.workdir, rows or ROWS_MAX)
+    rewards, turns = load_rewards(trainer_spec, start.workdir), load_turns(trainer_spec, start.workdir)
+    data = load_data("the evaluation's dataset", trainer_spec.dataset, start.workdir, rows or ROWS_MAX)
     check_prompts(data.firsts)
-    begun = check_turns(turns, data.firsts, config.num_generations, start.limited)
-    check_rewards(rewards, wanted.reward_funcs, data.firsts, config, start.limited, begun)
-    chosen = data.rows if rows is None else data.rows.select(range(min(rows, len(data.rows))))
-    own = OwnGeneration(start.env.node, start.may_go_on) if generates_itself(spec) else None
-    client = FleetClient(_source(start, config, own))
+    started = check_turns(turns, data.firsts, config.num_generations, start.limited)
+    check_rewards(rewards, trainer_spec.reward_funcs, data.firsts, config, start.limited, started)
+    selected = data.rows if rows is None else data.rows.select(range(min(rows, len(data.rows))))
+    own_generation = OwnGeneration(start.env.node, start.may_go_on) if generates_itself(spec) else None
+    client = FleetClient(_source(start, config, own_generation))
     set_seed(config.seed)
     try:
         trainer = EvaluatingTrainer(
@@ -81,36 +84,38 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
             start.costs,
             start.env.timeline,
             ReplacedPrompts(),
-            model=model_path(wanted, start.workdir) if start.base_model is None else str(start.base_model),
+            model=model_path(trainer_spec, start.workdir) if start.base_model is None else str(start.base_model),
             reward_funcs=guarded_rewards(rewards, spec),
             args=config,
-            train_dataset=chosen,
-            peft_config=lora_config(wanted.peft),
+            train_dataset=selected,
+            peft_config=lora_config(trainer_spec.peft),
             **guarded_turns(turns, spec),
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         if passes(error):
             raise
-        raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
-    if own is not None:
-        own.attach(trainer)
-    client.attach(trainer, own or policy_publisher(start, trainer), start.env.timeline)
+        raise BadSpec(
+            f"trainer.model {trainer_spec.model}, with the settings of `grpo`: {first_line(error)}"
+        ) from error
+    if own_generation is not None:
+        own_generation.attach(trainer)
+    client.attach(trainer, own_generation or policy_publisher(start, trainer), start.env.timeline)
     client.on_policy_gone = _refuse_gone
     trainer.remove_callback(PrinterCallback)
-    named = dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
-    return Evaluator(trainer, list(chosen), named, spec.policies.reward_timeout_s)
+    rewards_by_name = dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
+    return Evaluator(trainer, list(selected), rewards_by_name, spec.policies.reward_timeout_s)
 
 
-def _source(start: Start, config: Any, own: OwnGeneration | None) -> RolloutSource:
+def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> RolloutSource:
     env, store, spec = start.env, start.store, start.spec
-    makes: Completes = (
+    generator: Completes = (
         GatewayClient(store, env.token, start.heartbeat, start.leaving.check)
-        if own is None
-        else _InPieces(own, config.per_device_eval_batch_size)
+        if own_generation is None
+        else _InPieces(own_generation, config.per_device_eval_batch_size)
     )
     return RolloutSource(
         store,
-        Keeping(store, env.precedence, makes),
+        Keeping(store, env.precedence, generator),
         start.heartbeat,
         start.costs,
         RefusedPrompts(spec.policies.on_bad_prompt, start.costs),
@@ -122,16 +127,18 @@ def _source(start: Start, config: Any, own: OwnGeneration | None) -> RolloutSour
 
 
 class _InPieces:
-    """The trainer's own model, a piece of a batch at a time: what it has room for, and what is stored by then.
-    Pieces are halved while there is no room for one."""
+    """Completes a batch with the trainer's own model, in pieces that fit its memory and are stored as they finish.
 
-    def __init__(self, own: OwnGeneration, size: int) -> None:
-        self._own, self._size = own, size
+    The piece size is halved when memory runs out.
+    """
+
+    def __init__(self, own_generation: OwnGeneration, size: int) -> None:
+        self._own, self._size = own_generation, size
 
     def complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
-        made: list[Completion] = []
-        while len(made) < len(batch.requests):
-            requests = batch.requests[len(made) : len(made) + self._size]
+        completions: list[Completion] = []
+        while (done := len(completions)) < len(batch.requests):
+            requests = batch.requests[done : done + self._size]
             try:
                 piece = self._own.complete(replace(batch, requests=requests)).completions
             except (RuntimeError, MemoryError) as error:
@@ -140,10 +147,10 @@ class _InPieces:
                 self._size //= 2
                 log.warning("out_of_memory", prompts_at_once=self._size)
                 continue
-            made += piece
-            for one in piece:
-                arrived(one)
-        return Generated(made, discarded=0, wait_s=0.0)
+            completions += piece
+            for completion in piece:
+                arrived(completion)
+        return Generated(completions, discarded=0, wait_s=0.0)
 
 
 def _refuse_gone(*_: int) -> None:

@@ -1,8 +1,8 @@
-"""The evaluator's process, in the trainer's place where a run is an evaluation: `python -m tasks.evaluating.main`.
+"""The evaluator process, which replaces the trainer in an evaluation run: `python -m tasks.evaluating.main`.
 
-It loads each policy of the run that is evaluated, publishes it as a trainer publishes its own, sends one batch of
-all prompts, scores what comes, and stores it. Then the run is finished and its machines go back. It may be killed
-at any moment: what is stored is not made again.
+For each policy of the evaluated run, it loads the policy, publishes it as a trainer does, sends all prompts in one
+batch, scores the completions and stores the results. Then the run is finished and its machines are released. The
+process may be killed at any time: stored results are not generated again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from tasks.trainer.main import (
 
 log = structlog.get_logger()
 
-FETCHED = "evaluated"  # folder of the machine's
+FETCHED = "evaluated"  # in the machine's working folder
 
 
 def main() -> int:
-    """Evaluate what the run that the environment names is of. Returns the exit code."""
+    """Run the evaluation that the environment names. Return the exit code."""
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
@@ -104,7 +104,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
     ]
     heartbeat.say(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
     if missing:
-        # After the first heartbeat: these imports take seconds.
+        # Imported after the first heartbeat: these imports take seconds.
         import torch
 
         from tasks.storing.tensors import UnsupportedType
@@ -126,12 +126,12 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # No OUT_OF_MEMORY, to which a run answers with another timeline: what it changes is of training alone.
+            # Not OUT_OF_MEMORY: a run handles that with a new timeline, which changes only training settings.
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
     _unpin(evaluation)
     evaluations.drop_kept(store)
-    return exit_codes.OK, f"evaluated {', '.join(one.name for one in evaluation.subjects)}"
+    return exit_codes.OK, f"evaluated {', '.join(subject.name for subject in evaluation.subjects)}"
 
 
 def _evaluate_each(
@@ -159,13 +159,14 @@ def _evaluate_each(
     base_model: Path | None = None
     for _, subject in missing:
         if subject.name != BASE:
-            at = workdir / FETCHED / subject.name
-            found = restore_weights(parent, _checkpoint_of(subject), at, own_model, say)
-            folders[subject.name], base_model = found.folder, found.base_model or base_model
+            folder = workdir / FETCHED / subject.name
+            restored = restore_weights(parent, _checkpoint_of(subject), folder, own_model, say)
+            folders[subject.name] = restored.folder
+            base_model = restored.base_model or base_model
     have_base_model(workdir, spec, store, say, base_model)
     heartbeat.say("starting")
-    brought = base_model or found_here(workdir)
-    start = Start(env, record, store, heartbeat, leaving, None, brought, StepCosts())
+    base_folder = base_model or found_here(workdir)
+    start = Start(env, record, store, heartbeat, leaving, None, base_folder, StepCosts())
     evaluator = assemble_evaluator(start, evaluation.rows)
     refuse_other_rows(store, evaluation, evaluator)
     for number, subject in missing:
@@ -174,7 +175,7 @@ def _evaluate_each(
         evaluator.trainer.load(number, folders[subject.name])
         summary, samples = evaluate(evaluator, subject.name)
         evaluations.write_samples(store, subject.name, samples)
-        evaluations.evaluated(subject.name).write(store, summary)  # last: it says that the samples are whole
+        evaluations.evaluated(subject.name).write(store, summary)  # written last: it marks the samples as complete
         heartbeat.say("training", step=number + 1)
 
 
@@ -183,13 +184,16 @@ def _checkpoint_of(subject: Subject) -> Checkpoint:
 
 
 def _unpin(evaluation: Evaluation) -> None:
-    """Leave what was pinned for this evaluation, and is for no other one, to its run's retention again. Raises
-    StoreError."""
+    """Unpin checkpoints that were pinned for this evaluation and that no other one needs.
+
+    The retention policy of their run applies to them again. Raises StoreError.
+    """
     parent = Store(evaluation.of, retry_s=STORE_RETRY_S)
-    catalog, needed = Catalog(parent, "evaluation"), evaluations.still_needed(parent)
+    catalog = Catalog(parent, "evaluation")
+    needed = evaluations.still_needed(parent)
     for subject in evaluation.subjects:
-        listed = any(one.version == subject.name for one in catalog.newest().checkpoints)
-        if subject.pinned and listed and subject.name not in needed:
+        is_listed = any(checkpoint.version == subject.name for checkpoint in catalog.newest().checkpoints)
+        if subject.pinned and is_listed and subject.name not in needed:
             catalog.pin(time.time(), PolicyVersion.parse(subject.name), pinned=False)
 
 

@@ -1,4 +1,4 @@
-"""From completions to scores and verdicts: what the run's own reward functions say of each."""
+"""Turn completions into scores and verdicts with the run's own reward functions."""
 
 from __future__ import annotations
 
@@ -21,32 +21,38 @@ Judged = tuple[Evaluated, list[Scored]]
 
 
 def evaluate(evaluator: Evaluator, subject: str) -> Judged:
-    """Complete all prompts with the policy that is loaded, and score them. Raises BadReward and what a generate
-    call raises."""
+    """Complete all prompts with the loaded policy and score them.
+
+    Raises BadReward and the errors of a generate call.
+    """
     trainer, rows = evaluator.trainer, evaluator.rows
     made = trainer.completions_of(rows)
     scores = trainer.scores_of(rows, made)
     judge = judge_of(evaluator.rewards)
-    said, forms = _said(evaluator, judge, made), forms_of(evaluator.rewards, judge)
-    by_form = [[one[name] for one in scores] for name in forms]
-    readable = told_readable(len(rows), said, by_form)
+    reported = _readable_by_judge(evaluator, judge, made)
+    forms = forms_of(evaluator.rewards, judge)
+    by_form = [[row_scores[name] for row_scores in scores] for name in forms]
+    readable = told_readable(len(rows), reported, by_form)
     full = float(getattr(evaluator.rewards[judge], "full", 1.0))
-    verdicts = [verdict(one[judge], full, told) for one, told in zip(scores, readable, strict=True)]
-    told = evaluator.rewards.keys()
+    verdicts = [
+        verdict(row_scores[judge], full, is_readable)
+        for row_scores, is_readable in zip(scores, readable, strict=True)
+    ]
+    names = evaluator.rewards.keys()
     columns = zip(made.prompts, made.completions, scores, verdicts, made.ids, strict=True)
     samples = [
-        Scored(row, prompt, completion, dict(of_one), judged, len(ids))
-        for row, (prompt, completion, of_one, judged, ids) in enumerate(columns)
+        Scored(row, prompt, completion, dict(row_scores), judged, len(ids))
+        for row, (prompt, completion, row_scores, judged, ids) in enumerate(columns)
     ]
     weights = trainer.reward_weights.tolist()
     summary = Evaluated(
         schema=SCHEMA,
         subject=subject,
-        scores={name: [one[name] for one in scores] for name in told},
-        weights=dict(zip(told, weights, strict=True)),
+        scores={name: [row_scores[name] for row_scores in scores] for name in names},
+        weights=dict(zip(names, weights, strict=True)),
         judged_by=judge,
-        readable_by=judge if said is not None else ", ".join(forms),
-        verdicts=[str(one) for one in verdicts],
+        readable_by=judge if reported is not None else ", ".join(forms),
+        verdicts=[str(judged) for judged in verdicts],
         tokens=[len(ids) for ids in made.ids],
         cut=sum(map(trainer.is_cut, made.ids)),
         rows=digest_of(rows),
@@ -55,47 +61,51 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
 
 
 def refuse_other_rows(store: Store, evaluation: Evaluation, evaluator: Evaluator) -> None:
-    """Raise BadSpec where the problems are not those that other policies of the evaluation have completed, as of a
-    file that has changed meanwhile: no row could be compared."""
-    here = digest_of(evaluator.rows)
+    """Raise BadSpec if the problems differ from those that other policies of the evaluation completed.
+
+    For example, their file has changed meanwhile. The rows could not be compared.
+    """
+    digest = digest_of(evaluator.rows)
     for subject in evaluation.subjects:
-        found = evaluated(subject.name).read(store)
-        if found is not None and found.rows != here:
+        earlier = evaluated(subject.name).read(store)
+        if earlier is not None and earlier.rows != digest:
             message = f"the problems are others than those that {subject.name} was evaluated on"
             raise BadSpec(f"{message}; `grpo-orch eval {evaluation.of}` evaluates all of it on these")
 
 
 def digest_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of their prompts, in order."""
+    """Return a digest of the rows' prompts, in order."""
     return blake3(repr([row["prompt"] for row in rows]).encode()).hexdigest(16)
 
 
 def judge_of(rewards: Mapping[str, Reward]) -> str:
-    """The function that tells right from wrong: the first that says what it can read, else the first that is not
-    about form alone."""
-    says = [name for name, one in rewards.items() if hasattr(one, "readable")]
-    others = [name for name, one in rewards.items() if not hasattr(one, "is_form")]
-    return (says or others or list(rewards))[0]
+    """Return the name of the function that grades the answers.
+
+    This is the first with `readable`, else the first that does not only check the form, else the first.
+    """
+    with_readable = [name for name, reward in rewards.items() if hasattr(reward, "readable")]
+    others = [name for name, reward in rewards.items() if not hasattr(reward, "is_form")]
+    return (with_readable or others or list(rewards))[0]
 
 
 def forms_of(rewards: Mapping[str, Reward], judge: str) -> list[str]:
-    """The functions that look at the form."""
-    return [name for name, one in rewards.items() if hasattr(one, "is_form") and name != judge]
+    """Return the names of the functions that check the form."""
+    return [name for name, reward in rewards.items() if hasattr(reward, "is_form") and name != judge]
 
 
-def _said(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
-    """Whether each completion could be read, by the function that judges; None where it does not say."""
-    says: Any = getattr(evaluator.rewards[judge], "readable", None)
-    if says is None:
+def _readable_by_judge(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
+    """Return whether each completion was readable for `judge`; None if that function does not report it."""
+    function: Any = getattr(evaluator.rewards[judge], "readable", None)
+    if function is None:
         return None
-    rows, given = evaluator.rows, ("prompt", "completion", "completion_ids")
-    columns = {key: [row[key] for row in rows] for key in rows[0] if key not in given}
-    given_to = {"prompts": made.prompts, "completions": made.completions, "completion_ids": made.ids, **columns}
+    rows, reserved = evaluator.rows, ("prompt", "completion", "completion_ids")
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key not in reserved}
+    arguments = {"prompts": made.prompts, "completions": made.completions, "completion_ids": made.ids, **columns}
     try:
         with interrupted(evaluator.timeout_s, judge):
-            found = [bool(one) for one in call_alone(says, given_to)]
+            readable = [bool(value) for value in call_alone(function, arguments)]
     except (RewardTimedOut, *FAULTS) as error:
         raise BadReward(f"what {judge} says of which completions can be read {said_of(error)}") from error
-    if len(found) != len(rows):
-        raise BadReward(f"{judge} says of {len(found)} of {len(rows)} completions whether they can be read")
-    return found
+    if len(readable) != len(rows):
+        raise BadReward(f"{judge} says of {len(readable)} of {len(rows)} completions whether they can be read")
+    return readable

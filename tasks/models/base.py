@@ -1,6 +1,6 @@
-"""The base model on this machine: from the run's store where it is there, else from the hub.
+"""Fetch the base model to this machine: from the run's store if it is there, else from the hub.
 
-Of a run of `cloud: sky`. On one machine the nodes share the hub's cache, and nothing goes through the store.
+Only runs with `cloud: sky` use the store. On one machine, the nodes share the hub's cache instead.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tasks.models import hub, shared
 
 log = structlog.get_logger()
 
-FOLDER = "base-model"  # of a machine's working folder
-OUTLINE = "base-outline"  # the same without weights
+FOLDER = "base-model"  # in a machine's working folder
+OUTLINE = "base-outline"  # the same files without weights
 
 
 class Closed(Exception):
-    """Nobody waits for the model any more."""
+    """Raised in the fetching thread after `BaseModel.close`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model of the hub's, and whether it may come through the store."""
+    """A model of the hub. `is_shared`: it may be fetched from the store."""
 
     model: str
     revision: str | None = None
@@ -43,11 +43,12 @@ class Source:
 
 
 def source_of(spec: RunSpec, settings: Mapping[str, Any], cache: str | None = None) -> Source | None:
-    """Where the run's base model comes from; None where that is a folder, or has Python of its own, which what
-    loads it fetches by itself.
+    """Return the source of the run's base model; None for a folder or a model with its own Python code.
+
+    The loading library fetches such a model automatically.
 
     Args:
-        settings: of what loads it, by the names of from_pretrained's arguments.
+        settings: loading options, named like the arguments of from_pretrained.
     """
     name = spec.trainer.model
     if name.startswith((".", "/", "~")) or Path(spec.workdir, name).is_dir() or settings.get("trust_remote_code"):
@@ -56,14 +57,14 @@ def source_of(spec: RunSpec, settings: Mapping[str, Any], cache: str | None = No
 
 
 class BaseModel:
-    """Brings it. While one thread does, another may close it.
+    """Fetches the base model. Another thread may call `close` meanwhile.
 
     Args:
-        store: the run's.
-        workdir: this machine's.
-        env: in which the hub is asked.
-        limit_of_silence_s: how long the hub may give nothing.
-        say: told how far it is.
+        store: store of the run.
+        workdir: working folder of this machine.
+        env: environment of the process that downloads from the hub.
+        limit_of_silence_s: how long a download from the hub may make no progress.
+        say: called with the progress.
     """
 
     def __init__(
@@ -80,72 +81,74 @@ class BaseModel:
         self._workdir = workdir
         self._env = env
         self._limit_s = limit_of_silence_s
-        self._tell = say
+        self._on_progress = say
         self._closed = threading.Event()
-        self._of_hub: Path | None = None  # once the hub gave it: a later engine needs no second one from the store
+        self._hub_folder: Path | None = None  # after a download, so later engines need no copy from the store
 
     def outline(self) -> Path | None:
-        """A folder with its configuration and tokenizer, from the store; None where that has not got it."""
-        if (folder := self._here()) is not None:
+        """Return a folder with the configuration and tokenizer from the store; None if it lacks them."""
+        if (folder := self._local_folder()) is not None:
             return folder
         return self._from_store(self._workdir / OUTLINE, weights=False)
 
     def whole(self) -> Path | None:
-        """A folder with all of it, from the store, else from the hub; None where neither gives it: then what loads
-        it says why. Raises Closed."""
-        if (folder := self._here()) is not None:
+        """Return a folder with the complete model, from the store or else the hub. Raises Closed.
+
+        None if both fail; loading the model then reports the error.
+        """
+        if (folder := self._local_folder()) is not None:
             return folder
         if (folder := self._from_store(self._workdir / FOLDER, weights=True)) is None:
-            folder = self._of_hub = self._from_hub()
+            folder = self._hub_folder = self._from_hub()
         return folder
 
     def close(self) -> None:
-        """End what is under way."""
+        """Stop the fetch in progress."""
         self._closed.set()
 
-    def _here(self) -> Path | None:
-        return self._of_hub or found_here(self._workdir)
+    def _local_folder(self) -> Path | None:
+        return self._hub_folder or found_here(self._workdir)
 
     def _from_store(self, folder: Path, *, weights: bool) -> Path | None:
         if not self._source.is_shared:
             return None
         try:
-            found = shared.find(self._store, self._source.model, self._source.revision)
-            if found is None:
+            manifest = shared.find(self._store, self._source.model, self._source.revision)
+            if manifest is None:
                 return None
-            self._bring(found, folder, weights=weights)
+            self._fetch(manifest, folder, weights=weights)
         except (StoreError, OSError) as error:
             log.warning("base_model_not_in_store", model=self._source.model, why=str(error))
             return None
         log.info("base_model_from_store", model=self._source.model, weights=weights)
         return folder
 
-    def _bring(self, found: Manifest, folder: Path, *, weights: bool) -> None:
-        total_bytes = sum(file.size_bytes for file in shared.files_of(found, weights=weights))
-        told = TransferLog(BASE_MODEL, total_bytes, self._say)
-        shared.bring(self._store, found, folder, weights=weights, progress=told.add)
+    def _fetch(self, manifest: Manifest, folder: Path, *, weights: bool) -> None:
+        total_bytes = sum(file.size_bytes for file in shared.files_of(manifest, weights=weights))
+        transfer_log = TransferLog(BASE_MODEL, total_bytes, self._report)
+        shared.bring(self._store, manifest, folder, weights=weights, progress=transfer_log.add)
 
     def _from_hub(self) -> Path | None:
-        one = self._source
+        source = self._source
         try:
-            folder = hub.fetch(one.model, one.revision, one.cache, self._env, self._say, self._limit_s)
+            folder = hub.fetch(source.model, source.revision, source.cache, self._env, self._report, self._limit_s)
         except hub.NotFetched as error:
-            log.warning("base_model_not_from_hub", model=one.model, why=str(error))
+            log.warning("base_model_not_from_hub", model=source.model, why=str(error))
             return None
-        return folder if any(folder.glob(WEIGHTS)) else None  # else its weights are in another format
+        return folder if any(folder.glob(WEIGHTS)) else None  # otherwise its weights have another format
 
-    def _say(self, stage: Stage) -> None:
+    def _report(self, stage: Stage) -> None:
         if self._closed.is_set():
             raise Closed
-        self._tell(stage)
+        self._on_progress(stage)
 
 
 def found_here(workdir: Path) -> Path | None:
-    """The folder with all of it, if this machine has got it from the store."""
+    """Return the folder with the complete model if this machine fetched it from the store."""
     folder = workdir / FOLDER
     return folder if folder.is_dir() else None
 
 
 def with_model(spec: RunSpec, folder: Path | None) -> RunSpec:
-    """The specification on a machine that has the model in `folder`."""
+    """Return the specification for a machine that has the model in `folder`."""
     return spec if folder is None else replace(spec, trainer=replace(spec.trainer, model=str(folder)))

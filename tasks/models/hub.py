@@ -1,7 +1,7 @@
-"""Fetches a model from the hub into its cache on this machine, and says how far it is.
+"""Fetch a model from the hub into this machine's hub cache, and report the progress.
 
-`python -m tasks.models.hub MODEL [REVISION [CACHE]]` is a process of its own: the hub's client has no end that
-another thread could ask for, and reads its settings from the environment. Every second it writes a line.
+`python -m tasks.models.hub MODEL [REVISION [CACHE]]` runs as a separate process because another thread cannot
+cancel the hub's client, and it reads its settings from the environment. The process writes a line every second.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 from policies.serving.joining import HUB, Stage, limit_s, makes_progress
 from tasks.machine.base_model import FILES, NOT_FILES
 
-TELL_S = 1.0
+REPORT_S = 1.0
 
 
 class NotFetched(Exception):
-    """The hub did not give the model; the message says why in a line."""
+    """Raised if the download failed; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A line of the process. The last has `folder` or `error`."""
+class DownloadReport:
+    """A line that the process writes. The last one has `folder` or `error`."""
 
     done_bytes: int = 0
     total_bytes: int = 0
@@ -46,35 +46,35 @@ def fetch(
     say: Callable[[Stage], None],
     limit_of_silence_s: float,
 ) -> Path:
-    """Fetch a model's files for safetensors, unless they are there, and return their folder.
+    """Fetch a model's safetensors files unless they are cached, and return their folder.
 
     Args:
-        cache: the hub's, if it is not where the environment says.
-        env: of the process, HF_TOKEN among it.
-        say: told how far it is; what it raises ends the process.
-        limit_of_silence_s: how long it may not get on.
+        cache: the hub cache, if it differs from the environment's.
+        env: environment of the process, including HF_TOKEN.
+        say: called with the progress; an exception from it kills the process.
+        limit_of_silence_s: how long the download may make no progress.
 
     Raises NotFetched.
     """
     argv = [sys.executable, "-m", "tasks.models.hub", model, revision or "", cache or ""]
     process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE)
     assert process.stdout is not None
-    mark, since_s = Stage(HUB), time.monotonic()
+    latest, since_s = Stage(HUB), time.monotonic()
     try:
         for line in process.stdout:
             try:
-                told = msgspec.json.decode(line, type=Told)
-            except (ValueError, RecursionError):  # something installed here speaks whenever Python starts
+                report = msgspec.json.decode(line, type=DownloadReport)
+            except (ValueError, RecursionError):  # an installed package may print when Python starts
                 continue
-            if told.folder:
-                return Path(told.folder)
-            if told.error:
-                raise NotFetched(told.error)
-            now = Stage(HUB, told.done_bytes, told.total_bytes)
-            say(now)
-            if makes_progress(mark, now):
-                mark, since_s = now, time.monotonic()
-            elif time.monotonic() - since_s > limit_s(now, limit_of_silence_s):
+            if report.folder:
+                return Path(report.folder)
+            if report.error:
+                raise NotFetched(report.error)
+            stage = Stage(HUB, report.done_bytes, report.total_bytes)
+            say(stage)
+            if makes_progress(latest, stage):
+                latest, since_s = stage, time.monotonic()
+            elif time.monotonic() - since_s > limit_s(stage, limit_of_silence_s):
                 raise NotFetched(f"no further for {limit_of_silence_s:.0f} s")
     finally:
         process.kill()
@@ -85,62 +85,65 @@ def fetch(
 
 def main(argv: Sequence[str]) -> int:
     model, revision, cache = [*argv, "", ""][:3]
-    wanted: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
-    wanted |= {"revision": revision or None, "cache_dir": cache or None}
-    ended = list[Told]()
+    options: dict[str, Any] = {"allow_patterns": FILES, "ignore_patterns": NOT_FILES}
+    options |= {"revision": revision or None, "cache_dir": cache or None}
+    results = list[DownloadReport]()
 
     def download() -> None:
         from huggingface_hub import snapshot_download
 
         try:
-            ended.append(Told(folder=snapshot_download(model, **wanted)))
-        except Exception as error:  # noqa: BLE001  # whatever the hub's client and the disk raise is told in a line
-            ended.append(Told(error=" ".join(f"{type(error).__name__}: {error}".split())[:500]))
+            results.append(DownloadReport(folder=snapshot_download(model, **options)))
+        except Exception as error:  # noqa: BLE001  # report any error of the hub's client or the disk in one line
+            results.append(DownloadReport(error=" ".join(f"{type(error).__name__}: {error}".split())[:500]))
 
-    count = _counter(model, wanted)
+    count = _counter(model, options)
     thread = threading.Thread(target=download, daemon=True)
     thread.start()
     while thread.is_alive():
-        _tell(count())
-        thread.join(TELL_S)
-    _tell(ended[0])
+        _write(count())
+        thread.join(REPORT_S)
+    _write(results[0])
     return 0
 
 
-def _counter(model: str, wanted: Mapping[str, Any]) -> Callable[[], Told]:
-    """Returns how far the download is; nothing where the hub says no sizes: the download says why."""
+def _counter(model: str, options: Mapping[str, Any]) -> Callable[[], DownloadReport]:
+    """Return a function that reports the progress of the download, without sizes if the hub returns none.
+
+    The download then reports the error.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.file_download import repo_folder_name
 
     try:
-        files = snapshot_download(model, dry_run=True, **wanted)
+        files = snapshot_download(model, dry_run=True, **options)
     except (HTTPError, OSError, ValueError, RuntimeError):
-        return Told
+        return DownloadReport
     total_bytes = sum(file.file_size or 0 for file in files)
-    there_bytes = sum(file.file_size or 0 for file in files if file.is_cached)
-    cache = Path(wanted["cache_dir"] or constants.HF_HUB_CACHE)
+    cached_bytes = sum(file.file_size or 0 for file in files if file.is_cached)
+    cache = Path(options["cache_dir"] or constants.HF_HUB_CACHE)
     blobs = cache / repo_folder_name(repo_id=model, repo_type="model") / "blobs"
     before_bytes = _disk_bytes(blobs)
-    return lambda: Told(min(total_bytes, there_bytes + _disk_bytes(blobs) - before_bytes), total_bytes)
+    return lambda: DownloadReport(min(total_bytes, cached_bytes + _disk_bytes(blobs) - before_bytes), total_bytes)
 
 
 def _disk_bytes(folder: Path) -> int:
-    """What its files take: a file that is begun has its whole size, and not yet its blocks."""
-    found = 0
+    """Return the disk space of the files. Count blocks: an unfinished file already has its full size."""
+    total = 0
     for path in folder.glob("*"):
         try:
-            found += path.stat().st_blocks * 512
+            total += path.stat().st_blocks * 512
         except OSError:  # it was just renamed
             continue
-    return found
+    return total
 
 
-def _tell(told: Told) -> None:
+def _write(report: DownloadReport) -> None:
     try:
-        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
         sys.stdout.buffer.flush()
-    except BrokenPipeError:  # nobody wants it any more; the download's threads end with this process
+    except BrokenPipeError:  # the reader is gone; exiting ends the download's threads
         os._exit(1)
 
 

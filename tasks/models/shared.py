@@ -1,7 +1,7 @@
-"""The base model in the run's store: published by the first machine that fetched it, for all that come later.
+"""Store the base model in the run's store: the first machine that fetched it publishes it for later machines.
 
-Its files are chunks by content, as everything here, and a manifest that is created once makes them exist: half an
-upload is never seen. Beside them is a table of the tensors, for nodes that need no weights of it.
+Its files are content-addressed chunks, published by creating a manifest once, so partial uploads stay invisible.
+A table of the tensors is stored next to them, for nodes that do not need the weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ BEFORE_ALL = PolicyVersion(0, 0)
 
 
 def place_of(model: str, revision: str | None) -> str:
-    """Where the store has that model of the hub's."""
+    """Return the store prefix of a model of the hub."""
     name = f"{model}@{revision or ''}"
     return f"{layout.MODELS}/{blake3(name.encode()).hexdigest(DIGEST_BYTES)}"
 
 
 def find(store: Store, model: str, revision: str | None) -> Manifest | None:
-    """What the store has of it, None where nobody has published it whole. Raises Corrupt, StoreError."""
+    """Return the model's manifest; None if it is not published completely. Raises Corrupt, StoreError."""
     try:
         return manifest.load(store, place_of(model, revision))
     except NotFound:
@@ -60,7 +60,7 @@ def bring(
     weights: bool,
     progress: Progress = lambda _: None,
 ) -> None:
-    """Bring its files, every chunk verified, to `folder`, which is there only once they all are.
+    """Fetch the files to `folder` and verify every chunk. The folder appears once all files are complete.
 
     Raises Corrupt, NotFound, StoreError, OSError.
     """
@@ -69,55 +69,58 @@ def bring(
 
 
 def files_of(found: Manifest, *, weights: bool) -> list[chunks.File]:
-    """All of its files, or all but the weights."""
+    """Return all files of the model, or all but the weights."""
     return [file for file in found.files if weights or not fnmatch(file.name, WEIGHTS)]
 
 
 def publish(store: Store, model: str, revision: str | None, folder: Path, now_s: float) -> bool:
-    """Publish the model that was fetched to `folder`, unless the store has it. Returns whether it did.
+    """Publish the model in `folder` unless the store has it. Return whether it was published.
 
-    What a publisher that was killed has left is not sent again. Raises OSError, ValueError, StoreError.
+    Chunks that a killed publisher uploaded are not sent again. Raises OSError, ValueError, StoreError.
     """
     place = place_of(model, revision)
-    with contextlib.suppress(Corrupt):  # which nobody can use: let the error below say so
+    with contextlib.suppress(Corrupt):  # a corrupt manifest is unusable: the error below reports it
         if find(store, model, revision) is not None:
             return False
     tensors = tensors_in(folder)
     if not tensors:
         return False
     paths = [path for path in sorted(folder.iterdir()) if path.is_file() and is_wanted(path.name)]
-    left = (entry.key.rpartition("/")[2] for entry in store.entries(place))
-    stored = {name: name for name in left if name != layout.MANIFEST}
+    names = (entry.key.rpartition("/")[2] for entry in store.entries(place))
+    stored = {name: name for name in names if name != layout.MANIFEST}
     with tempfile.TemporaryDirectory() as scratch:
         table = Path(scratch, TENSORS)
         table.write_bytes(msgspec.json.encode(tensors))
-        given = [(path.name, path) for path in paths if path.name != TENSORS] + [(TENSORS, table)]
-        files = send(store, place, given, stored=stored)
+        sources = [(path.name, path) for path in paths if path.name != TENSORS] + [(TENSORS, table)]
+        files = send(store, place, sources, stored=stored)
     store.secure(sorted({f"{place}/{chunk}" for file in files for chunk in file.chunks}))
     meta = {"model": model, "revision": revision or ""}
     try:
         manifest.publish_once(store, place, files, BEFORE_ALL, now_s, meta)
-    except AlreadyExists:  # another was quicker
+    except AlreadyExists:  # another publisher was faster
         return False
     return True
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file of the hub's is one of those that a run needs. Neither pickles nor Python are: what the store
-    gives to nodes is data."""
-    return any(fnmatch(name, one) for one in FILES) and not any(fnmatch(name, one) for one in NOT_FILES)
+    """Return whether a run needs this file of the hub.
+
+    Pickles and Python code are excluded: nodes get only data from the store.
+    """
+    is_listed = any(fnmatch(name, pattern) for pattern in FILES)
+    return is_listed and not any(fnmatch(name, pattern) for pattern in NOT_FILES)
 
 
-# Publishes a base model into the run's store, `python -m tasks.models.shared MODEL REVISION FOLDER`.
+# `python -m tasks.models.shared MODEL REVISION FOLDER` publishes a base model into the run's store.
 #
-# Beside the trainer that has fetched it, and with the lowest priority: a node that comes before it is there asks
-# the hub, as that trainer did.
+# It runs next to the trainer that fetched the model, with the lowest priority. Nodes that start before it finishes
+# fetch from the hub, as that trainer did.
 
 STORE_RETRY_S = 600.0
 
 
 def begin_publishing(model: str, revision: str | None, folder: Path) -> subprocess.Popen[bytes]:
-    """Start publishing; it ends with this process, and the next one goes on."""
+    """Start publishing in a process that ends with this one. The next publisher continues its work."""
     argv = [sys.executable, "-m", "tasks.models.shared", model, revision or "", str(folder)]
     return subprocess.Popen(argv)
 
@@ -128,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     end_with_parent()
     yield_to_others()
     model, revision, folder = argv
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     try:
         store = Store(read_node_env().run, retry_s=STORE_RETRY_S)
         published = publish(store, model, revision or None, Path(folder), time.time())
@@ -136,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         log.warning("base_model_not_published", model=model, why=str(error))
         return 1
     if published:
-        log.info("base_model_published", model=model, s=round(time.monotonic() - begun_s, 1))
+        log.info("base_model_published", model=model, s=round(time.monotonic() - started_s, 1))
     return 0
 
 

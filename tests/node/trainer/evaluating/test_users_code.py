@@ -17,7 +17,7 @@ from policies.model.vocabulary import BASE, Evaluation, Subject
 from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
 from tasks.evaluating.assemble import _InPieces
-from tasks.evaluating.scoring import _said
+from tasks.evaluating.scoring import _readable_by_judge
 from tasks.rewards import readable_by
 from tasks.rewards.guard import BadReward
 from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
@@ -82,12 +82,12 @@ def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
 def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
     of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
-        _said(of, "right", made)
+        _readable_by_judge(of, "right", made)
 
 
 def test_what_says_which_can_be_read_changes_no_sample() -> None:
     of, made = judged_by(takes_all)
-    assert _said(of, "right", made) == [True, True]
+    assert _readable_by_judge(of, "right", made) == [True, True]
     assert made.completions == ["x", "y"]
 
 
