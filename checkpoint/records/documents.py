@@ -125,7 +125,7 @@ class SecretMark:
 class Notified:
     """The last journal entry whose events were sent, by channel of `notify`. Written by the daemon."""
 
-    told: Mapping[str, int]
+    sent: Mapping[str, int]
 
 
 def create_run(store: Store, record: RunRecord) -> bytes:

@@ -39,16 +39,16 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        told: details if `ok`, else the remedy.
+        details: of the result if `ok`, else the remedy.
         needed: whether the run cannot start while this is missing.
         warning: the run can start, but may cost or lose more than its user expects.
         machines: whether this check decides if machines can be started somewhere.
     """
 
-    what: str
+    check: str
     ok: bool
     needed: bool
-    told: str
+    details: str
     warning: bool = False
     machines: bool = False
 
@@ -80,7 +80,7 @@ def doctor(
     else:
         console.print(_table(findings))
     if not is_usable(findings):
-        missing = [finding.what for finding in findings if finding.needed and not finding.ok]
+        missing = [finding.check for finding in findings if finding.needed and not finding.ok]
         raise Stop(f"missing: {', '.join(missing) or 'a cloud or a node environment'}", exit_codes.FAILED)
 
 
@@ -179,11 +179,11 @@ def _table(findings: list[Finding]) -> Table:
         if finding.ok or finding.needed or finding.warning:
             kind = ("OK", "green") if finding.ok else ("missing", "red") if finding.needed else ("note", "yellow")
             state = Text(kind[0], style=kind[1])
-            table.add_row(state, finding.what, Text(finding.told))
+            table.add_row(state, finding.check, Text(finding.details))
     for finding in findings:
         if not (finding.ok or finding.needed or finding.warning):
-            details = Text(finding.told, style="dim", no_wrap=True, overflow="ellipsis")
-            table.add_row(Text("no", style="dim"), Text(finding.what, style="dim"), details)
+            details = Text(finding.details, style="dim", no_wrap=True, overflow="ellipsis")
+            table.add_row(Text("no", style="dim"), Text(finding.check, style="dim"), details)
     return table
 
 

@@ -135,7 +135,7 @@ class Notifier:
         """Queue the messages of new journal entries. Raises StoreError."""
         if self._read_up_to is None:
             cursor = documents.NOTIFIED.read(self._store, Unreadable())
-            self._other_cursors = dict(cursor.told) if cursor else {}
+            self._other_cursors = dict(cursor.sent) if cursor else {}
             for queue in self._queues:
                 queue.delivered = self._other_cursors.pop(queue.channel.name, 0)
             self._read_up_to = min(queue.delivered for queue in self._queues)

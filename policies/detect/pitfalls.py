@@ -54,7 +54,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Pitfalls:
-    """The state between two points: windows by metric, and by pitfall the step of its last report (`said`).
+    """The state between two points: windows by metric, and by pitfall the step of its last report (`reported`).
 
     JSON types only.
     """
@@ -63,7 +63,7 @@ class Pitfalls:
     windows: dict[str, tuple[float, ...]] = field(default_factory=dict)
     evaluations: tuple[Evaluation, ...] = ()
     rewards: tuple[float, ...] = ()  # since the last evaluation
-    said: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def find_pitfalls(state: Pitfalls, point: Point) -> tuple[Pitfalls, tuple[Pitfal
         if value is not None and math.isfinite(value)
     }
     state = _remember(state, values, point.step)
-    reported_at, new = dict(state.said), list[Pitfall]()
+    reported_at, new = dict(state.reported), list[Pitfall]()
     for check in _checks(state):
         last_step = reported_at.get(check.kind)
         if check.is_present and (last_step is None or point.step - last_step >= AGAIN_STEPS):
@@ -152,7 +152,7 @@ def _remember(state: Pitfalls, values: Mapping[str, float], step: int) -> Pitfal
     if EVAL_REWARD in values and rewards:
         evaluations = (*evaluations, Evaluation(values[EVAL_REWARD], median(rewards)))[-EVALUATIONS:]
         rewards = ()
-    return Pitfalls(step, windows, evaluations, rewards, state.said)
+    return Pitfalls(step, windows, evaluations, rewards, state.reported)
 
 
 @dataclass(frozen=True, slots=True)

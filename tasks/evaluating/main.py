@@ -116,7 +116,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         try:
             _evaluate_each(missing, env, record, evaluation, store, heartbeat, leaving)
         except LeaveNow:
-            return exit_codes.STOPPED, "told to end; the completions so far are stored"
+            return exit_codes.STOPPED, "stopped; the completions so far are stored"
         except (BadReward, ToolFailed) as error:
             return exit_codes.UNAVAILABLE, f"{error}; see policies.on_bad_reward"
         except (BadSpec, UnsupportedType) as error:

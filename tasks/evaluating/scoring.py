@@ -13,7 +13,7 @@ from policies.evaluation.judging import told_readable, verdict
 from policies.model.vocabulary import Evaluation
 from tasks.evaluating.assemble import Evaluator
 from tasks.rewards.guard import FAULTS, BadReward, RewardTimedOut, call_alone, interrupted
-from tasks.rewards.guard import said as said_of
+from tasks.rewards.guard import describe_error
 from tasks.trainer.user_objects import BadSpec, Reward
 from tasks.trl.trl_evaluating import Made
 
@@ -105,7 +105,7 @@ def _readable_by_judge(evaluator: Evaluator, judge: str, made: Made) -> list[boo
         with interrupted(evaluator.timeout_s, judge):
             readable = [bool(value) for value in call_alone(function, arguments)]
     except (RewardTimedOut, *FAULTS) as error:
-        raise BadReward(f"what {judge} says of which completions can be read {said_of(error)}") from error
+        raise BadReward(f"what {judge} says of which completions can be read {describe_error(error)}") from error
     if len(readable) != len(rows):
         raise BadReward(f"{judge} says of {len(readable)} of {len(rows)} completions whether they can be read")
     return readable

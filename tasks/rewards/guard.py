@@ -108,7 +108,7 @@ def _score_by_group(
             scores += _no_scores(group, group_error, name, rule)
     if rule == "fail":
         raise BadReward(
-            f"{name} {said(error)} when called for {len(groups)} prompts, but for no prompt separately"
+            f"{name} {describe_error(error)} when called for {len(groups)} prompts, but for no prompt separately"
         )
     return scores
 
@@ -163,7 +163,7 @@ def _checked_scores(returned: Any, arguments: dict[str, Any], name: str, rule: O
 
 
 def _no_scores(arguments: dict[str, Any], error: BaseException, name: str, rule: OnBadReward) -> Scores:
-    _report(arguments, 0, said(error), name, rule)
+    _report(arguments, 0, describe_error(error), name, rule)
     return [None] * len(arguments["completions"])
 
 
@@ -177,7 +177,7 @@ def _report(arguments: dict[str, Any], index: int, problem: str, name: str, rule
         log_metric(f"reward_failures/{name.rpartition('.')[2]}", 1.0)
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error in one line."""
     if isinstance(error, RewardTimedOut | TimeoutError):
         return "timed out"
@@ -264,7 +264,7 @@ def guarded_tool(tool: Callable[..., Any], name: str, rule: Rule, where: Callabl
             with interrupted(rule.timeout_s, name):
                 return tool(*args, **kwargs)
         except (RewardTimedOut, SystemExit) as error:
-            problem = f"{name} {said(error)}{where()}"
+            problem = f"{name} {describe_error(error)}{where()}"
         if rule.on_bad_reward == "fail":
             raise ToolFailed(problem)
         log.warning("tool_failed", tool=name, problem=problem)
@@ -303,7 +303,7 @@ def _guard_environment(environment: Any, name: str, rule: Rule) -> None:
         except (RewardTimedOut, *FAULTS) as error:
             if rule.passes(error):
                 raise
-            raise BadReward(f"{name}.{method.__name__} {said(error)}{where()}") from error
+            raise BadReward(f"{name}.{method.__name__} {describe_error(error)}{where()}") from error
 
     reset, reward = environment.reset, getattr(environment, REWARD, None)
 
@@ -319,7 +319,7 @@ def _guard_environment(environment: Any, name: str, rule: Rule) -> None:
                 return value
             raise BadReward(f"{name}.{REWARD} returned {value}{where()}")
         except (BadReward, TypeError, ValueError) as error:
-            bad = error if isinstance(error, BadReward) else BadReward(f"{name}.{REWARD} {said(error)}{where()}")
+            bad = error if isinstance(error, BadReward) else BadReward(f"{name}.{REWARD} {describe_error(error)}{where()}")
             if rule.on_bad_reward == "fail":
                 raise bad from error
             log.warning("bad_reward", function=f"{name}.{REWARD}", problem=str(bad))

@@ -103,7 +103,7 @@ def _run(env: NodeEnv) -> End:
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
     except LeaveNow:
-        return exit_codes.STOPPED if RANK == 0 else exit_codes.OK, "told to end before it trained"
+        return exit_codes.STOPPED if RANK == 0 else exit_codes.OK, "stopped before training started"
     except BadPrompts as error:
         return exit_codes.BAD_SPEC, str(error)
     except GenerationFailed as error:
@@ -223,7 +223,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         stored = trainer.save_before_leaving()
         # The launcher ends all ranks when one fails, and rank 0 still waits for its uploader.
         code = exit_codes.STOPPED if RANK == 0 else exit_codes.OK
-        return code, f"told to end at step {trainer.state.global_step}; stored up to {stored or 0}"
+        return code, f"stopped at step {trainer.state.global_step}; stored up to step {stored or 0}"
     except (SpoolFull, UnsupportedType, BadSpec) as error:
         return exit_codes.BAD_SPEC, str(error)
     except (BadReward, ToolFailed) as error:

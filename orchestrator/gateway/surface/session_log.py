@@ -66,10 +66,10 @@ class Opened(msgspec.Struct, tag=True):
 
     session: str
     opening: bytes
-    parameters: OpenSession = msgspec.field(name="said")
+    parameters: OpenSession
 
 
-class Answered(msgspec.Struct, tag="Told"):
+class Answered(msgspec.Struct, tag=True):
     """A turn's agent gets its answer. `parent` is the key and number of another turn."""
 
     session: str

@@ -63,7 +63,7 @@ def on_cloud() -> RunSpec:
 
 
 def look(run: RunSpec | None, skypilot: SkyPilotLike, version: str | None = "0.14.1") -> dict[str, Finding]:
-    return {finding.what: finding for finding in examine(run, version, lambda: skypilot)}
+    return {finding.check: finding for finding in examine(run, version, lambda: skypilot)}
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +77,17 @@ def test_credentials_that_end_by_themselves_are_told() -> None:
     store.options = {"aws_access_key_id": "k", "AWS_SESSION_TOKEN": "secret"}
     (told,) = temporary_credentials(store)
     assert told.warning
-    assert told.told.startswith(
+    assert told.details.startswith(
         "storage.options.AWS_SESSION_TOKEN: credentials with a session token expire on all machines together"
     )
-    assert "secret" not in told.told
+    assert "secret" not in told.details
 
 
 def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
     found = look(on_cloud(), SkyPilotStandIn())
     assert is_usable(list(found.values()))
-    assert found["SkyPilot"].told == "0.14.1"
-    assert found["API server"].told == "http://127.0.0.1:46580, version 0.14.1"
+    assert found["SkyPilot"].details == "0.14.1"
+    assert found["API server"].details == "http://127.0.0.1:46580, version 0.14.1"
     assert found["cloud gcp"] == Finding("cloud gcp", False, False, "GCP tools are not installed.", machines=True)
     assert {what for what, finding in found.items() if finding.needed} == {
         "SkyPilot",
@@ -95,8 +95,8 @@ def test_a_run_on_a_cloud_that_has_all_it_needs() -> None:
         "trainer on demand",
         "rollout spot",
     }
-    assert found["trainer on demand"].told == "aws/us-east-1 p5.48xlarge H100:8 at 55.04 $/h"
-    assert found["rollout spot"].told == (
+    assert found["trainer on demand"].details == "aws/us-east-1 p5.48xlarge H100:8 at 55.04 $/h"
+    assert found["rollout spot"].details == (
         "aws/us-east-1/us-east-1b p5.48xlarge H100:8 at 21.50 $/h; 2 offers, up to 23.22 $/h"
     )
 
@@ -118,7 +118,7 @@ def test_a_run_on_a_cloud_that_lacks_something(skypilot: SkyPilotLike, missing: 
     found = look(on_cloud(), skypilot)
     assert not is_usable(list(found.values()))
     assert [what for what, finding in found.items() if finding.needed and not finding.ok] == [missing]
-    assert told in found[missing].told
+    assert told in found[missing].details
 
 
 def test_a_market_that_the_run_does_not_use_may_be_sold_out() -> None:
@@ -130,7 +130,7 @@ def test_a_market_that_the_run_does_not_use_may_be_sold_out() -> None:
 
 
 def test_the_next_place_is_offered_when_the_cheapest_has_no_quota() -> None:
-    told = look(on_cloud(), SkyPilotStandIn(no_quota=(SPOT,)))["rollout spot"].told
+    told = look(on_cloud(), SkyPilotStandIn(no_quota=(SPOT,)))["rollout spot"].details
     assert told.startswith("aws/us-west-2/us-west-2a p5.48xlarge H100:8 at 23.22 $/h")
 
 
@@ -144,9 +144,9 @@ def test_a_local_run_asks_no_cloud() -> None:
     def opened() -> SkyPilotLike:
         raise AssertionError("SkyPilot was opened")
 
-    found = {finding.what: finding for finding in examine(spec(), "0.14.1", opened)}
+    found = {finding.check: finding for finding in examine(spec(), "0.14.1", opened)}
     assert set(found) == {"SkyPilot", "node environment"}
-    assert "/no/such/python" in found["node environment"].told
+    assert "/no/such/python" in found["node environment"].details
     assert not is_usable(list(found.values()))
 
 
@@ -169,13 +169,13 @@ def test_the_command_prints_a_table_and_its_twin(run_yaml: Path, grpo_orch: Cli)
     assert told.code == 0
     document = json.loads(told.out)
     assert document["usable"] is True
-    found = {finding["what"]: finding for finding in document["findings"]}
+    found = {finding["check"]: finding for finding in document["findings"]}
     assert found["store"]["ok"]
     assert found["node environment"] == {
-        "what": "node environment",
+        "check": "node environment",
         "ok": True,
         "needed": True,
-        "told": sys.executable,
+        "details": sys.executable,
         "warning": False,
         "machines": True,
     }
@@ -195,19 +195,19 @@ def test_a_folder_that_is_to_be_made_is_told_of_and_not_made(run_yaml: Path, grp
     """It may be misspelt."""
     there = sorted(path.name for path in run_yaml.parent.iterdir())
     told = grpo_orch("doctor", str(run_yaml), "-o", "json")
-    found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
+    found = next(one for one in json.loads(told.out)["findings"] if one["check"] == "store")
     url = (run_yaml.parent / "run").as_uri()
     assert (told.code, found["ok"]) == (0, True)
-    assert found["told"] == f"{url} does not exist yet; `up` creates it in {run_yaml.parent} and tests it"
+    assert found["details"] == f"{url} does not exist yet; `up` creates it in {run_yaml.parent} and tests it"
     assert sorted(path.name for path in run_yaml.parent.iterdir()) == there
 
 
 def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli) -> None:
     run_yaml.write_text(run_yaml.read_text().replace("storage: ./run", f"storage: ./{run_yaml.name}/typo/run"))
     told = grpo_orch("doctor", str(run_yaml), "-o", "json")
-    found = next(one for one in json.loads(told.out)["findings"] if one["what"] == "store")
+    found = next(one for one in json.loads(told.out)["findings"] if one["check"] == "store")
     assert (told.code, found["ok"]) == (1, False)
-    assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["told"]
+    assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["details"]
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_yaml: Path, grpo_orch: Cli) -> None:
@@ -215,7 +215,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_ya
 
     def found() -> Any:
         findings = json.loads(grpo_orch("doctor", str(run_yaml), "-o", "json").out)["findings"]
-        return next((finding for finding in findings if finding["what"] == "checkpoints"), None)
+        return next((finding for finding in findings if finding["check"] == "checkpoints"), None)
 
     assert found() is None
     for step in (10, 20):
@@ -228,6 +228,6 @@ def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_ya
     store.delete([older])
     damaged = found()
     assert (damaged["ok"], damaged["needed"]) == (False, False)
-    assert damaged["told"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
+    assert damaged["details"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
     store.delete([one.key for one in blobs])
     assert found()["needed"], "no restart would find a whole one"

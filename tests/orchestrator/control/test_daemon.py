@@ -84,5 +84,5 @@ def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkey
     assert '"id": "sim-0/2.1"' in (tmp_path / "told").read_text()
     told = documents.NOTIFIED.read(store)
     assert told is not None
-    assert told.told == {"HOOK": 3, "command": 3}
+    assert told.sent == {"HOOK": 3, "command": 3}
     assert url not in (tmp_path / "environment").read_text() + done.stdout + done.stderr
