@@ -12,8 +12,7 @@ from checkpoint.store.run_store import Store
 from policies.evaluation.judging import told_readable, verdict
 from policies.model.vocabulary import Evaluation
 from tasks.evaluating.assemble import Evaluator
-from tasks.rewards.guard import FAULTS, BadReward, RewardTimedOut, call_alone, interrupted
-from tasks.rewards.guard import describe_error
+from tasks.rewards.guard import FAULTS, BadReward, RewardTimedOut, call_alone, describe_error, interrupted
 from tasks.trainer.user_objects import BadSpec, Reward
 from tasks.trl.trl_evaluating import Made
 

@@ -319,7 +319,11 @@ def _guard_environment(environment: Any, name: str, rule: Rule) -> None:
                 return value
             raise BadReward(f"{name}.{REWARD} returned {value}{where()}")
         except (BadReward, TypeError, ValueError) as error:
-            bad = error if isinstance(error, BadReward) else BadReward(f"{name}.{REWARD} {describe_error(error)}{where()}")
+            bad = (
+                error
+                if isinstance(error, BadReward)
+                else BadReward(f"{name}.{REWARD} {describe_error(error)}{where()}")
+            )
             if rule.on_bad_reward == "fail":
                 raise bad from error
             log.warning("bad_reward", function=f"{name}.{REWARD}", problem=str(bad))

@@ -40,7 +40,7 @@ def expire(moto: S3Server, store: Store, *rules: dict[str, Any]) -> None:
 def told(store: Store) -> list[str]:
     found = list(lifecycle(store))
     assert all(one.warning is not one.ok and not one.needed for one in found)
-    return [one.told for one in found]
+    return [one.details for one in found]
 
 
 AT = {"Expiration": {"Date": datetime(2027, 1, 31, tzinfo=UTC)}}
