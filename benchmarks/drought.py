@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.weather import climate
+from orchestrator.simulate.market_trace import climate
 from orchestrator.simulate.world import Outcome, simulate_hours
 from policies.model.spec import RolloutSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.contest.contenders import CONTENDERS
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.weather import Weather
+from orchestrator.simulate.market_trace import Weather
 from orchestrator.simulate.world import Outcome, simulate_hours
 from policies.model.spec import RunSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from orchestrator.simulate.weather import (
+from orchestrator.simulate.market_trace import (
     CLIMATES,
     EAST,
     GAP_S,
@@ -91,5 +91,5 @@ MARKETS: Mapping[str, Callable[[Random, int], Weather]] = {
 
 
 def market(name: str, seed: int, nodes: int) -> Weather:
-    """Return the weather of a market, as `orchestrator.simulate.weather.climate` does for its own."""
+    """Return the weather of a market, as `orchestrator.simulate.market_trace.climate` does for its own."""
     return MARKETS[name](Random(f"{name} {seed}"), nodes)

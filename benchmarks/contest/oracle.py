@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.weather import Weather, Zone
+from orchestrator.simulate.market_trace import Weather, Zone
 from orchestrator.simulate.world import Outcome
 from policies.fleet.market import market_of
 from policies.model.spec import RunSpec

@@ -18,8 +18,8 @@ from rich.table import Table
 from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from orchestrator.config.load import load_spec
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.stories import Told, tell
-from orchestrator.simulate.weather import CLIMATES, InvalidTrace, Weather, climate, read_trace
+from orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, Weather, climate, read_trace
+from orchestrator.simulate.scenarios import Told, tell
 from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
 from policies.model import exit_codes
 from policies.model.spec import RunSpec, generates_itself

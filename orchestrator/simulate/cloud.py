@@ -10,8 +10,8 @@ from random import Random
 from checkpoint.records.metrics import MetricsWriter
 from checkpoint.stream.catalog import Catalog
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, Weather, Zone
 from orchestrator.simulate.store import Objects, SimulatedStore, Trouble
-from orchestrator.simulate.weather import SPOT_PRICE_MAX_FACTOR, Weather, Zone
 from policies.model.node_contract import TIMELINE_ENV
 from policies.model.pools import Pool, PoolOffer
 from policies.model.vocabulary import (

@@ -25,8 +25,8 @@ from orchestrator.control.daemon import renew
 from orchestrator.control.observe import Observer
 from orchestrator.control.run_clock import RunClock
 from orchestrator.simulate.cloud import BRISK, EPOCH_S, Box, Physics, Prices, SimulatedCloud
+from orchestrator.simulate.market_trace import Weather, plentiful
 from orchestrator.simulate.store import Objects, SimulatedStore
-from orchestrator.simulate.weather import Weather, plentiful
 from orchestrator.simulate.work import Trips, Work
 from policies.control.decide import decide
 from policies.control.decide import decide as production

@@ -21,7 +21,7 @@ from checkpoint.security import identity
 from checkpoint.store.codec import to_json
 from checkpoint.store.errors import Corrupt
 from checkpoint.store.run_store import Store
-from policies.serving.pieces import split_batches
+from policies.serving.batching import split_batches
 from policies.serving.wire import (
     REFUSED,
     ROLLOUTS,

@@ -30,7 +30,7 @@ from policies.model.vocabulary import member_of
 from policies.serving.fitness import AGAIN_S
 from policies.serving.wire import PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout.base_here import EngineFiles
+from tasks.rollout.engine_files import EngineFiles
 from tasks.rollout.gateway_link import GatewayLink
 from tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from tasks.rollout.policy_loader import PolicyLoader, Ready

@@ -19,7 +19,7 @@ from policies.model.spec import RunSpec
 from policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
 from policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
 from tasks.machine.node_env import NodeEnv
-from tasks.rollout.base_here import EngineFiles
+from tasks.rollout.engine_files import EngineFiles
 from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
 from tasks.rollout.policy_folders import PolicyFolders
 from tasks.rollout.vllm import server as vllm_server

@@ -30,7 +30,7 @@ from policies.model.vocabulary import PolicyVersion, Precedence
 from policies.serving.canary import Canary
 from policies.serving.wire import PolicyRef, labelled_version
 from policies.weights.tensors import ServedTypes, Tensor
-from tasks.storing.published import PolicyRemover, Published, find, newest_first
+from tasks.storing.published_policies import PolicyRemover, Published, find, newest_first
 from tasks.storing.step_costs import StepCosts
 from tasks.storing.tensors import TYPES, LazyTensor, type_name
 

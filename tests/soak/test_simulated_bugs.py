@@ -15,7 +15,7 @@ from checkpoint.journal import Journal
 from orchestrator.control import actuate
 from orchestrator.control.controller import Controller
 from orchestrator.control.observe import Observer
-from orchestrator.simulate import stories, work
+from orchestrator.simulate import scenarios, work
 from orchestrator.simulate.world import Broken
 from policies.control import decide as deciding
 from policies.control.decide import done
@@ -139,7 +139,7 @@ def test_a_bug_is_found(bug: Callable[[], AbstractContextManager[object]]) -> No
     with bug():
         for seed in range(STORIES):
             try:
-                stories.tell(seed, spec(2))
+                scenarios.tell(seed, spec(2))
             except Broken as found:
                 print(f"{bug.__name__.strip('_')}: seed {seed}: {str(found).splitlines()[0]}")
                 return

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.contest.markets import MARKETS, market
 from orchestrator.simulate.cloud import Prices
-from orchestrator.simulate.stories import tell
+from orchestrator.simulate.scenarios import tell
 from policies.model.spec import Budget
 from tests.stand_ins.world import spec
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
 from orchestrator.gateway.nodes.connection import Pool
-from orchestrator.gateway.turns import TimeSlices
+from orchestrator.gateway.time_slices import TimeSlices
 from policies.serving.sharing import single_request_rate
 from policies.serving.silence import SilenceLimits
 from policies.serving.wire import HEADER_BOOT, HEADER_POLICY

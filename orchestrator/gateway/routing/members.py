@@ -20,7 +20,7 @@ from orchestrator.gateway.nodes.connection import Pool
 from orchestrator.gateway.nodes.link import Link, moving_mean
 from orchestrator.gateway.routing.places import Places
 from orchestrator.gateway.routing.waiting import Waiting
-from orchestrator.gateway.turns import TimeSlices
+from orchestrator.gateway.time_slices import TimeSlices
 from policies.model.vocabulary import Recovery, machine_of
 from policies.serving.demand import Demand
 from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread

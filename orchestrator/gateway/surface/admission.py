@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from orchestrator.gateway.nodes.upstream import RESERVED
-from orchestrator.gateway.turns import TimeSlices
+from orchestrator.gateway.time_slices import TimeSlices
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
 from policies.serving.sessions import OpenSession

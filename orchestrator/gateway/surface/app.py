@@ -22,9 +22,9 @@ from orchestrator.gateway.surface.admission import ApiError
 from orchestrator.gateway.surface.batch import BatchRun
 from orchestrator.gateway.surface.chat import Translator
 from orchestrator.gateway.surface.describe import describe
-from orchestrator.gateway.surface.kept import OrphanedRequests
 from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from orchestrator.gateway.surface.openai import OpenAI, error_document
+from orchestrator.gateway.surface.orphaned_requests import OrphanedRequests
 from orchestrator.gateway.surface.session_log import SessionLog
 from orchestrator.gateway.surface.sessions import Sessions
 from policies.model.vocabulary import machine_of

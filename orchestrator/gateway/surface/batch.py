@@ -19,7 +19,7 @@ from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefus
 from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.kept import (
+from orchestrator.gateway.surface.orphaned_requests import (
     CHUNK_REQUESTS,
     BatchRequest,
     OrphanedRequests,

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from checkpoint.weights import delta
-from tasks.rollout.vllm.places import NotFollowed, Places, bits, places_of
+from tasks.rollout.vllm.loader_trace import NotFollowed, Places, bits, places_of
 
 # Sampling as a function of a request's seed and a token's position.
 #

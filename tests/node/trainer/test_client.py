@@ -17,7 +17,7 @@ from checkpoint.store import layout
 from checkpoint.store.run_store import Store
 from policies.model.spec import OnBadPrompt
 from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.pieces import split_batches
+from policies.serving.batching import split_batches
 from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from policies.tick.snapshot import Trainer

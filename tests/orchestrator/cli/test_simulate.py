@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import simulate
-from orchestrator.simulate.stories import Told
+from orchestrator.simulate.scenarios import Told
 from orchestrator.simulate.world import Broken, Outcome
 from policies.model.spec import RunSpec
 from policies.model.vocabulary import RunPhase

@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.gateway.routing import members
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import kept as kept_module
+from orchestrator.gateway.surface import orphaned_requests as kept_module
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from policies.serving.wire import CUT, SILENT_S, Announce, Batch, BatchLine, HandOver, PolicyRef, Progress
 from tests.budget import HANG_S, until

@@ -11,9 +11,9 @@ import pytest
 
 from checkpoint import journal
 from orchestrator.simulate.cloud import Physics, Prices
+from orchestrator.simulate.market_trace import Zone, plentiful
+from orchestrator.simulate.scenarios import tell
 from orchestrator.simulate.store import SimulatedStore
-from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import Zone, plentiful
 from orchestrator.simulate.world import COARSE, World
 from policies.model.buying import PROBE_MAX_S
 from policies.model.events import BuyingStopped, NodeRequested

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
 from orchestrator.simulate.cloud import EPOCH_S, Physics
-from orchestrator.simulate.weather import Weather
+from orchestrator.simulate.market_trace import Weather
 from orchestrator.simulate.world import COARSE, ON_DEMAND, World
 from policies.model.reports import DEADLINE
 from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint import journal
-from orchestrator.simulate.stories import (
+from orchestrator.simulate.scenarios import (
     HOUR_S,
     Fault,
     answers_lost,

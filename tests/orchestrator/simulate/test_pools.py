@@ -14,9 +14,9 @@ from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
 from orchestrator.clouds.protocol import CloudRefused, Order
 from orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
+from orchestrator.simulate.market_trace import Weather, Zone
+from orchestrator.simulate.scenarios import tell
 from orchestrator.simulate.store import Objects
-from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import Weather, Zone
 from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
 from policies.model.state import RunState
 from policies.model.vocabulary import Market, Refusal, Role

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.simulate.scenarios import HOUR_S
 from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.stories import HOUR_S
 from orchestrator.simulate.world import SimulatedDaemon, World
 from policies.fleet.budget import spent_usd
 from policies.model.spec import Budget

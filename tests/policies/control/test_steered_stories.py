@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.simulate.cloud import BRISK, Box
+from orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, tell
 from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.stories import HOUR_S, OUTAGES_S, tell
 from orchestrator.simulate.world import DT_S, World
 from policies.model.vocabulary import Role
 from tests.budget import examples

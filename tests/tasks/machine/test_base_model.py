@@ -27,7 +27,7 @@ from tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from tasks.machine.node_env import NodeEnv
 from tasks.models import hub, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
-from tasks.rollout.base_here import EngineFiles
+from tasks.rollout.engine_files import EngineFiles
 from tasks.rollout.vllm import flags as vllm_flags
 from tasks.trainer import main
 from tasks.trainer.main import have_base_model

@@ -23,7 +23,7 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from policies.model.spec import RunSpec
 from policies.serving.joining import ENGINE, ENGINE_UNCACHED
-from tasks.rollout import base_here, compile_caches
+from tasks.rollout import compile_caches, engine_files
 from tasks.rollout.compile_caches import FOLDERS, CompileCaches
 from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.rigs.rollout_machine import Boot, Machine, spec_of
@@ -281,7 +281,7 @@ def kept(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the agent keeps what is compiled."""
     monkeypatch.setenv("HOME", str(machines.folder))
     monkeypatch.setattr(compile_caches, "key_of", lambda *_: "key")
-    return machines.folder / base_here.COMPILED / "key"
+    return machines.folder / engine_files.COMPILED / "key"
 
 
 @pytest.mark.parametrize("fails", ["start", "load", "start hangs", "second end"])
@@ -306,7 +306,7 @@ async def test_vllm_that_fails_with_what_was_brought_starts_without(
             raise PolicyRefused("computes something else", touched=True)
 
     if fails == "start hangs":
-        monkeypatch.setattr(base_here, "RESTORED_CACHE_SHARE", 1e-4)
+        monkeypatch.setattr(engine_files, "RESTORED_CACHE_SHARE", 1e-4)
     write(kept, KERNELS)
     wanted, machine.on_start, machine.on_load = machine.publish(0), on_start, on_load
     machine.start(wanted)

@@ -17,7 +17,7 @@ from policies.model.spec import RunSpec
 from policies.serving.fitness import STARTS_MAX, TRIES
 from policies.serving.wire import Announce, EngineStats, PolicyRef
 from tasks.machine.children import _descendants
-from tasks.rollout import base_here, node_agent, rollout_engine
+from tasks.rollout import engine_files, node_agent, rollout_engine
 from tasks.rollout.agent import gpus_of_engines
 from tasks.rollout.rollout_engine import GaveUp
 from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
@@ -99,7 +99,7 @@ async def test_engine_that_never_serves_is_given_up_alone(
         if boot.member == SECOND:
             await start(boot)
 
-    monkeypatch.setattr(base_here, "limit_s", lambda *_: start_limit_s)
+    monkeypatch.setattr(engine_files, "limit_s", lambda *_: start_limit_s)
     machine.on_start = on_start
     machine.start(first, SHARES)
     await machine.eventually(lambda: machine.agent._engines[1].is_given_up)

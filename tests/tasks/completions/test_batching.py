@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.gateway.surface import admission
-from policies.serving import pieces
-from policies.serving.pieces import split_batches
+from policies.serving import batching
+from policies.serving.batching import split_batches
 from policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import body_of
 
@@ -47,5 +47,5 @@ def test_no_piece_is_more_than_the_gateway_takes() -> None:
     assert sum(map(len, short)) == 100_000
     assert len(body_of(Batch(PolicyRef("0-0", ""), {}, short[0], 1.0))) < admission.BATCH_SIZE_MAX
     each = len(str([TOKEN]).strip("[]")) + len(",")
-    wordy = 200 * pieces.REQUESTS_MAX  # what a request is beside its prompt, at most
-    assert pieces.TOKENS_MAX * each + wordy < admission.BATCH_SIZE_MAX
+    wordy = 200 * batching.REQUESTS_MAX  # what a request is beside its prompt, at most
+    assert batching.TOKENS_MAX * each + wordy < admission.BATCH_SIZE_MAX

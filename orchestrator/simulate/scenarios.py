@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from orchestrator.simulate.cloud import BRISK, Box, Prices
+from orchestrator.simulate.market_trace import ZONES, Weather, Zone
 from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.weather import ZONES, Weather, Zone
 from orchestrator.simulate.world import DT_S, World
 from policies.fleet.market import market_of, may_fall_back
 from policies.model.phases import LIVE_RUN

@@ -16,7 +16,7 @@ from orchestrator.gateway.routing.dispatch import Completer, Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.admission import Prompt
 from orchestrator.gateway.surface.batch import BatchRun
-from orchestrator.gateway.surface.kept import BatchRequest, OrphanedRequests, group_of, job_of, key_of
+from orchestrator.gateway.surface.orphaned_requests import BatchRequest, OrphanedRequests, group_of, job_of, key_of
 from policies.serving.wire import Batch, PolicyRef, Sample
 
 BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)

@@ -12,8 +12,8 @@ from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.stories import tell
-from orchestrator.simulate.weather import InvalidTrace, Zone, read_trace
+from orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
+from orchestrator.simulate.scenarios import tell
 from orchestrator.simulate.world import ON_DEMAND
 from policies.fleet.market import market_of
 from policies.model.spec import Budget
