@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
+from orchestrator import web
 from orchestrator.web.course import split_table, table
 from orchestrator.web.pages import MONEY_POINTS
 from policies.model.events import BudgetSet, RunMoved
@@ -21,6 +25,12 @@ def test_a_spike_of_one_step_shows_among_ten_thousand() -> None:
     assert max(highs)[0] == 9.0
     assert abs(max(highs)[1] - 4321) < 20
     assert set(found["reward"]) == {None}
+
+
+def test_every_part_of_a_step_has_a_colour() -> None:
+    script = (Path(web.__file__).parent / "static" / "split.js").read_text()
+    colours = script.partition("COLOURS = {")[2].partition("}")[0]
+    assert set(re.findall(r'"?([a-z ]+?)"?: "--', colours)) == set(PARTS)
 
 
 def test_few_steps_are_all_told_as_they_were_logged() -> None:
