@@ -42,7 +42,9 @@ class Run:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = folder / file
-        self.url = (folder / "store").as_uri() if server is None else server.url(folder.parent.name)
+        # Of this test alone, also beside another process's of the same name: `end` kills by it.
+        name = f"{folder.parent.parent.name}-{folder.parent.name}"
+        self.url = (folder / "store").as_uri() if server is None else server.url(name)
         self.options = {} if server is None else server.options()
         storage = {"url": self.url, "options": self.options} if self.options else self.url
         self.yaml.write_text(yaml.safe_dump({**spec, "storage": storage}))
