@@ -24,14 +24,15 @@ from benchmarks.rig.local_run import make_tiny, run, tiny_spec
 
 SEEDS, STEPS, LAST = 5, 40, 10
 STALENESS = (0, 1, 2)
-# The first is the example's own. The second pays for two digits in turns, which no token alone can tell.
+# The first is the example's own. The second rewards digits and other characters in turns: a mixture of both earns
+# 0.5 at most, and alternating them 1.
 TASKS = {"sevens": "rewards.digit_share", "in turns": "rewards.in_turns"}
 HARDER = """
 
 
 def in_turns(completions, **_):
     pairs = [list(zip(text, text[1:])) for text in completions]
-    return [sum(pair in {("7", "3"), ("3", "7")} for pair in one) / max(1, len(one)) for one in pairs]
+    return [sum(a.isdigit() != b.isdigit() for a, b in each) / max(1, len(each)) for each in pairs]
 """
 
 
