@@ -195,4 +195,4 @@ check-gpu: $(if $(GPU_PYTHON),,node-env)
 	@$(or $(GPU_PYTHON),$(NODE)/python) -m benchmarks.check_gpu $(CHECK)
 
 clean:
-	rm -rf .venv .venv-node build *.egg-info examples/tiny/build
+	rm -rf .venv .venv-node .venv-openenv build *.egg-info examples/tiny/build

@@ -1,4 +1,4 @@
-"""Whether learning is worse where generation runs ahead: `make bench-learning`, an hour on two cores.
+"""Whether learning is worse where generation runs ahead: `make bench-learning`.
 
 The tiny model on its task, and on a harder one, for five seeds, without `rollout.max_staleness` and with 1 and 2.
 The command prints one line of JSON, by task and staleness:

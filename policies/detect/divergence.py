@@ -138,9 +138,8 @@ def follow(
         return replace(after, verdict=replace(before, step=point.step), quiet=detector.quiet + 1)
     onset = _onset(found, after.signals.get(REWARD))
     if health is Health.WATCH and before.onset_step is not None:
-        onset = min(
-            onset, before.onset_step
-        )  # keep earlier checkpoints; a trip is dated by the evidence of its point
+        # Keeps earlier checkpoints. A trip is dated by the evidence of its point.
+        onset = min(onset, before.onset_step)
     evidence = tuple(symptom.text for symptom in found)
     if health is not Health.TRIPPED:
         return replace(after, verdict=Verdict(health, point.step, onset, None, evidence))

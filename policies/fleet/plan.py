@@ -46,12 +46,10 @@ from policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Train
 WAIT_MIN_S = 60.0  # a shorter run of refusals is no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long
 SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
-FALLBACK_MIN_S = (
-    PROBE_MAX_S  # an on-demand node serves this long before spot is retried; a failed try costs a few %
-)
-OWN_STEP_ROWS = (
-    2  # logged steps until the trainer's own step is measured: it ends at the next generation's log row
-)
+# An on-demand node serves this long before spot is retried; a failed try costs a few %.
+FALLBACK_MIN_S = PROBE_MAX_S
+# Logged steps until a step with the trainer's own generation is measured: it ends at the next generation's row.
+OWN_STEP_ROWS = 2
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
 
@@ -63,9 +61,7 @@ class Allocation:
     trainer: bool = False
     spot: int = 0  # rollout nodes on the market that run.yaml names for them
     on_demand: int = 0  # rollout nodes that replace unavailable spot
-    probes: tuple[
-        Market, ...
-    ] = ()  # markets on which a parked run requests its one node; the first open one is used
+    probes: tuple[Market, ...] = ()  # where a parked run requests its one node: the first market that is open
     size_reason: str = ""  # why `spot` changed
     park_reason: str = ""  # why the run parks and returns the trainer's machine too
     release_reason: str = ""  # why all rollout nodes are returned
@@ -445,9 +441,8 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 def _idle_s(facts: _Facts, node: Node) -> float:
     since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.measured.step
     assert since_s is not None
-    trained_s = (
-        0.0 if shape is None else shape.fixed_s
-    )  # it may have had a step to train when it lost its last node
+    # It may have had a step to train when it lost its last node.
+    trained_s = 0.0 if shape is None else shape.fixed_s
     return facts.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
 
 

@@ -15,10 +15,8 @@ from policies.model.vocabulary import Recovery
 
 # The number of training processes: one for each GPU of the trainer's node, unless run.yaml sets another.
 
-ALTERNATIVES = (
-    "any_of",
-    "ordered",
-)  # SkyPilot's lists of machines; each entry overrides the keys next to the list
+# SkyPilot's lists of machines. Each entry overrides the keys next to the list.
+ALTERNATIVES = ("any_of", "ordered")
 
 
 def processes_in(accelerate: Mapping[str, Any], resources: Mapping[str, Any]) -> int:
@@ -155,9 +153,7 @@ class RolloutSpec:
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
     recovery: Recovery = "continue"  # of a completion whose node was lost
     max_staleness: int = 0  # age in steps of the policy that samples, compared with the one that is trained
-    own_generation_after_s: float | None = (
-        300.0  # without a node for this long, the trainer generates; None: never
-    )
+    own_generation_after_s: float | None = 300.0  # without a node, until the trainer generates; None: never
 
 
 # Defaults of `grpo` where windows are sampled from older policies. TRL's own default masks by the ratio of whole
@@ -225,9 +221,7 @@ class PoliciesSpec:
     on_bad_reward: OnBadReward = "fail"  # a broken function usually breaks all of its scores
     reward_timeout_s: float = 1800.0  # one call of a reward function, over all of a process's completions
     trainer_restarts: int = 5  # trainer exits in a row without a step of progress; then the run fails
-    min_completion_length: int | None = (
-        None  # lower limit for shorter completions to save memory; None: no shortening
-    )
+    min_completion_length: int | None = None  # to which memory may shorten completions; None: not at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -80,7 +81,7 @@ class AgentHost:
                     self._process = _start(theirs, self._path, self._workdir, self._python, self._open_files)
                 except OSError as error:
                     self._close()
-                    raise NoAgent(f"trainer.agent.python: {error}") from error
+                    raise NoAgent(f"its interpreter does not start: {error}") from error
             self._control.settimeout(START_S)
             why = self._first_line(self._control)
             if why:
@@ -181,7 +182,8 @@ async def _wait_for_end(
             writer.write_eof()
             await asyncio.wait([answer], timeout=END_S)
         if not answer.done():  # the agent suspended its keeper, and dies with it
-            os.kill(keeper, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper, signal.SIGKILL)
         elif answer.result():
             return msgspec.json.decode(answer.result(), type=Ended)
     finally:

@@ -323,9 +323,8 @@ class RolloutSource:
         self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
         self._done_at_s = 0.0  # when the latest awaited background call finished
         self._new_at_step: int | None = None  # the first step with a call that the journal lacked
-        self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = (
-            None  # earlier trainers' records; loaded on demand
-        )
+        # Keys of earlier trainers' records; None: not listed yet.
+        self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = None
 
     def complete(
         self,

@@ -63,11 +63,8 @@ CLONE3 = 435  # its flags are in memory, which a filter cannot read; clone's are
 NAMESPACES = 0x7E020000  # clone's flags that create namespaces (linux/sched.h)
 CLONE_THREAD = 0x10000
 FORKS = (57, 58) if platform.machine() == "x86_64" else ()  # fork and vfork; other architectures have only clone
-ALLOW, EPERM, ENOSYS = (
-    0x7FFF0000,
-    0x00050001,
-    0x00050026,
-)  # linux/seccomp.h; without clone3 libraries use clone
+# linux/seccomp.h. Without clone3, libraries use clone.
+ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 

@@ -240,9 +240,8 @@ def _is_of_network(error: BaseException) -> bool:
     if isinstance(error, TimeoutError | socket.gaierror | ssl.SSLError):
         return not isinstance(error, ssl.SSLCertVerificationError)
     if isinstance(error, HfHubHTTPError):
-        status = getattr(
-            getattr(error, "response", None), "status_code", 0
-        )  # no response for a missing local file
+        response = getattr(error, "response", None)  # None for a missing local file
+        status = getattr(response, "status_code", 0)
         return status in BUSY or status >= 500
     if isinstance(error, OSError) and error.errno in UNREACHABLE:
         return True

@@ -33,9 +33,8 @@ from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, Pol
 log = structlog.get_logger()
 
 NOT_A_MEMBER = "left the membership"
-JOINING_NODES_MAX = (
-    256  # the last to report; silent nodes are kept, because the controller reads how long they are
-)
+# Of those that reported last. Silent nodes are kept: the controller reads how long they have been silent.
+JOINING_NODES_MAX = 256
 VERSIONS_KEPT = 8
 CHANGES_MAX = 64  # membership changes that are kept
 LENGTH_SHARE = 0.02  # weight of a finished completion in the mean length

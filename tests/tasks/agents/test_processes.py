@@ -226,7 +226,7 @@ def test_function_of_another_environment_is_forked_from_its_interpreter(
 
 
 def test_missing_interpreter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NoAgent, match=r"trainer.agent.python: .*env/bin/python"):
+    with pytest.raises(NoAgent, match=r"its interpreter does not start: .*env/bin/python"):
         AgentHost("rig_agents.plain", tmp_path, python="env/bin/python").start()
 
 
