@@ -49,7 +49,7 @@ def _problem(
         return f"{module} is a folder, not a module; expected module.function"
     if not spec.origin.endswith(".py"):
         return ""  # compiled, without source
-    nodes, problem = _bindings_of(Path(spec.origin), name)
+    nodes, problem = _bindings_of(module, Path(spec.origin), name)
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imported = next(alias.name for alias in node.names if _bound_name(alias) == name)
@@ -85,7 +85,7 @@ def _installed(name: str) -> ModuleSpec | None:
     return next((spec for spec in specs if spec is not None), None)
 
 
-def _bindings_of(source: Path, name: str) -> tuple[list[ast.stmt], str]:
+def _bindings_of(module: str, source: Path, name: str) -> tuple[list[ast.stmt], str]:
     """Return the statements that bind a name in a module, or the problem; neither if it is unknown."""
     try:
         tree = ast.parse(source.read_bytes())
@@ -100,9 +100,9 @@ def _bindings_of(source: Path, name: str) -> tuple[list[ast.stmt], str]:
     is_dynamic = any(bound in ("*", "__getattr__") for bound, _ in bindings)
     if nodes or is_dynamic or any(map(_may_bind_names, ast.walk(tree))):
         return nodes, ""
-    functions = [bound for bound, node in bindings if isinstance(node, FUNCTION | ast.ClassDef)]
+    functions = [bound for bound, node in bindings if isinstance(node, FUNCTION | ast.ClassDef | ast.ImportFrom)]
     expected = f"expected a function of that name{did_you_mean(name, functions)}"
-    return [], f"{source.name} does not define {name}; {expected}"
+    return [], f"{module if '.' in module else source.name} does not define {name}; {expected}"
 
 
 def _may_bind_names(node: ast.AST) -> bool:

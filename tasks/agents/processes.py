@@ -33,7 +33,7 @@ BOOTSTRAP = (
     "import json, sys; first, last = json.loads(sys.argv[1]); "
     "sys.path[:] = [*first, *filter(None, sys.path), *last]; from grpo_orch.tasks.agents.host import main"
 )
-PACKAGE_ROOT = Path(__file__).parents[2]
+PACKAGE_ROOT = Path(__file__).parents[3]
 HIDDEN_PREFIX = "GRPO_ORCH_"  # of variables that agents must not see, such as the run's token
 
 

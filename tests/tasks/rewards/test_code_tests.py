@@ -250,7 +250,7 @@ def test_the_trainers_processes_have_users_of_their_own() -> None:
     tell = [
         sys.executable,
         "-c",
-        "from grpo_orch.rewards.code_tests import next_user as n; print(*[n() for _ in range(8)])",
+        "from grpo_orch.tasks.rewards.code_tests import next_user as n; print(*[n() for _ in range(8)])",
     ]
     users = [user for _ in range(4) for user in subprocess.check_output(tell).split()]
     assert len(set(users)) == 32

@@ -270,7 +270,7 @@ def test_the_work_runs_from_the_unpacked_wheel_and_its_end_is_in_the_store(rig: 
     done = rig.run("run.sh")
     assert done.returncode == exit_codes.FAILED
     assert f"no run in file://{rig.folder}/store" in done.stderr
-    assert f'File "{rig.code}/tasks/rollout/agent.py"' in done.stderr
+    assert f'File "{rig.code}/grpo_orch/tasks/rollout/agent.py"' in done.stderr
     report = documents.machine("rollout-0-i1").read(Store(f"file://{rig.folder}/store"))
     assert report is not None
     assert (report.attempt, report.exit_code) == (1, exit_codes.FAILED)
