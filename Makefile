@@ -175,7 +175,8 @@ pages: env
 
 # The documentation site, in build/site. A broken link or anchor, and a page that the navigation lacks, are errors.
 # Files outside docs/ are linked in the repository that this is a clone of.
-REPO_URL ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's#^git@([^:]+):#https://\1/#; s#\.git$$##')
+REPO_URL ?= $(shell git remote get-url origin 2>/dev/null | \
+	sed -nE 's#\.git$$##; s#^(ssh://)?(git@|https://)([^@/]*@)?([^:/]+)[:/]#https://\4/#p')
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 REPO_URL=$(REPO_URL) .venv-docs/bin/mkdocs build --strict
 
