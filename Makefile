@@ -43,7 +43,7 @@ openenv-env: .venv-openenv/.ready
 	.venv-openenv/bin/pip install --quiet 'openenv==0.10.*' msgspec psutil
 	touch $@
 
-# The site's generator alone, without the project. 0.1 GB.
+# The site's generator alone, without the project. 0.2 GB.
 .venv-docs/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
@@ -176,7 +176,7 @@ pages: env
 # The documentation site, in build/site. A broken link or anchor, and a page that the navigation lacks, are errors.
 # Files outside docs/ are linked in the repository that this is a clone of.
 REPO_URL ?= $(shell git remote get-url origin 2>/dev/null | \
-	sed -nE 's#\.git$$##; s#^(ssh://)?(git@|https://)([^@/]*@)?([^:/]+)[:/]#https://\4/#p')
+	sed -nE 's,\.git$$,,; s,^(ssh://)?(git@|https://)([^@/]*@)?([^:/]+)[:/],https://\4/,p')
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 REPO_URL=$(REPO_URL) .venv-docs/bin/mkdocs build --strict
 
