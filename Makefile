@@ -11,7 +11,7 @@ LOCKS := tasks/sky/locks
 # Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env openenv-env system-packages drawings test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -41,6 +41,12 @@ openenv-env: .venv-openenv/.ready
 .venv-openenv/.ready:
 	$(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/pip install --quiet 'openenv==0.10.*' msgspec psutil
+	touch $@
+
+# The site's generator alone, without the project. 0.2 GB.
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
 # What each environment consists of, to the last package: what is written stays as far as pyproject.toml lets it, and
@@ -163,9 +169,16 @@ check: env
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
 
-# docs/phases.md, from the tables in policies/model/phases.py.
-drawings: env
-	$(BIN)/python docs/draw.py
+# The pages of docs/ that are made from the code.
+pages: env
+	$(BIN)/python -m docs.generate
+
+# The documentation site, in build/site. A broken link or anchor, and a page that the navigation lacks, are errors.
+# Files outside docs/ are linked in the repository that this is a clone of.
+REPO_URL ?= $(shell git remote get-url origin 2>/dev/null | \
+	sed -nE 's,\.git$$,,; s,^(ssh://)?(git@|https://)([^@/]*@)?([^:/]+)[:/],https://\4/,p')
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 REPO_URL=$(REPO_URL) .venv-docs/bin/mkdocs build --strict
 
 bench: $(BENCHES)
 
@@ -195,4 +208,4 @@ check-gpu: $(if $(GPU_PYTHON),,node-env)
 	@$(or $(GPU_PYTHON),$(NODE)/python) -m benchmarks.check_gpu $(CHECK)
 
 clean:
-	rm -rf .venv .venv-node .venv-openenv build *.egg-info examples/tiny/build
+	rm -rf .venv .venv-node .venv-openenv .venv-docs build *.egg-info examples/tiny/build

@@ -43,7 +43,7 @@ Version = Annotated[
 
 @app.command()
 def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
-    """List the checkpoints in the store, oldest first."""
+    """List the checkpoints in the store, oldest first, with every reason why they are kept."""
     store, record = open_run(target)
     listed = _catalog(store).newest().checkpoints
     beat = documents.TRAINER.read(store, Unreadable())

@@ -47,7 +47,10 @@ def _note_reader(output: Output) -> Output:
 
 
 Target = Annotated[
-    str | None, typer.Argument(help="Store URL, run.yaml or run folder. Default: ./run.yaml, else the latest run.")
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="Store URL, run.yaml or run folder. Default: ./run.yaml, else the latest run."
+    ),
 ]
 AsJson = Annotated[
     Output,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the daemon and the run, see docs/monitoring.md.
+"""Prometheus metrics of the daemon and the run, see docs/metrics.md.
 
 Each request returns the values of the last tick. The port listens on the loopback interface only.
 """
@@ -80,12 +80,12 @@ class _RunCollector(Collector):
         if seen is None:
             return
         state, trainer = seen.state, seen.snapshot.trainer
-        phases = self._gauges("run_phase", "1 for the run's phase", "phase")
+        phases = self._gauges("run_phase", "1 for the run's phase, 0 for every other", "phase")
         for phase in RunPhase:
             phases.add_metric([self._run, phase], phase is state.phase)
         yield phases
         if trainer is not None:
-            yield self._gauge("run_step", "Finished optimizer steps", trainer.step)
+            yield self._gauge("run_step", "Finished optimizer steps of the trainer", trainer.step)
             yield self._gauge("run_max_steps", "Last step of the run", trainer.max_steps)
             if trainer.stored_step is not None:
                 yield self._gauge("run_stored_step", "Step of the newest stored checkpoint", trainer.stored_step)
@@ -94,7 +94,7 @@ class _RunCollector(Collector):
                 yield self._gauge(f"run_{name}", f"`{name}` of the newest logged step", seen.row.values[name])
         if seen.timing is not None:
             yield from self._timing(seen.timing)
-        yield self._gauge("run_timeline", "Current timeline of the run", state.timeline)
+        yield self._gauge("run_timeline", "Number of the current timeline", state.timeline)
         yield self._counter("run_rollbacks", "Rollbacks of the run", len(state.rollbacks))
         yield from self._costs(seen)
         yield from self._nodes(seen)
@@ -104,30 +104,34 @@ class _RunCollector(Collector):
     def _timing(self, timing: StepTiming) -> Iterable[Metric]:
         yield self._gauge("run_step_seconds", "Duration of the newest timed step", timing.step_s)
         parts = {"generate": timing.generate_s, "train": timing.train_s, "sync": timing.sync_s}
-        work = self._gauges("run_work_seconds", "Parts of a step: generation, training, weight sync", "part")
+        work = self._gauges("run_work_seconds", "Seconds of that step by part: generate, train, sync", "part")
         for part, seconds in parts.items():
             work.add_metric([self._run, part], seconds)
         yield work
-        idle = self._gauges("run_idle_seconds", "Idle time in a step: trainer, rollout nodes", "side")
+        idle = self._gauges("run_idle_seconds", "Idle seconds in that step by side: trainer, fleet", "side")
         for side, seconds in {"trainer": timing.trainer_idle_s, "fleet": timing.fleet_idle_s}.items():
             idle.add_metric([self._run, side], seconds)
         yield idle
         if timing.staleness is not None:
-            yield self._gauge("run_staleness", "Steps between sampling and training", timing.staleness)
+            yield self._gauge(
+                "run_staleness", "Optimizer steps between its sampling and its training", timing.staleness
+            )
 
     def _costs(self, seen: Seen) -> Iterable[Metric]:
         spent = spent_usd(seen.state, seen.snapshot.now_s) + seen.snapshot.controller.usd
         per_h = sum(node.usd_per_h for node in seen.state.nodes.values()) + seen.snapshot.controller.usd_per_h
-        yield self._gauge("run_spent_usd", "Cost of the run's machines so far", spent)
-        yield self._gauge("run_usd_per_hour", "Current cost of the run's machines per hour", per_h)
+        yield self._gauge("run_spent_usd", "USD spent so far; with a budget, a controller machine included", spent)
+        yield self._gauge("run_usd_per_hour", "USD per hour for these machines", per_h)
 
     def _nodes(self, seen: Seen) -> Iterable[Metric]:
         counted = Counter((node.role, node.market, node.phase) for node in seen.state.nodes.values())
-        nodes = self._gauges("run_nodes", "Number of nodes", "role", "market", "phase")
+        nodes = self._gauges("run_nodes", "Nodes by role, market and phase", "role", "market", "phase")
         for labels, count in counted.items():
             nodes.add_metric([self._run, *labels], count)
         yield nodes
-        losses = CounterMetricFamily("grpo_run_losses", "Machines lost under this daemon", labels=["run", "role"])
+        losses = CounterMetricFamily(
+            "grpo_run_losses", "Machines preempted or lost under this daemon", labels=["run", "role"]
+        )
         for role in Role:
             losses.add_metric([self._run, role], self.losses[role])
         yield losses

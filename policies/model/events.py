@@ -237,7 +237,7 @@ class NodeMoved:
 class BuyingStopped:
     """Machines of a kind are no longer requested, except one at a time to test whether the kind works again."""
 
-    kind: str  # vocabulary.kind_of
+    kind: str  # `rollout on spot`: vocabulary.kind_of
     reason: str
 
 
@@ -409,7 +409,7 @@ class HealthyChosen:
 class Exported:
     """A checkpoint's weights are in the store under `prefix`, as files for `from_pretrained`.
 
-    Empty if they could not be exported.
+    `prefix` is empty if they could not be exported.
     """
 
     version: str

@@ -1,22 +1,35 @@
-"""Exit codes of the project's processes, which identify the reason without reading a log."""
+"""Exit codes of the project's processes, which identify the reason without reading a log.
 
+docs/cli.md lists those of the first part with their comments.
+"""
+
+# Of commands.
+
+# Success; of commands that watch a run, also that it finished or was stopped.
 OK = 0
+# The command or run failed, the run is paused, or `doctor` or `verify` found a problem. The message ends with the
+# remedy.
 FAILED = 1
+# The command line or run.yaml is wrong, or the run's state does not allow the command.
 USAGE = 2
-# `detect`: one of the given runs diverged. No other program uses this code, shells and Python included.
+# `detect`: a run tripped; its table shows the onset. No other program uses this code, shells and Python included.
 TRIPPED = 3
+# Another daemon controls the run: `grpo-orch status -w` shows it, and `down` stops it.
+HELD = 75
+# The run diverged repeatedly, and its budget of rollbacks is spent. Its last healthy weights are in `exports/` of
+# the store; `grpo-orch rollback` continues it.
+GAVE_UP = 79
+
+# Of the trainer and the nodes: docs/operations.md.
+
 # sysexits.h EX_CONFIG: the configuration is wrong, and another try will not help.
 BAD_SPEC = 78
 # sysexits.h EX_UNAVAILABLE: the network, the store, the rollout nodes or a GPU failed. Another try may succeed.
 UNAVAILABLE = 69
-# sysexits.h EX_TEMPFAIL: another process holds the run.
-HELD = 75
 # The trainer met a newer trainer of its own run and stopped.
 FENCED = 76
 # The trainer's own guard has tripped: the run diverges.
 DIVERGED = 77
-# The run diverged repeatedly, and its budget of rollbacks is spent.
-GAVE_UP = 79
 # 128 + SIGTERM: the trainer was stopped, and its state is stored.
 STOPPED = 143
 # The trainer ran out of memory, the accelerator's or the machine's.

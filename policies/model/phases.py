@@ -1,6 +1,6 @@
 """The phase tables of nodes, runs and rollbacks: every legal edge with its reason. Any other edge is an error.
 
-`make drawings` draws them in docs/phases.md.
+`make pages` draws them in docs/phases.md.
 """
 
 from __future__ import annotations

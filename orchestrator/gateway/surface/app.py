@@ -134,12 +134,15 @@ class Gateway:
             return _refusal(request, ApiError(error.status, f"no such path: {request.rel_url.raw_path[:200]}"))
 
     async def _health(self, _: web.Request) -> web.Response:
+        """Answer 200 while the gateway runs."""
         return web.Response(status=200)
 
     async def _serve_metrics(self, _: web.Request) -> web.Response:
+        """Return the metrics in Prometheus' text format."""
         return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _announce(self, request: web.Request) -> web.Response:
+        """Announce a node, from its agent; the answer is the policy to hold."""
         node = node_of(request)
         body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
         announcement = admission.decode(body, _announce, "announcement")
@@ -147,6 +150,7 @@ class Gateway:
         return _json(await self.members.announce(node, announcement))
 
     async def _update_stage(self, request: web.Request) -> web.Response:
+        """Report a joining node's stage and progress, from its agent; the answer is the policy to fetch."""
         node = node_of(request)
         body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
         stage = admission.decode(body, _stage, "stage")
@@ -155,6 +159,10 @@ class Gateway:
         return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
+        """Complete a trainer's batch (`policies/serving/wire.py`) and stream each completion when it is finished.
+
+        With `patience_s` the batch ends after that time without nodes, with the tokens of unfinished requests.
+        """
         try:
             self.members.waiting.check_capacity()
         except QueueFull as error:
@@ -199,6 +207,7 @@ class SessionHandlers:
         return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
 
     async def _open(self, request: web.Request) -> web.Response:
+        """Open a session with its policy, sampling parameters and limits."""
         body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
         parameters = admission.decode(body, _open, "session")
         admission.check_session(parameters)
@@ -206,12 +215,14 @@ class SessionHandlers:
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
+        """Return a session's branches; with `?form=openenv`, as OpenEnv's `TrainingTrace`."""
         trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
         if form not in (None, "openenv"):
             raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
         return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
+        """Close a session; its open requests get 404."""
         self._sessions.drop(_session_of(request))
         return web.Response(status=204)
 
@@ -236,20 +247,25 @@ class MemberHandlers:
         ]
 
     async def _list(self, _: web.Request) -> web.Response:
+        """Return the wanted policy, and each member with its state and last change."""
         members, policy = self._members, self._members.wanted
         wanted = None if policy is None else policy.label
         return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
 
     async def _events(self, _: web.Request) -> web.Response:
+        """Return the last 64 membership changes with their reasons."""
         return _json({"changes": self._members.changes})
 
     async def _drain(self, request: web.Request) -> web.Response:
-        """Drain a node; one that is not a member yet is drained when it joins."""
+        """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""
         self._members.drain(node_of(request))
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        """Remove the node; with `?boot=ID`, as its agent sends it, only that boot."""
+        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
+
+        With `?boot=ID`, as its agent sends it, only that boot leaves.
+        """
         node, boot_id = node_of(request), request.query.get("boot")
         if boot_id is not None:
             self._members.leave(node, admission.name_of("boot", boot_id))

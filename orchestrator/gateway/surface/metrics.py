@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics, see docs/gateway.md.
+"""The gateway's Prometheus metrics, see docs/metrics.md.
 
 Counts are read from the gateway's own state on each scrape; only the histograms are updated per completion.
 """
@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from grpo_orch.orchestrator.gateway.job import Finished
+from grpo_orch.orchestrator.gateway.nodes.attempt import HandoverReason
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.describe import state_of
@@ -32,13 +33,15 @@ class Metrics:
 
     def __init__(self, members: Members, ledger: Ledger) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()  # by route and status
-        self._first_token = _Histogram("first_token_seconds", "Time from request to first token", _FIRST_TOKEN_S)
-        self._token = _Histogram("token_seconds", "Mean time per token after the first", _TOKEN_S)
-        self._request = _Histogram("request_seconds", "Time from request to whole completion", _REQUEST_S)
+        self._first_token = _Histogram(
+            "first_token_seconds", "Time to the first token of a completion", _FIRST_TOKEN_S
+        )
+        self._token = _Histogram("token_seconds", "Mean time of a token after the first, per completion", _TOKEN_S)
+        self._request = _Histogram("request_seconds", "Time to the end of a completion", _REQUEST_S)
         histograms = (self._first_token, self._token, self._request)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(members, ledger, self.answers, histograms))
-        ProcessCollector(namespace="grpo_gateway", registry=self._registry)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_Collector(members, ledger, self.answers, histograms))
+        ProcessCollector(namespace="grpo_gateway", registry=self.registry)
 
     def observe(self, finished: Finished) -> None:
         """Add a completion to the histograms."""
@@ -49,7 +52,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
 class _Histogram:
@@ -92,27 +95,30 @@ class _Collector(Collector):
         statuses = members.status()
         yield self._by_state(statuses)
         running = sum(member.requests_running for member in statuses)
-        yield _gauge("requests_running", "Requests running on members", running)
+        yield _gauge("requests_running", "Requests running on members, one per completion", running)
         yield _gauge("requests_waiting", "Requests waiting for a member", members.waiting.count)
         yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.waiting.size_bytes)
-        requests = CounterMetricFamily("grpo_gateway_requests", "Requests for one completion", labels=["outcome"])
+        requests = CounterMetricFamily(
+            "grpo_gateway_requests", "Completed requests: finished, or refused by vLLM", labels=["outcome"]
+        )
         requests.add_metric(["finished"], ledger.finished)
         requests.add_metric(["refused"], ledger.refused)
         yield requests
         yield _counter("tokens_delivered", "Tokens delivered to clients", ledger.delivered)
-        yield _counter("tokens_discarded", "Tokens that arrived and were thrown away", ledger.discarded)
-        yield _counter("tokens_saved", "Tokens kept over a handover", ledger.saved)
-        yield _counter("tokens_replayed", "Tokens recomputed as a prompt after a handover", ledger.replayed)
+        yield _counter("tokens_discarded", "Tokens that arrived and were discarded", ledger.discarded)
+        yield _counter("tokens_saved", "Tokens kept when a request moved to another member", ledger.saved)
+        yield _counter("tokens_replayed", "Tokens computed again there, as part of a prompt", ledger.replayed)
         yield from self._newest_policy()
-        handovers = CounterMetricFamily(
-            "grpo_gateway_handovers", "Requests that left a member unfinished", labels=["reason"]
-        )
+        left = f"Requests that left a member unfinished: {', '.join(HandoverReason)}"
+        handovers = CounterMetricFamily("grpo_gateway_handovers", left, labels=["reason"])
         for reason, count in ledger.handovers_by_reason.items():
             handovers.add_metric([reason], count)
         yield handovers
         changes = members.changes
         yield _counter("membership_changes", "Membership changes", changes[-1].seq if changes else 0)
-        answers = CounterMetricFamily("grpo_gateway_http_answers", "HTTP answers", labels=["route", "status"])
+        answers = CounterMetricFamily(
+            "grpo_gateway_http_answers", "HTTP answers by route and status", labels=["route", "status"]
+        )
         for (route, status), count in self._answers.items():
             answers.add_metric([route, str(status)], count)
         yield answers
@@ -125,13 +131,15 @@ class _Collector(Collector):
         if spread is None:
             return
         ready = GaugeMetricFamily(
-            "grpo_gateway_policy_ready_seconds", "Time until a member held the policy", labels=["member"]
+            "grpo_gateway_policy_ready_seconds",
+            "Time until the first and the last member held the policy",
+            labels=["member"],
         )
         ready.add_metric(["first"], spread.first_ready_s)
         ready.add_metric(["last"], spread.last_ready_s)
         yield ready
         yield _gauge("policy_ready", "Members that hold the policy", spread.ready)
-        yield _gauge("policy_fetch_seconds", "Longest download of a member", spread.fetch_s)
+        yield _gauge("policy_fetch_seconds", "Longest download and verification of a member", spread.fetch_s)
         yield _gauge("policy_fetched_bytes", "Largest download of a member", spread.fetched_bytes)
         yield _gauge("policy_load_seconds", "Longest load of a member, without serving", spread.load_s)
 
@@ -141,7 +149,9 @@ class _Collector(Collector):
         counts: Counter[tuple[str, str]] = Counter()
         for member in members:
             counts[state_of(member, wanted), member.policy or "base"] += 1
-        family = GaugeMetricFamily("grpo_gateway_members", "Members", labels=["state", "policy"])
+        family = GaugeMetricFamily(
+            "grpo_gateway_members", "Members by state and policy", labels=["state", "policy"]
+        )
         for labels, count in counts.items():
             family.add_metric(labels, count)
         return family

@@ -73,19 +73,23 @@ class OpenAI:
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
+        """List the only model, `policy`, which stands for every version."""
         return _json({"object": "list", "data": [self._model]})
 
     async def _get_model(self, request: web.Request) -> web.Response:
+        """Return the model `policy`, or 404 for another name."""
         if request.match_info["model"] != MODEL:
             raise ApiError(404, f"the only model is `{MODEL}`", "model", "model_not_found")
         return _json(self._model)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        """Complete a prompt as OpenAI's API does, with or without `stream`."""
         body = await admission.read(request, admission.OPENAI_SIZE_MAX)
         policy = self._policy(request)
         return await self._answer(request, openai_request.read_completion(body, policy), policy)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat as OpenAI's API does; a turn of a session if the path or `X-Session-ID` names one."""
         chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
         in_path = request.match_info.get("session")
         if (session := in_path or request.headers.get(HEADER_SESSION)) is not None:

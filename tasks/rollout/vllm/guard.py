@@ -179,33 +179,34 @@ class Guard:
                 return  # the server closes a websocket that is not accepted
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. docs/http.md lists the cases with the comments behind them."""
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         is_agent = is_local(scope) and has_secret(headers, self._secret)
         match (scope["method"], scope["path"]):
-            case ("PUT", "/grpo/policy") if is_agent:
+            case ("PUT", "/grpo/policy") if is_agent:  # loads a policy; 422 with the reason if that fails
                 await self._load(scope, receive, send)
-            case ("PUT", "/grpo/proof") if is_agent:
+            case ("PUT", "/grpo/proof") if is_agent:  # compares some of the engine's tensors with a file
                 await self._prove(scope, receive, send)
-            case ("PUT", "/grpo/sampling") if is_agent:
+            case ("PUT", "/grpo/sampling") if is_agent:  # samples by seed and position; answers why not, if so
                 reasons = await scope["app"].state.engine_client.collective_rpc("sample_by_position")
                 await answer(send, 200, "; ".join(sorted(set(reasons) - {""})))
-            case ("PUT", "/grpo/bare") if is_agent:
+            case ("PUT", "/grpo/bare") if is_agent:  # marks an engine that started without weights
                 await scope["app"].state.engine_client.collective_rpc("await_weights")
                 self._is_bare = True
                 await answer(send, 204, "")
-            case ("POST", wire.COMPLETIONS) if is_agent:  # the agent's trial, before other requests are accepted
+            case ("POST", wire.COMPLETIONS) if is_agent:  # its trial, before other requests are accepted
                 await self._app(scope, receive, send)
-            case ("GET", "/grpo/engine") if is_agent:
+            case ("GET", "/grpo/engine") if is_agent:  # the engine's limits
                 await answer(send, 200, engine_limits(scope["app"].state.engine_client.vllm_config))
-            case ("GET", "/metrics") if is_agent:
+            case ("GET", "/metrics") if is_agent:  # vLLM's metrics
                 await self._app(scope, receive, send)
             case _ if not has_secret(headers, self._token):
                 await answer(send, 401, "")
-            case ("GET", "/health" | "/metrics"):
+            case ("GET", "/health" | "/metrics"):  # vLLM's
                 await self._app(scope, receive, send)
-            case ("POST", wire.COMPLETIONS):
+            case ("POST", wire.COMPLETIONS):  # vLLM's, for this boot and the loaded policy, else 409
                 await self._complete(scope, receive, send, headers)
-            case ("POST", wire.RENDER | wire.DERENDER):  # converts text and tokens without weights
+            case ("POST", wire.RENDER | wire.DERENDER):  # vLLM's: text to tokens and back, without weights
                 await self._translate(scope, receive, send, headers)
             case _:
                 await answer(send, 404, "not an endpoint of a rollout node")

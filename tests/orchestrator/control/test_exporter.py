@@ -99,7 +99,7 @@ def test_all_that_the_dashboard_and_its_page_ask_for_is_exported_with_its_labels
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
     dashboard = json.loads((DOCS / "grafana.json").read_text())
-    page = (DOCS / "monitoring.md").read_text().partition("## Prometheus")[2]
+    page = (DOCS / "metrics.md").read_text().partition("## Gateway")[0].replace("grpo_daemon_process_", "")
     named = {name for text in (page, json.dumps(dashboard)) for name in re.findall(r"grpo_\w+", text)}
     assert len(named) > 12
     assert named <= labels.keys()

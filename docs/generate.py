@@ -1,0 +1,317 @@
+"""Writes the pages of docs/ that come from the code: `make pages`.
+
+A page's words are docstrings, help texts and comments of the code that it describes: improve them there.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from aiohttp import hdrs
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from typer.main import get_command
+
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.orchestrator import cli
+from grpo_orch.orchestrator.cli import options
+from grpo_orch.orchestrator.control.exporter import Exporter, Seen
+from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
+from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.policies.model import events, exit_codes
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.serving import wire
+from grpo_orch.policies.serving.gateway_status import VersionSpread
+from grpo_orch.policies.tick.snapshot import Snapshot, Trainer
+from grpo_orch.tasks.rollout.vllm.guard import Guard
+
+DOCS = Path(__file__).parent
+MADE = "`make pages` writes this page from"  # the code that follows
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its name."""
+    return {
+        "phases.md": phases_page(),
+        "cli.md": cli_page(),
+        "events.md": events_page(),
+        "metrics.md": metrics_page(),
+        "http.md": http_page(),
+    }
+
+
+def _table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a table; `head` names its columns, separated by commas."""
+    columns = head.split(", ")
+    lines = [columns, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    drawn = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
+    return "\n".join([drawn[0], "|---" * len(columns) + "|", *drawn[1:]]) + "\n"
+
+
+def _joined(text: str | None) -> str:
+    """Return a docstring or a comment as one line."""
+    return " ".join((text or "").split())
+
+
+# Phases: a drawing and a table of edges for each table of `phases`.
+
+
+def phases_page() -> str:
+    """Return docs/phases.md."""
+    return f"""# Phases
+
+Every move that a node, a run and a rollback can make; any other raises `IllegalMove`. {MADE}
+the tables in `policies/model/phases.py`. The dot is the beginning, the ringed dot the end.
+
+{_phases("Node", NODE_EDGES)}
+{_phases("Run", RUN_EDGES)}
+{_phases("Rollback", ROLLBACK_EDGES)}"""
+
+
+def _phases(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
+    rows = [(old or "none", new or "none", reason) for (old, new), reason in edges.items()]
+    drawing = "\n".join(["```mermaid", "stateDiagram-v2", *_arrows(edges), "```"])
+    return f"## {title}\n\n{drawing}\n\n{_table('from, to, why', rows)}"
+
+
+def _arrows(edges: Mapping[tuple[Phase, Phase], str]) -> list[str]:
+    """The edges, and where there is no phase before the first or after the last, `[*]` for it."""
+    first: Phase = next(iter(edges))[0]
+    left = {old for old, _ in edges}
+    last: dict[Phase, None] = dict.fromkeys(new for _, new in edges if new not in left)
+    pairs = [*([] if first is None else [(None, first)]), *edges, *((phase, None) for phase in last)]
+    return [f"    {old or '[*]'} --> {new or '[*]'}" for old, new in pairs]
+
+
+# The command line: Typer's own records of each command.
+
+_TYPES = {"str": "TEXT", "path": "PATH", "int range": "N", "float range": "NUMBER", "list[str]": "TEXT"}
+_SHARED = ("RUN", "-o, --output text|json", "--help")  # described once
+
+
+def cli_page() -> str:
+    """Return docs/cli.md."""
+    root = get_command(cli.app)
+    context = root.context_class(root, info_name="grpo-orch")
+    commands = "\n".join(_commands(root, context))
+    source = inspect.getsource(exit_codes).partition("# Of commands.")[2].partition("# Of the trainer")[0]
+    codes = re.findall(r"((?:^# .*\n)+)[A-Z_]+ = (\d+)", source, re.MULTILINE)
+    return f"""# Command line
+
+Every command of `grpo-orch`; {MADE} their help.
+
+- `RUN`: {get_args(options.Target)[1].help}
+- `-o json` prints JSON; a command that fails before it has printed any prints `{{"error", "exit_code"}}`.
+- `--help` prints a command's help. `grpo-orch --version` prints the version, `grpo-orch --install-completion`
+  installs completion for the current shell.
+
+## Exit codes
+
+{_table("code, meaning", ((code, _joined(text.replace("# ", ""))) for text, code in codes))}
+[operations.md](operations.md#exit-codes-of-the-trainer-and-the-nodes) has those of the run's processes.
+
+{commands}"""
+
+
+def _commands(group: Any, context: Any) -> Iterator[str]:
+    """Yield a section for each command below the group, in the order of the help."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        inner = command.context_class(command, info_name=name, parent=context)
+        if hasattr(command, "list_commands"):
+            yield from _commands(command, inner)
+        else:
+            yield _command(command, inner)
+
+
+def _command(command: Any, context: Any) -> str:
+    flags, described = [], []
+    for parameter in command.get_params(context):
+        name, text = parameter.get_help_record(context)
+        name = re.sub(r"<([^>]+)>", lambda found: _TYPES.get(found[1], found[1]), name)
+        if parameter.param_type_name == "argument":
+            name = name.partition(" ")[0].upper()
+        elif name != "--help":
+            flags.append(f"[{re.sub(r', --[a-z-]+', '', name)}]")
+        if name not in _SHARED:
+            described.append(f"- `{name}`: {_joined(text)}")
+    arguments = [re.sub(r"[{}]", "", piece.upper()) for piece in command.collect_usage_pieces(context)[1:]]
+    synopsis = " ".join([context.command_path, *flags, *arguments])
+    title = context.command_path.partition(" ")[2]
+    parts = [f"## {title}", f"```\n{synopsis}\n```", _joined(command.help), "\n".join(described)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# The journal's events: docstrings and the comments behind fields.
+
+_GROUPS = {
+    "The run and its store": events.RunEvent,
+    "Budget, deadline and capacity": events.MoneyEvent,
+    "Machines and their work": events.MachineEvent,
+    "Divergence and rollbacks": events.TimelineEvent,
+}
+
+
+def events_page() -> str:
+    """Return docs/events.md."""
+    groups = [
+        f"## {title}\n\n"
+        + _table(
+            "event, meaning, fields",
+            ((f"`{kind.__name__}`", _joined(kind.__doc__), _fields(kind)) for kind in get_args(union)),
+        )
+        for title, union in _GROUPS.items()
+    ]
+    values = [
+        (f"`{name}`", _values(kind)) for name, kind in sorted(_own_types(*events.EVENT_TYPES.values()).items())
+    ]
+    return f"""# Events
+
+Every event of a run's journal. {MADE} `policies/model/events.py`.
+[operations.md](operations.md#events) says what to do about the important ones.
+
+`grpo-orch events -o json` prints a line of JSON for each event: `number` and `epoch` of its journal entry,
+`time_s`, `type`, the event's fields, and `text`, the sentence that `grpo-orch events` prints. None is null.
+Rehearsed faults are lines of the type `RehearsedFault`.
+
+{chr(10).join(groups)}
+## Types of fields
+
+{_table("type, values or fields", values)}"""
+
+
+def _own_types(*kinds: type) -> dict[str, type]:
+    """Return this project's types among those of the fields, and of their fields, by name."""
+    found: dict[str, type] = {}
+    for hint in (hint for kind in kinds for hint in get_type_hints(kind).values()):
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, type) and part.__module__.startswith(events.__package__):
+                found |= {part.__name__: part, **({} if issubclass(part, enum.Enum) else _own_types(part))}
+    return found
+
+
+def _fields(kind: type) -> str:
+    """Return the fields with their comments; those of this project's types with their types."""
+    comments = dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(kind), re.MULTILINE))
+    cells = []
+    for name, hint in get_type_hints(kind).items():
+        named = next((part.__name__ for part in (hint, *get_args(hint)) if part in _own_types(kind).values()), "")
+        notes = [note for note in (named and f"`{named}`", comments.get(name)) if note]
+        cells.append(f"`{name}`" + (f" ({'; '.join(notes)})" if notes else ""))
+    return ", ".join(cells) or "none"
+
+
+def _values(kind: type) -> str:
+    if issubclass(kind, enum.Enum):
+        comments = dict(re.findall(r'^    \w+ = "(\w+)"  # (.*)$', inspect.getsource(kind), re.MULTILINE))
+        notes = {str(value): comments.get(str(value)) for value in kind}
+        return ", ".join(f"`{value}`" + (f" ({note})" if note else "") for value, note in notes.items())
+    return f"{_joined(kind.__doc__)} Fields: {_fields(kind)}"
+
+
+# Metrics: what the exporters give for a run in which every metric has a value.
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    return f"""# Metrics
+
+Every Prometheus metric of the daemon and of the gateway. {MADE} what they export.
+
+## Daemon
+
+With `metrics_port` in run.yaml the daemon serves `GET /metrics` on 127.0.0.1
+([monitoring.md](monitoring.md#prometheus-and-grafana)). Metrics of the run start with the first tick, those of a
+step with the first [timed step](staleness.md#what-a-run-shows); counters of losses and ticks start at 0 with each
+daemon. Metrics of the process begin with `grpo_daemon_process_`.
+
+{_metrics(_daemon_registry())}
+## Gateway
+
+The [gateway](gateway.md) serves `GET /metrics` next to its API. Counters start at 0 with the gateway. `policy_*`
+are of the newest policy that a member holds. Metrics of the process begin with `grpo_gateway_process_`.
+
+{_metrics(_gateway_registry())}"""
+
+
+def _daemon_registry() -> CollectorRegistry:
+    exporter = Exporter("demo")
+    trainer = Trainer("trainer-0-i0", 1, 0, 1, 2, "training", 0.0, stored_step=1)
+    row = Row(0, 1, 0.0, 1, {"kl": 0.0, "reward": 0.0})
+    timing = StepTiming(1.0, 1.0, 1.0, 1.0, trainer_idle_s=0.0, fleet_idle_s=0.0, staleness=0.0)
+    exporter.ticked(RunState(), (), Seen(RunState(), Snapshot(0.0, trainer=trainer), row, timing, 0.0))
+    return exporter.registry
+
+
+def _gateway_registry() -> CollectorRegistry:
+    return Metrics(_ReadyMembers("secret"), Ledger()).registry
+
+
+class _ReadyMembers(Members):
+    @property
+    def versions(self) -> list[VersionSpread]:
+        return [VersionSpread("0-1", members=1, ready=1)]
+
+
+def _metrics(registry: CollectorRegistry) -> str:
+    families = [family for family in registry.collect() if "_process_" not in family.name]
+    return _table("metric, type, labels, meaning", map(_metric, families))
+
+
+def _metric(family: Metric) -> tuple[str, str, str, str]:
+    name = family.name + ("_total" if family.type == "counter" else "")
+    labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+    return f"`{name}`", family.type, labels, family.documentation
+
+
+# HTTP: the gateway's routes with their handlers' docstrings, and the cases of a node's guard.
+
+
+def http_page() -> str:
+    """Return docs/http.md."""
+    app = Gateway("boot", "secret", SessionLog(None, None)).app()
+    routes = sorted(
+        (route.resource.canonical, route.method, _joined(inspect.getdoc(route.handler)))
+        for route in app.router.routes()
+        if route.method != hdrs.METH_HEAD and route.resource is not None
+    )
+    return f"""# HTTP
+
+The requests that the gateway and the rollout nodes answer. {MADE} their routes. Every
+request carries `Authorization: Bearer TOKEN`, the run's secret, and on addresses other than loopback the run's
+certificate ([011](decisions/011-mutual-tls.md)).
+
+## Gateway
+
+[gateway.md](gateway.md) describes limits, errors, sessions, and the use with an OpenAI client.
+
+{_table("request, what it does", ((f"`{method} {path}`", text) for path, method, text in routes))}
+## Rollout node
+
+A node's vLLM answers these requests of the gateway, of the node's own agent, and no others.
+
+{_table("request, from, what it does", _guarded())}"""
+
+
+def _guarded() -> Iterator[tuple[str, str, str]]:
+    """Yield request, client and meaning of each case of the guard."""
+    source = inspect.getsource(Guard)
+    for method, paths, agent, text in re.findall(r'case \("(\w+)", ([^)]*)\)( if is_agent)?:  # (.*)', source):
+        named = [
+            getattr(wire, path[5:]) if path.startswith("wire.") else path.strip('"') for path in paths.split(" | ")
+        ]
+        yield ", ".join(f"`{method} {path}`" for path in named), "agent" if agent else "gateway", text
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
