@@ -43,9 +43,9 @@ def test_blocks_that_both_show_are_fine(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_pattern_stands_for_its_pages_in_order() -> None:
     config = SimpleNamespace(
-        nav=[{"Decisions": ["decisions/README.md", {"All": ["decisions/00[1-3]*.md"]}]}, "a.md"]
+        nav=[{"Decisions": ["decisions/README.md", {"All": ["decisions/00[1-4]*.md"]}]}, "a.md"]
     )
     (decisions, last) = on_config(config).nav
     readme, below = decisions["Decisions"]
     assert (readme, last) == ("decisions/README.md", "a.md")
-    assert [name[:13] for name in below["All"]] == ["decisions/001", "decisions/002", "decisions/003"]
+    assert [name[:13] for name in below["All"]] == ["decisions/002", "decisions/004"]
