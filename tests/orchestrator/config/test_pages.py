@@ -9,13 +9,22 @@ from statistics import median
 import pytest
 
 from orchestrator.cli.prepare import recipe_lines
+from orchestrator.config.load import load
 from policies.sizing.memory import GIB
 from tests.generators.recorded import recorded
 from tests.orchestrator.plan.recipes import plan_of, spec_of
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = ["reading-plots.md", "pitfalls.md", *(f"recipes/{name}.md" for name in recipe_lines())]
+PAGES = [
+    "start.md",
+    "tutorial.md",
+    "why-not.md",
+    "operations.md",
+    "reading-plots.md",
+    "pitfalls.md",
+    *(f"recipes/{name}.md" for name in recipe_lines()),
+]
 
 
 def test_the_recorded_figures_are_the_recordings() -> None:
@@ -57,6 +66,14 @@ def test_the_arithmetic_of_a_recipe_is_its_plans(recipe: str) -> None:
     for what, figure in rows:
         (expected,) = [value for name, value in named.items() if what.startswith(name)]
         assert float(figure) == pytest.approx(expected, rel=0.3), what
+
+
+def test_the_tutorials_files_are_valid(tmp_path: Path) -> None:
+    run, spot = re.findall(r"```yaml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "run.yaml").write_text(run)
+    (tmp_path / "spot.yaml").write_text(spot)
+    assert load(tmp_path / "run.yaml", lambda: 1).spec.rollout.replicas.max == 0
+    assert load(tmp_path / "spot.yaml", lambda: 0).spec.rollout.max_staleness == 1
 
 
 @pytest.mark.parametrize("page", PAGES)
