@@ -177,7 +177,7 @@ def events_page() -> str:
     return f"""# Events
 
 Every event of a run's journal. {MADE} `policies/model/events.py`.
-[operations.md](operations.md#events) says what to do about the important ones.
+[operations.md](operations.md#what-does-this-event-mean) says what to do about the important ones.
 
 `grpo-orch events -o json` prints a line of JSON for each event: `number` and `epoch` of its journal entry,
 `time_s`, `type`, the event's fields, and `text`, the sentence that `grpo-orch events` prints. None is null.

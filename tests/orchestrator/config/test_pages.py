@@ -9,13 +9,22 @@ from statistics import median
 import pytest
 
 from grpo_orch.orchestrator.cli.prepare import recipe_lines
+from grpo_orch.orchestrator.config.load import load
 from grpo_orch.policies.sizing.memory import GIB
 from tests.generators.recorded import recorded
 from tests.orchestrator.plan.recipes import plan_of, spec_of
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = ["reading-plots.md", "pitfalls.md", *(f"recipes/{name}.md" for name in recipe_lines())]
+PAGES = [
+    "start.md",
+    "tutorial.md",
+    "why-not.md",
+    "operations.md",
+    "reading-plots.md",
+    "pitfalls.md",
+    *(f"recipes/{name}.md" for name in recipe_lines()),
+]
 
 
 def test_the_recorded_figures_are_the_recordings() -> None:
@@ -59,10 +68,18 @@ def test_the_arithmetic_of_a_recipe_is_its_plans(recipe: str) -> None:
         assert float(figure) == pytest.approx(expected, rel=0.3), what
 
 
+def test_the_tutorials_files_are_valid(tmp_path: Path) -> None:
+    run, spot = re.findall(r"```yaml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "run.yaml").write_text(run)
+    (tmp_path / "spot.yaml").write_text(spot)
+    assert load(tmp_path / "run.yaml", lambda: 1).spec.rollout.replicas.max == 0
+    assert load(tmp_path / "spot.yaml", lambda: 0).spec.rollout.max_staleness == 1
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_tests_lead_somewhere(page: str) -> None:
     text = (DOCS / page).read_text()
-    for target in re.findall(r"\]\(([^)]+)\)", text):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         path, _, heading = target.partition("#")
         there = ((DOCS / page).parent / path) if path else DOCS / page
         assert there.exists(), target
