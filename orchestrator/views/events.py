@@ -146,7 +146,7 @@ def sentence(event: Event) -> str:
             before = f"the trainer did so for {duration(event.lasted_s)}"
             return f"Rollout nodes generate completions again from step {event.step}; {before}"
         case SpecProved():
-            return "The trainer works with this run.yaml: rollout nodes will now be requested"
+            return "The trainer works with this run.yaml: rollout nodes may be requested from now on"
         case DataSetAside():
             return f"{event.key} in the store cannot be read and is ignored: {event.why}"
         case _:
