@@ -16,7 +16,7 @@ from orchestrator.config.foreign_keys import grpo_table, vllm_table
 from orchestrator.config.load import ConfigError, load_spec
 from policies.model.spec import RunSpec
 from tests.budget import examples
-from tests.generators.config_world import VALID, furnish
+from tests.generators.config_world import VALID, furnish, schema_problems
 
 SCALARS = st.one_of(
     st.none(),
@@ -66,6 +66,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes], None]:
             assert all(line.startswith(f"{run_yaml}:") for line in printed)
         else:
             assert msgspec.json.decode(msgspec.json.encode(spec), type=RunSpec) == spec
+            assert schema_problems(run_yaml) == []
 
     return check_bytes
 
