@@ -5,6 +5,8 @@ FAILED = 1
 USAGE = 2
 # `detect`: one of the given runs diverged. No other program uses this code, shells and Python included.
 TRIPPED = 3
+# 128 + SIGINT: a command was interrupted with Ctrl-C.
+INTERRUPTED = 130
 # sysexits.h EX_CONFIG: the configuration is wrong, and another try will not help.
 BAD_SPEC = 78
 # sysexits.h EX_UNAVAILABLE: the network, the store, the rollout nodes or a GPU failed. Another try may succeed.
