@@ -69,10 +69,16 @@ class Commands(TyperGroup):
         for name in names:
             target = _resolve(COMMANDS[name])
             command: Any = get_group(target) if isinstance(target, typer.Typer) else _command(name, target)
-            command.epilog = epilog(name)
-            for below, subcommand in getattr(command, "commands", {}).items():
-                subcommand.epilog = epilog(f"{name} {below}")
+            _complete_help(command, name)
             self.add_command(command, name)
+
+
+def _complete_help(command: Any, name: str) -> None:
+    """Add examples to the help of a command and of those below it, and let the terminal break its lines."""
+    command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    command.epilog = epilog(name)
+    for below, subcommand in getattr(command, "commands", {}).items():
+        _complete_help(subcommand, f"{name} {below}")
 
 
 def _command(name: str, function: Any) -> Any:

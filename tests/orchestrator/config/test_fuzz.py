@@ -57,13 +57,14 @@ def outcome(run_yaml: Path) -> tuple[RunSpec | None, list[str]]:
 def check(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes], None]:
     folder = tmp_path_factory.mktemp("fuzz")
     run_yaml = furnish(folder)
+    run_yaml.with_name("base.yaml").write_text(VALID)
 
     def check_bytes(source: bytes) -> None:
         run_yaml.write_bytes(source)
         spec, printed = outcome(run_yaml)
         if spec is None:
             assert printed
-            assert all(line.startswith(f"{run_yaml}:") for line in printed)
+            assert all(line.startswith((f"{run_yaml}:", f"{folder}/base.yaml:")) for line in printed)
         else:
             assert msgspec.json.decode(msgspec.json.encode(spec), type=RunSpec) == spec
             assert schema_problems(run_yaml) == []
@@ -102,6 +103,12 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(source=mutated())
 def test_changed_values(check: Callable[[bytes], None], source: bytes) -> None:
     check(source)
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(source=mutated())
+def test_changes_over_valid_file(check: Callable[[bytes], None], source: bytes) -> None:
+    check(b"extends: base.yaml\n" + source)
 
 
 @settings(max_examples=examples(300), deadline=None)
