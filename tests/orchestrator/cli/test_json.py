@@ -65,9 +65,7 @@ def test_init_prints_its_files_and_recipes(grpo_orch: Cli) -> None:
     assert document(grpo_orch, "init", "-o", "json") == {"files": ["run.yaml", "run.schema.json"]}
     assert document(grpo_orch, "init", "-o", "json", "--recipe") == {"recipes": recipe_lines()}
     files = document(grpo_orch, "init", "-o", "json", "--recipe", "math-two-gpus")["files"]
-    assert sorted(files) == sorted(
-        str(path.relative_to(folder)) for path in Path("math-two-gpus").resolve().iterdir()
-    )
+    assert sorted(files) == sorted(str(path) for path in Path("math-two-gpus").iterdir())
 
 
 def test_init_writes_the_schema_that_its_files_name(folder: Path, grpo_orch: Cli) -> None:

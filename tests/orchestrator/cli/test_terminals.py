@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator.cli
 from checkpoint.store.run_store import Store
 from policies.model import exit_codes
 from tests.generators.config_world import furnish
@@ -30,6 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in memory.entries(""):
         stored.put(entry.key, memory.get(entry.key))
     return folder
+
+
+CLI = Path(orchestrator.cli.__file__).parent
 
 
 def words_of(line: str) -> list[str]:
@@ -65,11 +69,18 @@ def test_up_without_terminal_refuses_to_ask(folder: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.USAGE, "", expected)
 
 
+def test_commands_that_ask_have_yes() -> None:
+    asking = [path.stem for path in CLI.glob("*.py") if "confirm(" in path.read_text() and path.stem != "options"]
+    assert sorted(asking) == ["evaluate", "start"]
+    assert all("yes: Yes" in (CLI / f"{name}.py").read_text() for name in asking)
+
+
 @pytest.mark.parametrize("answer", ["n\n", "\x04"])
-def test_up_starts_nothing_unless_the_answer_is_yes(answer: str, tmp_path: Path) -> None:
+def test_up_shows_the_cost_and_starts_nothing_without_a_yes(answer: str, tmp_path: Path) -> None:
     run_yaml = furnish(tmp_path)
     run_yaml.write_text(run_yaml.read_text().replace("storage: ./run", "storage: ./new"))
     code, output = in_terminal(["up"], tmp_path, {"GRPO_ORCH_NODE_PYTHON": "/bin/true"}, keys=answer)
+    assert "USD/h" in output
     assert output.endswith("nothing was started\r\n")
     assert code == exit_codes.FAILED
     assert not (tmp_path / "new" / "run.json").exists()
