@@ -26,7 +26,7 @@ from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.app import Gateway
 from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
-from grpo_orch.policies.model import events, exit_codes
+from grpo_orch.policies.model import events
 from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.serving import wire
@@ -103,8 +103,6 @@ def cli_page() -> str:
     root = get_command(cli.app)
     context = root.context_class(root, info_name="grpo-orch")
     commands = "\n".join(_commands(root, context))
-    source = inspect.getsource(exit_codes).partition("# Of commands.")[2].partition("# Of the trainer")[0]
-    codes = re.findall(r"((?:^# .*\n)+)[A-Z_]+ = (\d+)", source, re.MULTILINE)
     return f"""# Command line
 
 Every command of `grpo-orch`; {MADE} their help.
@@ -116,7 +114,7 @@ Every command of `grpo-orch`; {MADE} their help.
 
 ## Exit codes
 
-{_table("code, meaning", ((code, _joined(text.replace("# ", ""))) for text, code in codes))}
+{_table("code, meaning", ((str(code), text) for code, text in options.EXIT_CODES.items()))}
 [operations.md](operations.md#exit-codes-of-the-trainer-and-the-nodes) has those of the run's processes.
 
 {commands}"""

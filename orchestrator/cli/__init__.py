@@ -20,12 +20,14 @@ from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from grpo_orch.orchestrator.cli.options import Stop, console, errors, print_failure, reader
+from grpo_orch.orchestrator.cli.examples import epilog
+from grpo_orch.orchestrator.cli.options import EXIT_CODES, Stop, console, errors, print_failure, reader
 from grpo_orch.policies.model import exit_codes
 
 # Modules and functions in orchestrator.cli, in the order of the help.
 COMMANDS = {
     "init": "prepare:init",
+    "schema": "prepare:schema",
     "validate": "prepare:validate",
     "plan": "prepare:plan",
     "doctor": "doctor:doctor",
@@ -66,9 +68,17 @@ class Commands(TyperGroup):
     def _import(self, names: Iterable[str]) -> None:
         for name in names:
             target = _resolve(COMMANDS[name])
-            self.add_command(
-                get_group(target) if isinstance(target, typer.Typer) else _command(name, target), name
-            )
+            command: Any = get_group(target) if isinstance(target, typer.Typer) else _command(name, target)
+            _complete_help(command, name)
+            self.add_command(command, name)
+
+
+def _complete_help(command: Any, name: str) -> None:
+    """Add examples to the help of a command and of those below it, and let the terminal break its lines."""
+    command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    command.epilog = epilog(name)
+    for below, subcommand in getattr(command, "commands", {}).items():
+        _complete_help(subcommand, f"{name} {below}")
 
 
 def _command(name: str, function: Any) -> Any:
@@ -85,6 +95,7 @@ app = typer.Typer(
     name="grpo-orch",
     cls=Commands,
     help="Run GRPO post-training on spot machines without losing a step or a token when they are preempted.",
+    epilog="Exit codes:\n" + "\n".join(f"  {code:3}  {meaning}" for code, meaning in EXIT_CODES.items()),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -33,7 +33,18 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.manifest import files_below
 from grpo_orch.orchestrator.cli.checkpoints import NEWEST, find_checkpoint
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    Yes,
+    confirm,
+    console,
+    errors,
+    print_json,
+    require_terminal,
+)
 from grpo_orch.orchestrator.cli.remote import has_daemon
 from grpo_orch.orchestrator.cli.start import refuse_missing_secrets, show_plan
 from grpo_orch.orchestrator.cli.target import open_run
@@ -173,7 +184,6 @@ Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Evaluate only t
 Detach = Annotated[
     bool, typer.Option("-d", "--detach", help="Return immediately and print how to see the results.")
 ]
-Yes = Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")]
 
 
 def evaluate(
@@ -224,11 +234,11 @@ def evaluate(
 
 def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> None:
     """Write the evaluation's run.json. Raises Stop if the user declines."""
+    require_terminal(yes)
     refuse_missing_secrets(record.spec)
     probe(store)
     show_plan(record, store, None, cached_lookup(find_size), errors)
-    if not yes and not typer.confirm("Evaluate?", default=True, err=True):
-        raise Stop("nothing was started", exit_codes.OK)
+    confirm("Evaluate?", yes=yes)
     if store.options:
         keep_store_options(store.url, {key: str(value) for key, value in store.options.items()})
     assert record.evaluation is not None

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records.documents import RunRecord, read_faults
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json, text_terminal
 from grpo_orch.orchestrator.cli.remote import controller_of, remote_log
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
@@ -118,7 +118,10 @@ def _print_event(line: EventLine) -> None:
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
-    built = _report(Looker(store))
+    _print_report(_report(Looker(store)), output)
+
+
+def _print_report(built: Report, output: Output) -> None:
     if output is Output.JSON:
         print_json(reports.to_json(built))
     else:
@@ -128,6 +131,7 @@ def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
 def plot(
     target: Target = None,
     out: Annotated[Path, typer.Option("--out", help="The PNG to write.")] = Path("plot.png"),
+    output: AsJson = Output.TEXT,
 ) -> None:
     """Plot reward, held-out score, loss, reward range and KL as a PNG."""
     from grpo_orch.orchestrator.views import plots  # matplotlib takes half a second to import
@@ -137,16 +141,23 @@ def plot(
         plots.plot_run(store, out)
     except OSError as error:
         raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None
-    console.print(f"Wrote {out}", highlight=False)
+    if output is Output.JSON:
+        print_json({"files": [str(out)]})
+    else:
+        console.print(f"Wrote {out}", highlight=False)
 
 
-def attach(store: Store) -> None:
+def attach(store: Store, output: Output = Output.TEXT) -> None:
     """Watch the run until it ends, then print its report; Ctrl-C detaches. Raises Stop if it ended badly."""
     looker = Looker(store)
     try:
-        screen.watch(looker.look, threading.Event().wait, console)
+        if output is Output.JSON:
+            while not looker.look().over:
+                time.sleep(FOLLOW_EVERY_S)
+        else:
+            screen.watch(looker.look, threading.Event().wait, console)
     except KeyboardInterrupt:
-        console.print(
+        text_terminal(output).print(
             f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
             f"Stop it with: grpo-orch down {store.quoted}",
             highlight=False,
@@ -154,7 +165,7 @@ def attach(store: Store) -> None:
         )
         return
     built = _report(looker)
-    console.print(reports.render(built))
+    _print_report(built, output)
     if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
         raise stop
 

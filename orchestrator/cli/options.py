@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -10,9 +11,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from grpo_orch.policies.model import exit_codes
+
 # No markup: names, URLs and store errors may contain brackets.
 console = Console(markup=False)
 errors = Console(stderr=True, markup=False)
+
+
+# The exit codes of all commands, for the help and the documentation.
+EXIT_CODES = {
+    exit_codes.OK: "success",
+    exit_codes.FAILED: "the command or the run failed, the run is paused, or you answered no",
+    exit_codes.USAGE: "wrong command line or run.yaml, or the run's state forbids the command",
+    exit_codes.TRIPPED: "`detect`: a run tripped",
+    exit_codes.HELD: "`up`, `resume`: another daemon controls the run",
+    exit_codes.GAVE_UP: "the run gave up after repeated divergence",
+    exit_codes.INTERRUPTED: "interrupted with Ctrl-C",
+}
 
 
 class Stop(Exception):
@@ -56,6 +71,30 @@ AsJson = Annotated[
     Output,
     typer.Option("-o", "--output", callback=_note_reader, is_eager=True, help="Output format."),
 ]
+
+
+Yes = Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")]
+
+
+def require_terminal(yes: bool) -> None:
+    """Raise Stop if the command would ask and there is no terminal for the answer."""
+    if not yes and (sys.stdin is None or not sys.stdin.isatty()):
+        raise Stop("cannot ask without a terminal; pass --yes to start without asking", exit_codes.USAGE)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on stderr, unless `yes`. Raises Stop if the answer is no."""
+    try:
+        if yes or typer.confirm(question, default=True, err=True):
+            return
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        errors.print()
+    raise Stop("nothing was started", exit_codes.FAILED)
+
+
+def text_terminal(output: Output) -> Console:
+    """Return the terminal for text: stderr if stdout carries JSON."""
+    return errors if output is Output.JSON else console
 
 
 def print_json(document: object) -> None:

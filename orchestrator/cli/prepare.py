@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
 from grpo_orch import orchestrator
@@ -19,6 +21,7 @@ from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, er
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds import list_prices
 from grpo_orch.orchestrator.clouds.local import gpus_here
+from grpo_orch.orchestrator.config.json_schema import TITLE, json_schema
 from grpo_orch.orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load, load_storage
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.config.rules import name_problem
@@ -56,34 +59,57 @@ def init(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Write the folder of a recipe. Without NAME: list the recipes."),
+        typer.Option(
+            metavar="NAME",
+            help="Write the folder of a recipe. Without NAME: list the recipes.",
+            autocompletion=lambda: list(recipe_lines().items()),
+        ),
     ] = None,
+    output: AsJson = Output.TEXT,
 ) -> None:
-    """Write a commented run.yaml, or the folder of a recipe."""
+    """Write a commented run.yaml, or the folder of a recipe.
+
+    run.schema.json, next to it, is for editors: they complete and check the keys of run.yaml with it.
+    """
     if name is not None and (problem := name_problem(name)):
         raise Stop(f"--name: {problem}", exit_codes.USAGE)
     if recipe is not None:
-        _init_recipe(recipe, path, name)
+        _init_recipe(recipe, path, name, output)
         return
     path = path or Path("run.yaml")
+    schema = path.parent / SCHEMA_FILE
     try:
+        _refuse_other_schema(schema)
         with path.open("x") as out:
             out.write(init_text(name or "my-run"))
+        schema.write_text(schema_text(), "utf-8")
     except FileExistsError:
         raise Stop(f"{path} already exists; remove it or name another file", exit_codes.USAGE) from None
     except OSError as error:
         raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
-    message = f"Wrote {path}. Check it with: grpo-orch validate {shlex.quote(str(path))}"
+    if output is Output.JSON:
+        print_json({"files": [str(path), str(schema)]})
+        return
+    message = f"Wrote {path}, and {schema} for editors. Check it with: grpo-orch validate {shlex.quote(str(path))}"
     console.print(message, highlight=False, soft_wrap=True)
 
 
-def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
+def _refuse_other_schema(path: Path) -> None:
+    """Raise Stop if the file exists and is not a schema that `init` has written."""
+    if path.exists() and TITLE not in path.read_text("utf-8", errors="replace"):
+        raise Stop(f"{path} already exists and is not grpo-orch's; rename it", exit_codes.USAGE)
+
+
+def _init_recipe(recipe: str, folder: Path | None, name: str | None, output: Output) -> None:
     lines = recipe_lines()
     if recipe not in lines:
         width = max(map(len, lines))
         listed = "\n".join(f"  {known:{width}}  {line}" for known, line in lines.items())
         if recipe:
             raise Stop(f"no recipe {recipe!r}; expected one of\n{listed}", exit_codes.USAGE)
+        if output is Output.JSON:
+            print_json({"recipes": lines})
+            return
         raise Stop(listed, exit_codes.OK)
     folder = folder or Path(recipe)
     try:
@@ -92,10 +118,21 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None) -> None:
         if os.path.lexists(folder):
             raise Stop(f"{folder} already exists; remove it or name another folder", exit_codes.USAGE) from None
         raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
+    if output is Output.JSON:
+        print_json({"files": [str(folder / file) for file in files]})
+        return
     message = f"Wrote {folder}: {', '.join(files)}. Its README.md lists what to change. Then run:"
     console.print(message, highlight=False, soft_wrap=True)
     command = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
     console.print(command, highlight=False, soft_wrap=True)
+
+
+def schema() -> None:
+    """Print the JSON Schema of run.yaml, with which editors complete and check its keys.
+
+    `init` writes it to run.schema.json. To renew that file after an upgrade, redirect this output to it.
+    """
+    print(schema_text(), end="")
 
 
 def validate(
@@ -116,10 +153,10 @@ def count_gpus() -> int:
     return len(gpus_here().names)
 
 
-def print_notices(loaded: Loaded) -> None:
+def print_notices(loaded: Loaded, terminal: Console = console) -> None:
     """Print a line for each notice about a valid file."""
     for notice in loaded.notices:
-        console.print(f"notice: {notice}", highlight=False, soft_wrap=True)
+        terminal.print(f"notice: {notice}", highlight=False, soft_wrap=True)
 
 
 def _validate_for_programs(run_yaml: Path) -> None:
@@ -148,13 +185,21 @@ def _plain(problem: Problem) -> dict[str, Any]:
     return {"file": problem.file, "line": problem.line or None, "key": problem.key, "message": problem.message}
 
 
-# The run.yaml that `grpo-orch init` writes.
+# The files that `grpo-orch init` writes.
+
+SCHEMA_FILE = "run.schema.json"
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # understood by most editors
+
+
+def schema_text() -> str:
+    """Return the JSON Schema of run.yaml, on one line: it is long, and for programs."""
+    return json.dumps(json_schema(), separators=(",", ":")) + "\n"
 
 
 def init_text(name: str) -> str:
     """Return the commented template for a run of that name."""
     text = resources.files("grpo_orch.orchestrator.config").joinpath("template.yaml").read_text("utf-8")
-    return text.replace("name: my-run", f"name: {name}", 1)
+    return SCHEMA_LINE + text.replace("name: my-run", f"name: {name}", 1)
 
 
 # Recipes: complete example folders, each with a README.md. They are part of the installed package.
@@ -169,7 +214,7 @@ def recipe_lines() -> dict[str, str]:
 
 
 def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
-    """Write a recipe's folder as `target` atomically; return the names of its files.
+    """Write a recipe's folder and the schema as `target` atomically; return the names of its files.
 
     Args:
         recipe: one of `recipe_lines`.
@@ -187,9 +232,10 @@ def write_recipe(recipe: str, target: Path, name: str | None) -> list[str]:
             text = path.read_text("utf-8")
             if name is not None and path.name == "run.yaml":
                 text = text.replace(f"\nname: {recipe}\n", f"\nname: {name}\n", 1)
-            (folder / path.name).write_text(text, "utf-8")
+            (folder / path.name).write_text(SCHEMA_LINE * (path.suffix == ".yaml") + text, "utf-8")
+        (folder / SCHEMA_FILE).write_text(schema_text(), "utf-8")
         folder.rename(target)  # replaces an empty folder, fails for anything else
-    return [path.name for path in files]
+    return sorted([SCHEMA_FILE, *(path.name for path in files)])
 
 
 # plan: memory, time and cost of a run.

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.document import Unreadable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import Stop, console
+from grpo_orch.orchestrator.cli.options import Stop, errors
 from grpo_orch.orchestrator.clouds import open_controller
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.remote import RemoteController
@@ -51,14 +51,14 @@ def refuse_unknown_machines(controller: RemoteController, store: Store, nodes: S
 def start_remote(controller: RemoteController, store: Store, reason: str) -> None:
     """Launch the controller machine and wait until its daemon holds the run. Raises Stop."""
     try:
-        with console.status(f"launching {controller.cluster}"):
+        with errors.status(f"launching {controller.cluster}"):
             controller.launch(reason)
     except (CloudRefused, CloudUnavailable) as error:
         hint = (
             f"retry with `grpo-orch resume {store.quoted}`, or stop the run with `grpo-orch down {store.quoted}`"
         )
         raise Stop(f"{controller.cluster}: {error}; the store keeps the run: {hint}", exit_codes.FAILED) from error
-    with console.status(f"waiting for the daemon on {controller.cluster}"):
+    with errors.status(f"waiting for the daemon on {controller.cluster}"):
         _wait_for_daemon(controller, store)
 
 
@@ -95,7 +95,7 @@ def stop_remote(
             f"the run's machines are returned, but this machine has no record of {controller.cluster}; {remedy}",
             exit_codes.FAILED,
         )
-    with console.status(f"returning {controller.cluster}"):
+    with errors.status(f"returning {controller.cluster}"):
         controller.down()
 
 

@@ -96,7 +96,12 @@ def simulate(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     climate_name: Annotated[
         str | None,
-        typer.Option("--climate", metavar="NAME", help=f"Spot market: one of {', '.join(CLIMATES)}."),
+        typer.Option(
+            "--climate",
+            metavar="NAME",
+            help=f"Spot market: one of {', '.join(CLIMATES)}.",
+            autocompletion=lambda: list(CLIMATES),
+        ),
     ] = None,
     trace: Annotated[
         Path | None,

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +25,21 @@ from grpo_orch.checkpoint.store.errors import AlreadyExists
 from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.orchestrator.cli.checkpoints import find_checkpoint
+from grpo_orch.orchestrator.cli.checkpoints import NEWEST, find_checkpoint
 from grpo_orch.orchestrator.cli.look import attach
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    Yes,
+    confirm,
+    console,
+    errors,
+    print_json,
+    require_terminal,
+    text_terminal,
+)
 from grpo_orch.orchestrator.cli.prepare import count_gpus, print_notices
 from grpo_orch.orchestrator.cli.remote import controller_of, has_daemon, refuse_unknown_machines, start_remote
 from grpo_orch.orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
@@ -84,13 +97,17 @@ def rollback(
     to: Annotated[
         str | None,
         typer.Option(
-            help="TIMELINE-STEP, a step, `latest` or `start`. Default: the last checkpoint before the divergence."
+            help="TIMELINE-STEP, a step, `latest` or `start`. Default: the last checkpoint before the divergence.",
+            autocompletion=lambda: [NEWEST, RUN_START],
         ),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=NUMBER", help="Change a key of grpo. Default: apply policies.kl.on_rollback."
+            "--set",
+            metavar="KEY=NUMBER",
+            help="Change a key of grpo. Default: apply policies.kl.on_rollback.",
+            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
         ),
     ] = None,
     output: AsJson = Output.TEXT,
@@ -207,7 +224,7 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
 def _wait_for_rollback(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
     """Wait for the daemon to take the command, and return the rollback that it starts. Raises Stop."""
     deadline_s = time.monotonic() + TAKEN_S
-    with console.status("waiting for the daemon"):
+    with errors.status("waiting for the daemon"):
         while time.monotonic() < deadline_s:
             state: RunState = journal.recover(store).state
             if command_id in state.commands_taken:
@@ -246,20 +263,23 @@ WebPort = Annotated[
 
 def up(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Start without asking.")] = False,
+    yes: Yes = False,
     detach: Detach = False,
     remote: Remote = False,
     web: Web = False,
     web_port: WebPort = None,
+    output: AsJson = Output.TEXT,
 ) -> None:
     """Start a run: check run.yaml, print the plan and its cost, start the daemon, and watch."""
+    require_terminal(yes)
     page = _page_socket(web or web_port is not None, web_port, remote)
+    terminal = text_terminal(output)
     sizes = cached_lookup(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)
-    check_notify_urls(spec)
+    check_notify_urls(spec, terminal)
     store = open_store(storage)
     record = RunRecord(documents.SCHEMA, run_id_of(spec.name, store.url), time.time(), spec)
     _refuse_existing(store)
@@ -267,25 +287,26 @@ def up(
     if spec.cloud == "local":
         node_python()
     probe(store)
-    show_plan(record, store, controller, sizes)
-    print_notices(loaded)
-    if not yes and not typer.confirm("Start?", default=True):
-        raise Stop("nothing was started", exit_codes.OK)
+    show_plan(record, store, controller, sizes, terminal)
+    print_notices(loaded, terminal)
+    confirm("Start?", yes=yes)
     try:
         keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
     except AlreadyExists:
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _start(store, record, "up", detach, controller, page)
+    _print_started(_start(store, record, "up", controller, page), store, output, detach)
+    if not detach:
+        attach(store, output)
 
 
-def check_notify_urls(spec: RunSpec) -> None:
+def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
     """Print a line for each unset variable of `notify.url_env`. Raises Stop for a URL that apprise cannot use."""
     urls = notify_urls(spec, os.environ)
     for name in spec.notify.url_env:
         if name not in urls:
-            console.print(f"{name} is not set: notifications will not be sent to it", highlight=False)
+            terminal.print(f"{name} is not set: notifications will not be sent to it", highlight=False)
         elif not is_service_url(urls[name]):
             raise Stop(f"{name}: {EXPECTED_SERVICE_URL}", exit_codes.USAGE)
 
@@ -303,10 +324,12 @@ def resume(
             "--set",
             metavar="KEY=NUMBER",
             help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint.",
+            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
         ),
     ] = None,
     web: Web = False,
     web_port: WebPort = None,
+    output: AsJson = Output.TEXT,
 ) -> None:
     """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
     if budget_usd is not None and not math.isfinite(budget_usd):
@@ -318,9 +341,9 @@ def resume(
     state = _state(store)
     changes = [*(changes or []), *_changed_steps(target, record.spec, changes)]
     if changes:
-        rollback(target, to="latest", changes=changes)
+        rollback(target, to="latest", changes=changes, output=output)
         if not detach:
-            attach(store)
+            attach(store, output)
         return
     page = _page_socket(web or web_port is not None, web_port, remote)
     if state.phase is RunPhase.FINISHED and not state.nodes:
@@ -337,7 +360,7 @@ def resume(
             exit_codes.USAGE,
         )
     refuse_missing_secrets(record.spec)
-    check_notify_urls(record.spec)
+    check_notify_urls(record.spec, text_terminal(output))
     controller = controller_of(record, store, wanted=remote)
     if controller is not None:
         refuse_unknown_machines(controller, store, sorted(state.nodes))
@@ -347,7 +370,9 @@ def resume(
     keep_options(storage)
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
-    _start(store, record, "resume", detach, controller, page)
+    _print_started(_start(store, record, "resume", controller, page), store, output, detach)
+    if not detach:
+        attach(store, output)
 
 
 def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) -> list[str]:
@@ -416,22 +441,31 @@ def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket 
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """Where a run's daemon runs: a process here, or a controller machine."""
+
+    run: str
+    pid: int | None
+    controller: str | None
+    page: str | None  # URL
+
+
 def _start(
     store: Store,
     record: RunRecord,
     reason: str,
-    detach: bool,
     controller: RemoteController | None,
     page: socket.socket | None,
-) -> None:
+) -> _Started:
     remember_run(store.url)
+    pid = None
     try:
         if controller is not None:
             start_remote(controller, store, reason)
-            where = f"on {controller.cluster}; that machine stays until `grpo-orch down {store.quoted}`"
         else:
             run_token(record.run_id)
-            where = f"(pid {start_daemon(store, record, reason, page)})"
+            pid = start_daemon(store, record, reason, page)
             start_rehearsal(store, record)
     except AlreadyControlled:
         _refuse_held(store)
@@ -439,16 +473,27 @@ def _start(
     except KeyboardInterrupt:  # the daemon does not receive it
         hint = f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
         message = f"{record.spec.name} has started and keeps running in the background; {hint}"
-        raise Stop(message, exit_codes.FAILED) from None
-    console.print(f"The daemon for {record.spec.name} is running {where}.", highlight=False, soft_wrap=True)
+        raise Stop(message, exit_codes.INTERRUPTED) from None
+    url = None
     if page is not None:
         host, port = page.getsockname()
         page.close()  # the daemon holds its own copy of the socket
-        console.print(f"Web page: http://{host}:{port}/", highlight=False, soft_wrap=True)
+        url = f"http://{host}:{port}/"
+    return _Started(record.spec.name, pid, None if controller is None else controller.cluster, url)
+
+
+def _print_started(started: _Started, store: Store, output: Output, detach: bool) -> None:
+    if output is Output.JSON:
+        print_json({**asdict(started), "store": store.url})
+        return
+    here = f"(pid {started.pid})"
+    there = f"on {started.controller}; that machine stays until `grpo-orch down {store.quoted}`"
+    where = here if started.controller is None else there
+    console.print(f"The daemon for {started.run} is running {where}.", highlight=False, soft_wrap=True)
+    if started.page is not None:
+        console.print(f"Web page: {started.page}", highlight=False, soft_wrap=True)
     if detach:
         console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
-        return
-    attach(store)
 
 
 def _refuse_existing(store: Store) -> None:

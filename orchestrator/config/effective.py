@@ -139,7 +139,7 @@ def _next_multiple(steps: float, window: int) -> int:
 # Bounds of single numbers.
 
 # Minimum of each number; True makes it exclusive.
-_MINIMUM: dict[KeyPath, tuple[float, bool]] = {
+MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "min"): (0, False),
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
@@ -193,7 +193,7 @@ _MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("trainer", "agent", "memory_gb"): (0, True),
 }
 # Maximum, inclusive.
-_MAXIMUM: dict[KeyPath, float] = {
+MAXIMUM: dict[KeyPath, float] = {
     ("metrics_port",): 65535,
     ("trainer", "agent", "turns"): TURNS_MAX,
     ("rollout", "max_staleness"): 2,
@@ -206,12 +206,12 @@ _MAXIMUM: dict[KeyPath, float] = {
 
 def check_bounds(run: EffectiveRun, findings: Findings) -> None:
     """Report each number that is out of bounds."""
-    for path, (minimum, is_exclusive) in _MINIMUM.items():
+    for path, (minimum, is_exclusive) in MINIMUM.items():
         value = _value(run, path)
         if value is not None and (value <= minimum if is_exclusive else value < minimum):
             bound = "more than" if is_exclusive else "at least"
             findings.add(path, f"expected {bound} {minimum:g}, got {value:g}")
-    for path, maximum in _MAXIMUM.items():
+    for path, maximum in MAXIMUM.items():
         value = _value(run, path)
         if value is not None and value > maximum:
             findings.add(path, f"expected at most {maximum:g}, got {value:g}")

@@ -7,7 +7,7 @@ run sets are refused with the reason, so that no value is silently overridden.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -154,6 +154,16 @@ def vllm_table() -> Table:
     return _table("vllm_flags.json", "vllm", "a flag of `vllm serve` (vLLM {})", REFUSED_VLLM)
 
 
+# Where run.yaml has which keys. `rollout.vllm` also accepts other spellings, see normalize_vllm_flags.
+VLLM: KeyPath = ("rollout", "vllm")
+TABLES: Mapping[KeyPath, Callable[[], Table]] = {
+    ("grpo",): grpo_table,
+    ("trainer", "peft"): lora_table,
+    ("trainer", "accelerate"): accelerate_table,
+    VLLM: vllm_table,
+}
+
+
 @cache
 def shipped_reward_functions() -> tuple[str, ...]:
     """Return the import paths of TRL's reward functions; the controller need not have TRL installed."""
@@ -245,12 +255,18 @@ RESOURCE_KEYS = {
     "volumes": "list",
     "zone": "str",
 }
+RESOURCES: tuple[KeyPath, ...] = (("trainer", "resources"), ("rollout", "resources"))
 PORTS = "cannot be set; remove it: nodes need no open ports"
+
+
+def resource_keys(*, nested: bool) -> dict[str, str]:
+    """Return the type of each key of `resources`, or of an alternative nested in it."""
+    return RESOURCE_KEYS if nested else {**RESOURCE_KEYS, **dict.fromkeys(ALTERNATIVES, "list")}
 
 
 def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, nested: bool = False) -> None:
     """Report unknown, refused and mistyped keys, including those in `any_of` and `ordered`."""
-    allowed = RESOURCE_KEYS if nested else {**RESOURCE_KEYS, **dict.fromkeys(ALTERNATIVES, "list")}
+    allowed = resource_keys(nested=nested)
     for key, value in data.items():
         below = (*path, key)
         if key == "ports":

@@ -10,21 +10,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from grpo_orch.orchestrator.config.datasets import check_datasets, check_rows
 from grpo_orch.orchestrator.config.document import Document, read_document
 from grpo_orch.orchestrator.config.foreign_keys import (
-    accelerate_table,
+    RESOURCES,
+    TABLES,
+    VLLM,
     check_keys,
     check_resources,
     drop_false_switches,
-    grpo_table,
-    lora_table,
     normalize_vllm_flags,
-    vllm_table,
 )
 from grpo_orch.orchestrator.config.model_size import NotKnown
 from grpo_orch.orchestrator.config.notices import find_notices
@@ -140,20 +139,22 @@ def _check(document: Document, workdir: Path, now_s: float, findings: Findings) 
 
 
 def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
-    trainer, rollout = data.get("trainer", {}), data.get("rollout", {})
-    for path, keys, table in (
-        (("grpo",), data.get("grpo"), grpo_table()),
-        (("trainer", "peft"), trainer.get("peft"), lora_table()),
-        (("trainer", "accelerate"), trainer.get("accelerate"), accelerate_table()),
-    ):
-        check_keys(keys or {}, path, table, findings)
-    for path, section in ((("trainer", "resources"), trainer), (("rollout", "resources"), rollout)):
-        check_resources(section.get("resources", {}), path, findings)
-    if "vllm" in rollout:
-        vllm_path: KeyPath = ("rollout", "vllm")
-        flags = normalize_vllm_flags(rollout["vllm"], vllm_path, findings)
-        check_keys(flags, vllm_path, vllm_table(), findings)
-        rollout["vllm"] = drop_false_switches(flags)
+    for path, table in TABLES.items():
+        section = _section(data, path)
+        if path == VLLM and section:
+            section = normalize_vllm_flags(section, path, findings)
+            data["rollout"]["vllm"] = drop_false_switches(section)
+        check_keys(section, path, table(), findings)
+    for path in RESOURCES:
+        check_resources(_section(data, path), path, findings)
+
+
+def _section(data: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    """Return the mapping at the path of checked data; an empty one if the file does not have it."""
+    section: Any = data
+    for key in path:
+        section = section.get(key) or {}
+    return cast("dict[str, Any]", section)
 
 
 def _replicas_max(data: dict[str, Any]) -> int | None:

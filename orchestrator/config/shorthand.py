@@ -41,34 +41,62 @@ class _Context:
     setup: str  # the trainer's script
 
 
+# The tables of shorthands, which `json_schema` reads too.
+TEXT_FOR_LIST: tuple[KeyPath, ...] = (  # one item instead of a list
+    ("secrets",),
+    ("notify", "url_env"),
+    ("notify", "command"),
+    ("trainer", "reward_funcs"),
+    ("trainer", "tools"),
+)
+# The value of this key, instead of a section.
+VALUE_FOR_SECTION: dict[KeyPath, tuple[type, tuple[str, ...]]] = {
+    ("trainer", "agent"): (str, ("run",)),
+    ("trainer", "dataset"): (str, ("path",)),
+    ("trainer", "eval_dataset"): (str, ("path",)),
+    ("rollout", "replicas"): (int, ("min", "max")),
+}
+ENVIRONMENTS: tuple[KeyPath, ...] = (("trainer", "env"), ("rollout", "env"))  # numbers instead of strings
+
+
 def expand(document: Document, workdir: Path, findings: Findings) -> None:
     """Expand the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
     data = document.data
+    for path in TEXT_FOR_LIST:
+        section = _section(data, path[:-1])
+        if isinstance(section.get(path[-1]), str):
+            section[path[-1]] = [section[path[-1]]]
+    for path in VALUE_FOR_SECTION:
+        section = _section(data, path[:-1])
+        if path[-1] in section:
+            section[path[-1]] = _in_full(section[path[-1]], path)
+    for path in ENVIRONMENTS:
+        _expand_env(_section(data, path), path, document.texts)
+    replicas = _section(data, ("rollout", "replicas"))
+    if "min" in replicas and "max" not in replicas:
+        replicas["max"] = replicas["min"]
+    trainer = _section(data, ("trainer",))
+    setup = trainer.get("setup")
     is_sky = data.get("cloud") == "sky"
-    if isinstance(data.get("secrets"), str):
-        data["secrets"] = [data["secrets"]]
-    notify = data.get("notify")
-    for key in ("url_env", "command"):
-        if isinstance(notify, dict) and isinstance(notify.get(key), str):
-            notify[key] = [notify[key]]
-    trainer = data.get("trainer")
-    if isinstance(trainer, dict):
-        setup = trainer.get("setup")
-        _expand_trainer(trainer, _Context(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
-    rollout = data.get("rollout")
-    if isinstance(rollout, dict):
-        _expand_rollout(rollout)
-    for name, section in (("trainer", trainer), ("rollout", rollout)):
-        if isinstance(section, dict) and isinstance(section.get("env"), dict):
-            _expand_env(section["env"], name, document.texts)
+    _expand_trainer(trainer, _Context(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
+
+
+def _section(data: Any, path: KeyPath) -> dict[Any, Any]:
+    """Return the mapping at the path; an empty one if the file does not have it."""
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
+
+
+def _in_full(value: Any, path: KeyPath) -> Any:
+    """Return the section that a shorthand stands for, or a list of such sections; any other value unchanged."""
+    kind, keys = VALUE_FOR_SECTION[path]
+    if isinstance(value, list):
+        return [_in_full(item, path) for item in value]
+    return dict.fromkeys(keys, value) if isinstance(value, kind) and not isinstance(value, bool) else value
 
 
 def _expand_trainer(trainer: dict[str, Any], context: _Context) -> None:
-    for key in ("reward_funcs", "tools"):
-        if isinstance(trainer.get(key), str):
-            trainer[key] = [trainer[key]]
-    if isinstance(trainer.get("agent"), str):
-        trainer["agent"] = {"run": trainer["agent"]}
     if isinstance(rewards := trainer.get("reward_funcs"), list):
         for index, reward in enumerate(rewards):
             if isinstance(reward, str) and "/" in reward:  # a model
@@ -79,31 +107,21 @@ def _expand_trainer(trainer: dict[str, Any], context: _Context) -> None:
     for key in ("dataset", "eval_dataset"):
         if isinstance(value := trainer.get(key), list):
             for index, dataset in enumerate(value):
-                value[index] = _expand_dataset(dataset, ("trainer", key, index), context)
-        elif value is not None:
-            trainer[key] = _expand_dataset(value, ("trainer", key), context)
+                _expand_dataset(dataset, ("trainer", key, index), context)
+        else:
+            _expand_dataset(value, ("trainer", key), context)
 
 
-def _expand_dataset(value: Any, path: KeyPath, context: _Context) -> Any:
-    dataset = {"path": value} if isinstance(value, str) else value
+def _expand_dataset(dataset: Any, path: KeyPath, context: _Context) -> None:
     if isinstance(dataset, dict) and isinstance(dataset.get("path"), str):
         dataset["path"] = _expand_path(dataset["path"], (*path, "path"), tuple(FILE_KINDS), context)
-    return dataset
 
 
-def _expand_rollout(rollout: dict[str, Any]) -> None:
-    replicas = rollout.get("replicas")
-    if isinstance(replicas, int) and not isinstance(replicas, bool):
-        rollout["replicas"] = {"min": replicas, "max": replicas}
-    elif isinstance(replicas, dict) and "min" in replicas and "max" not in replicas:
-        replicas["max"] = replicas["min"]
-
-
-def _expand_env(env: dict[str, Any], section: str, texts: dict[KeyPath, str]) -> None:
+def _expand_env(env: dict[str, Any], path: KeyPath, texts: dict[KeyPath, str]) -> None:
     """Replace numbers and booleans by their text in the file, as in `OMP_NUM_THREADS: 1`."""
     for name, value in env.items():
         if isinstance(value, bool | int | float):
-            env[name] = texts[(section, "env", name)]
+            env[name] = texts[(*path, name)]
 
 
 def _expand_path(text: str, path: KeyPath, suffixes: tuple[str, ...], context: _Context) -> str:
@@ -258,6 +276,7 @@ def has_password(url: str) -> bool:
 # `rehearse`: faults in the user's form, `{at_step: 9, preempt: rollouts, notice_s: 5}`, and prices by role.
 
 REHEARSAL_KEYS = ("faults", "prices")
+PRICED_ROLES = ("trainer", "rollout")
 TARGETS = {
     "kill": ("rollout-N", "rollouts", "trainer", "trainer-0", "gateway", "daemon"),
     "preempt": ("rollout-N", "rollouts", "trainer-0"),
@@ -265,7 +284,7 @@ TARGETS = {
 }
 # Replaces a fault that was reported, so that the others keep their index.
 _PLACEHOLDER = {"fault": "kill", "at_step": 0}
-_NODE = re.compile(r"^rollout-(0|[1-9][0-9]{0,5})$")
+NODE = re.compile(r"^rollout-(0|[1-9][0-9]{0,5})$")
 
 
 def expand_rehearsal(data: dict[str, Any], replicas_max: int | None, findings: Findings) -> None:
@@ -336,7 +355,7 @@ def _target_problem(kind: str, target: Any, replicas_max: int | None) -> str:
     expected = "expected one of " + ", ".join(TARGETS[kind])
     if not isinstance(target, str):
         return f"{expected}, got {format_value(target)}"
-    node = _NODE.match(target)
+    node = NODE.match(target)
     if replicas_max == 0 and (node or target == "rollouts"):
         return "there are no rollout nodes: rollout.replicas is 0"
     if node:
@@ -356,8 +375,8 @@ def _expand_prices(prices: Any, findings: Findings) -> dict[str, Any]:
         return {}
     expanded = {}
     for role, value in (prices or {}).items():
-        if role not in ("trainer", "rollout"):
-            findings.add((*path, role), unknown_key(role, ("trainer", "rollout")))
+        if role not in PRICED_ROLES:
+            findings.add((*path, role), unknown_key(role, PRICED_ROLES))
             continue
         new_path = ("rehearse", f"{role}_prices")
         findings.rename((*path, role), new_path)

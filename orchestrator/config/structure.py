@@ -155,7 +155,7 @@ _SHORTHANDS = {
     "agent": "an import path or ",
 }
 # Expected values of required keys.
-_EXPECTED = {
+EXPECTED = {
     "name": "a name for the run, in lower-case letters, digits and dashes",
     "storage": "the run's store: a folder or a URL, as in s3://bucket/my-run",
     "model": "a model name on the Hugging Face Hub, or a folder",
@@ -173,9 +173,9 @@ def check_structure(cls: type, data: dict[str, Any], path: KeyPath, findings: Fi
         below = (*path, key)
         if key not in fields:
             findings.add(below, unknown_key(key, fields))
-        elif value is None and not _is_required(fields[key]):
+        elif value is None and not is_required(fields[key]):
             continue
-        elif section := _section_of(hints[key]):
+        elif section := section_of(hints[key]):
             if (checked := _check_section(section, hints[key], value, below, findings)) is not None:
                 plain[key] = checked
         elif kind_of(hints[key]).type == "dict[str]" and isinstance(value, dict):
@@ -186,14 +186,14 @@ def check_structure(cls: type, data: dict[str, Any], path: KeyPath, findings: Fi
         else:
             plain[key] = value
     for name in fields:
-        if _is_required(fields[name]) and name not in data:
+        if is_required(fields[name]) and name not in data:
             findings.missing((*path, name), f"missing; expected {_expected(name, hints[name])}")
     return plain
 
 
 def _check_section(section: type, hint: Any, value: Any, path: KeyPath, findings: Findings) -> Any:
     """Return the valid part of a section or list of sections; None if the value is neither."""
-    if isinstance(value, list) and _is_list_of_sections(hint):
+    if isinstance(value, list) and is_list_of_sections(hint):
         items = [
             _check_section(section, section, item, (*path, index), findings) for index, item in enumerate(value)
         ]
@@ -210,26 +210,26 @@ def _check_strings(value: dict[str, Any], path: KeyPath, findings: Findings) -> 
             findings.add((*path, name), message)
 
 
-def _section_of(hint: Any) -> type | None:
+def section_of(hint: Any) -> type | None:
     """Return the dataclass in a field's annotation: plain, optional or in a tuple."""
     if get_origin(hint) in (Union, types.UnionType, tuple):
-        return next((section for part in get_args(hint) if (section := _section_of(part))), None)
+        return next((section for part in get_args(hint) if (section := section_of(part))), None)
     return hint if dataclasses.is_dataclass(hint) and isinstance(hint, type) else None
 
 
-def _is_list_of_sections(hint: Any) -> bool:
+def is_list_of_sections(hint: Any) -> bool:
     """Return whether a field may hold a list of sections."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return any(get_origin(part) is tuple for part in parts)
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
+def is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _expected(name: str, hint: Any) -> str:
-    section = _section_of(hint)
+    section = section_of(hint)
     if section is None:
-        return _EXPECTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
+        return EXPECTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
     keys = ", ".join(field.name for field in dataclasses.fields(section))
     return f"{_SHORTHANDS.get(name, '')}a mapping with the keys {keys}"

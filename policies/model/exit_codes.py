@@ -1,24 +1,13 @@
-"""Exit codes of the project's processes, which identify the reason without reading a log.
+"""Exit codes of the project's processes, which identify the reason without reading a log."""
 
-docs/cli.md lists those of the first part with their comments.
-"""
-
-# Of commands.
-
-# Success; of commands that watch a run, also that it finished or was stopped.
+# Of commands; `orchestrator.cli.options` describes them.
 OK = 0
-# The command or run failed, the run is paused, or `doctor` or `verify` found a problem. The message ends with the
-# remedy.
 FAILED = 1
-# The command line or run.yaml is wrong, or the run's state does not allow the command.
 USAGE = 2
-# `detect`: a run tripped; its table shows the onset. No other program uses this code, shells and Python included.
-TRIPPED = 3
-# Another daemon controls the run: `grpo-orch status -w` shows it, and `down` stops it.
+TRIPPED = 3  # no other program uses this code, shells and Python included
 HELD = 75
-# The run diverged repeatedly, and its budget of rollbacks is spent. Its last healthy weights are in `exports/` of
-# the store; `grpo-orch rollback` continues it.
 GAVE_UP = 79
+INTERRUPTED = 130  # 128 + SIGINT
 
 # Of the trainer and the nodes: docs/operations.md.
 

@@ -27,14 +27,6 @@ def requested(run: SmallRun) -> list[str]:
     return [e.node for r in journal.read(run.store) for e in r.decoded() if isinstance(e, NodeRequested)]
 
 
-def test_up_shows_the_plan_and_starts_nothing_when_the_answer_is_no(run: SmallRun) -> None:
-    done = run.cli("up", str(run.yaml), "-d", code=None)  # no terminal: the question gets no answer
-    assert "rollout" in done.stdout
-    assert "USD/h" in done.stdout
-    assert done.returncode != 0
-    assert not (run.yaml.parent / "store" / "run.json").exists()
-
-
 def test_a_second_up_or_resume_says_who_holds_the_run(run: SmallRun) -> None:
     run.start()
     pid = run.daemon_pid

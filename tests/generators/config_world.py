@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
+from grpo_orch.orchestrator.config.document import parse
+from grpo_orch.orchestrator.config.json_schema import json_schema
 from grpo_orch.orchestrator.config.load import ConfigError, load_spec
 
 VALID = """\
@@ -115,3 +120,15 @@ def problem(folder: Path, *changes: tuple[str, str]) -> str:
 
 def write_rows(folder: Path, *rows: dict[str, Any], name: str = "prompts.jsonl") -> None:
     (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@cache
+def _validator() -> Any:
+    return jsonschema.Draft202012Validator(json_schema())
+
+
+def schema_problems(path: Path) -> list[str]:
+    """Return what the JSON Schema refuses in a file, as `key: message`."""
+    data = parse(path.read_bytes(), str(path))[0].data
+    errors = _validator().iter_errors(data)
+    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in errors]

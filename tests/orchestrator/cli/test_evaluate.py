@@ -97,12 +97,24 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert parent.folders("evaluations") == []
 
 
-def test_no_is_an_answer_and_pins_nothing(parent: Store, evaluate: Cli) -> None:
-    code, out, err = evaluate("--dataset", "problems.jsonl")  # no terminal: the question gets none
-    assert code != exit_codes.OK
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_is_an_answer_and_pins_nothing(parent: Store, evaluate: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    code, out, err = evaluate("--dataset", "problems.jsonl")
+    assert code == exit_codes.FAILED
     assert "USD/h" in err, "what it costs is said first, and not where results go"
     assert out.strip() == ""
     assert not any(one.pinned for one in Catalog(parent, "test").newest().checkpoints)
+
+
+def test_eval_without_terminal_refuses_to_ask(evaluate: Cli) -> None:
+    answer = evaluate("--dataset", "problems.jsonl")
+    assert answer.code == exit_codes.USAGE
+    assert answer.line == "cannot ask without a terminal; pass --yes to start without asking"
 
 
 def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Cli, tmp_path: Path) -> None:

@@ -124,6 +124,6 @@ def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
     monkeypatch.setattr(start, "start_daemon", interrupted)
     url = World().store.url
     stopped = grpo_orch("resume", "-d", url)
-    assert stopped.code == exit_codes.FAILED
+    assert stopped.code == exit_codes.INTERRUPTED
     hint = f"watch it with `grpo-orch status -w {url}`, stop it with `grpo-orch down {url}`"
     assert stopped.line == f"digits has started and keeps running in the background; {hint}"

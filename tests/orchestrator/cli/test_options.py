@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 from grpo_orch.orchestrator.cli import COMMANDS, app
+from grpo_orch.orchestrator.cli.examples import EXAMPLES
+from grpo_orch.orchestrator.cli.options import EXIT_CODES
 from grpo_orch.policies.model import exit_codes
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
@@ -24,17 +28,77 @@ def test_it_says_its_version_and_needs_no_command_for_that(grpo_orch: Cli) -> No
     assert grpo_orch("--version") == (0, f"grpo-orch {version('grpo-orch')}\n", "")
 
 
-def test_a_shell_can_complete_its_commands() -> None:
-    asked = {"_GRPO_ORCH_COMPLETE": "complete_bash", "COMP_WORDS": "grpo-orch ro", "COMP_CWORD": "1"}
-    told = CliRunner().invoke(app, [], env=asked, prog_name="grpo-orch")
-    assert told.stdout.split() == ["rollback"]
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_is_where_it_is_looked_for(name: str, grpo_orch: Cli) -> None:
+def test_each_command_is_where_it_is_looked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     told = grpo_orch(name, "--help")
     assert told.code == 0
-    assert f" {name} " in told.out.splitlines()[1]
+    lines = told.out.splitlines()
+    assert f" {name} " in lines[1]
+    assert max(map(len, lines)) <= 80
+    shown = [line.strip().removeprefix("$ ") for line in lines[lines.index(f"{' Examples:':80}") + 1 :]]
+    assert [line for line in shown if line] == list(EXAMPLES[name])
+
+
+def test_examples_are_valid_command_lines() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, examples in EXAMPLES.items():
+        for example in examples:
+            words = shlex.split(example.partition(" > ")[0])
+            assert words[: 1 + len(name.split())] == ["grpo-orch", *name.split()]
+            command, words = group, words[1:]
+            while hasattr(command, "commands"):
+                _, command, words = command.resolve_command(
+                    command.make_context("", [], resilient_parsing=True), words
+                )
+            command.make_context(name, words)
+
+
+def test_exit_codes_are_in_the_help_and_documented(monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip() for line in grpo_orch("--help").out.splitlines() if line.strip()]
+    shown = lines[lines.index("Exit codes:") + 1 :]
+    assert shown == [f"{code:3}  {meaning}".strip() for code, meaning in EXIT_CODES.items()]
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("ro", ["rollback"]),
+        ("init --recipe ti", ["tiny"]),
+        ("checkpoints ex", ["export"]),
+        ("up --de", ["--detach"]),
+        ("status -o j", ["json"]),
+        ("rollback --set bet", ["beta="]),
+        ("simulate --climate st", ["storms"]),
+        ("validate run", []),  # then the shell completes files
+    ],
+)
+def test_shell_completes(typed: str, completed: list[str]) -> None:
+    words = f"grpo-orch {typed}"
+    env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_GRPO_ORCH_COMPLETE": "complete_bash"}
+    assert CliRunner().invoke(app, [], env=env, prog_name="grpo-orch").stdout.split() == completed
+
+
+def test_bash_completes_files_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    code = """
+        set -e
+        PATH="$1:$PATH"
+        source <(grpo-orch --show-completion bash)
+        complete -p grpo-orch
+    """
+    told = subprocess.run(
+        ["bash", "-c", code, "bash", str(Path(sys.executable).parent)],
+        cwd=tmp_path,
+        env={**os.environ, "SHELL": "/bin/bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "-o default" in told.stdout, told.stderr
 
 
 def test_a_name_that_is_nearly_a_commands_is_told_which(grpo_orch: Cli) -> None:
@@ -74,9 +138,13 @@ def test_a_full_disk_behind_stdout_is_one_line(words: str) -> None:
 
 # Every command that takes `-o json`, in a way in which it fails; WORLD is a run that has not trained yet.
 FAILURES = {
+    "init --recipe nothing": exit_codes.USAGE,
     "validate nothing.yaml": exit_codes.USAGE,
     "plan nothing.yaml": exit_codes.USAGE,
     "doctor nothing.yaml": exit_codes.USAGE,
+    "up nothing.yaml --yes": exit_codes.USAGE,
+    "resume nothing": exit_codes.USAGE,
+    "plot nothing": exit_codes.USAGE,
     "status nothing": exit_codes.USAGE,
     "status nosuch://bucket/run": exit_codes.FAILED,
     "events nothing": exit_codes.USAGE,

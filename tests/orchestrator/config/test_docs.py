@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.config.structure import NOT_IN_FILE
 from grpo_orch.orchestrator.home import SINKS
 from grpo_orch.policies.model import spec
 from grpo_orch.policies.model.spec import generates_itself
-from tests.generators.config_world import furnish
+from tests.generators.config_world import furnish, schema_problems
 
 DOCS = Path(__file__).parents[3] / "docs" / "run-yaml.md"
 SECTIONS = {
@@ -164,6 +164,7 @@ def test_the_examples_load(tmp_path: Path) -> None:
     assert set(yaml.safe_load(whole)) >= {"name", "rehearse"}
     (tmp_path / "run.yaml").write_text(whole)
     loaded = load.load_spec(tmp_path / "run.yaml")
+    assert schema_problems(tmp_path / "run.yaml") == []
     assert loaded.rehearse is not None
     assert len(loaded.rehearse.faults) == 4
     (tmp_path / "over.yaml").write_text(over)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
-from tests.generators.config_world import VALID, furnish
+from tests.generators.config_world import VALID, furnish, schema_problems
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,9 @@ def test_mappings_merge_null_takes_away_and_the_rest_is_replaced() -> None:
         "rollout: {replicas: {min: 1, max: 3}, env: null}",
         "trainer: {eval_dataset: {path: prompts.jsonl, name: null}}",
     )
-    spec = load_spec(over("\n".join(lines) + "\n"))
+    path = over("\n".join(lines) + "\n")
+    assert schema_problems(path) == []
+    spec = load_spec(path)
     assert spec.grpo == {k: v for k, v in base.grpo.items() if k != "lr_scheduler_type"} | {"beta": 0.1} | {
         key: spec.grpo[key] for key in ("eval_strategy", "eval_steps")
     }

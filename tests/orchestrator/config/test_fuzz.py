@@ -16,7 +16,7 @@ from grpo_orch.orchestrator.config.foreign_keys import grpo_table, vllm_table
 from grpo_orch.orchestrator.config.load import ConfigError, load_spec
 from grpo_orch.policies.model.spec import RunSpec
 from tests.budget import examples
-from tests.generators.config_world import VALID, furnish
+from tests.generators.config_world import VALID, furnish, schema_problems
 
 SCALARS = st.one_of(
     st.none(),
@@ -57,15 +57,17 @@ def outcome(run_yaml: Path) -> tuple[RunSpec | None, list[str]]:
 def check(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes], None]:
     folder = tmp_path_factory.mktemp("fuzz")
     run_yaml = furnish(folder)
+    run_yaml.with_name("base.yaml").write_text(VALID)
 
     def check_bytes(source: bytes) -> None:
         run_yaml.write_bytes(source)
         spec, printed = outcome(run_yaml)
         if spec is None:
             assert printed
-            assert all(line.startswith(f"{run_yaml}:") for line in printed)
+            assert all(line.startswith((f"{run_yaml}:", f"{folder}/base.yaml:")) for line in printed)
         else:
             assert msgspec.json.decode(msgspec.json.encode(spec), type=RunSpec) == spec
+            assert schema_problems(run_yaml) == []
 
     return check_bytes
 
@@ -101,6 +103,12 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(source=mutated())
 def test_changed_values(check: Callable[[bytes], None], source: bytes) -> None:
     check(source)
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(source=mutated())
+def test_changes_over_valid_file(check: Callable[[bytes], None], source: bytes) -> None:
+    check(b"extends: base.yaml\n" + source)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -88,14 +88,17 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch
     assert said("--recipe", "tiny")[0] == 0
     assert said("--recipe", "tiny") == (2, "tiny already exists; remove it or name another folder\n")
     assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
-    assert said() == (0, "Wrote run.yaml. Check it with: grpo-orch validate run.yaml\n")
+    assert said() == (
+        0,
+        "Wrote run.yaml, and run.schema.json for editors. Check it with: grpo-orch validate run.yaml\n",
+    )
     assert said("--recipe", "tiny", "my run")[1].endswith("  cd 'my run' && grpo-orch up run.yaml\n")
     assert said("my [run].yaml")[1].endswith("validate 'my [run].yaml'\n")
     for name in ("My Run", "a\ncloud: sky", "a\n"):
         for recipe in ([], ["--recipe", "tiny"]):
             code, told = said(*recipe, "other", "--name", name)
             assert (code, "cannot be part of a machine name" in told) == (2, True)
-    assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.yaml", "tiny"]
+    assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.schema.json", "run.yaml", "tiny"]
 
 
 def test_what_the_overlays_of_one_recipe_change() -> None:

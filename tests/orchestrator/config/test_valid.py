@@ -24,7 +24,7 @@ from grpo_orch.policies.model.spec import (
     RunSpec,
 )
 from grpo_orch.policies.sizing.training import own_generation_obstacle
-from tests.generators.config_world import VALID, changed, furnish
+from tests.generators.config_world import VALID, changed, furnish, schema_problems
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, text: str = VALID) -> RunSpec:
     (folder / "run.yaml").write_text(text)
-    return load_spec(folder / "run.yaml")
+    spec = load_spec(folder / "run.yaml")
+    assert schema_problems(folder / "run.yaml") == []
+    return spec
 
 
 def test_the_whole_file(folder: Path) -> None:

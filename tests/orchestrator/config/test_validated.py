@@ -15,7 +15,7 @@ import pytest
 
 from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
 from grpo_orch.policies.model.gpus import DriverFailed
-from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish
+from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish, schema_problems
 
 NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC
 ADDED = {
@@ -69,6 +69,7 @@ def test_each_change_is_told_with_its_line_and_key(
     monkeypatch.chdir(tmp_path)
     try:
         said = [f"~ {notice}" for notice in load(Path("run.yaml"), lambda: case.gpus, now=lambda: NOW_S).notices]
+        assert schema_problems(Path("run.yaml")) == []
     except ConfigError as error:
         said = [f"! {line}" for line in str(error).splitlines()]
         assert len(error.problems) == len(said)  # noqa: PT017  # either is an outcome

@@ -1,0 +1,109 @@
+"""The JSON Schema of run.yaml: it accepts what `validate` accepts, and refuses most mistakes in single keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from grpo_orch.orchestrator.cli.prepare import RECIPES, init_text
+from grpo_orch.orchestrator.config.json_schema import json_schema
+from grpo_orch.orchestrator.config.load import ConfigError
+from tests.generators.config_world import VALID, changed, schema_problems
+from tests.orchestrator.config.test_validated import Case, cases
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted({*RECIPES.glob("*/*.yaml"), *(ROOT / "examples").glob("*/*.yaml")})
+# Of the invalid cases of validated.txt; the others break rules between keys, or name missing files.
+REFUSED_MIN = 50
+
+
+def problems(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
+    (tmp_path / "run.yaml").write_text(changed(*changes))
+    return schema_problems(tmp_path / "run.yaml")
+
+
+def test_schema_is_valid_draft_2020_12() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_schema_accepts_examples_and_recipes(file: Path) -> None:
+    assert schema_problems(file) == []
+
+
+def test_schema_accepts_template_and_valid_file(tmp_path: Path) -> None:
+    for text in (init_text("my-run"), VALID):
+        (tmp_path / "run.yaml").write_text(text)
+        assert schema_problems(tmp_path / "run.yaml") == []
+
+
+def invalid() -> list[Case]:
+    return [case for case in cases() if any(line.startswith("! ") for line in case.said)]
+
+
+def test_schema_refuses_many_invalid_files(tmp_path: Path) -> None:
+    refused = [case.name for case in invalid() if _is_refused(case, tmp_path)]
+    assert len(refused) >= REFUSED_MIN, refused
+
+
+def _is_refused(case: Case, tmp_path: Path) -> bool:
+    (tmp_path / "run.yaml").write_text(changed(*case.changes))
+    try:
+        return bool(schema_problems(tmp_path / "run.yaml"))
+    except ConfigError:  # not YAML
+        return False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ("replicas: 2", "replica: 2", "rollout"),
+        ("policies:", "policy:", ""),
+        ("max_steps: 40", "max_step: 40", "grpo"),
+        ("max_steps: 40", "max_steps: forty", "grpo.max_steps"),
+        ("max_steps: 40", "use_vllm: true", "grpo"),
+        ("max_steps: 40", "loss_type: drgrpo", "grpo.loss_type"),
+        ("num_generations: 8", "num_generations: 1", "grpo.num_generations"),
+        ("beta: 0.02", "beta: -1", "grpo.beta"),
+        ("replicas: 2", "replicas: -1", "rollout.replicas"),
+        ("replicas: 2", "max_staleness: 3", "rollout.max_staleness"),
+        ("max-model-len: 256", "max-model-length: 256", "rollout.vllm"),
+        ("max-model-len: 256", "max_num_seqs: many", "rollout.vllm.max_num_seqs"),
+        ("max-model-len: 256", "no-enable-prefix-caching: 1", "rollout.vllm.no-enable-prefix-caching"),
+        ("{limit: 0.5}", "{limit: 0}", "policies.kl.limit"),
+        ("{limit: 0.5}", "{action: rewind}", "policies.kl.action"),
+        ("name: demo", "name: Demo!", "name"),
+        ("storage: ./run", "storage: {uri: ./run}", "storage"),
+        ("kill: rollout-0", "kill: rollout", "rehearse.faults.0.kill"),
+        ("kill: rollout-0", "kill: trainer, preempt: rollouts", "rehearse.faults.0"),
+        ("  model: ./model\n", "", "trainer"),
+        ("storage: ./run\n", "", ""),
+    ],
+)
+def test_schema_refuses(tmp_path: Path, old: str, new: str, where: str) -> None:
+    assert [line.partition(":")[0] for line in problems(tmp_path, (old, new))] == [where]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("trainer: {model: null, dataset: {split: test}}\n", 0),
+        ("grpo: {use_vllm: null, max_steps: null}\nrollout: {vllm: null, env: {NAME: null}}\n", 0),
+        ("grpo: {max_step: 3}\n", 1),
+        ("trainer: {dataset: [{split: test}]}\n", 1),
+    ],
+)
+def test_file_that_extends_may_lack_and_remove_keys(tmp_path: Path, text: str, count: int) -> None:
+    (tmp_path / "over.yaml").write_text(f"extends: run.yaml\n{text}")
+    assert len(schema_problems(tmp_path / "over.yaml")) == count
+
+
+def test_schema_describes_keys() -> None:
+    whole: dict[str, Any] = json_schema()["$defs"]["whole"]["properties"]
+    assert whole["rollout"]["properties"]["env"]["description"] == "environment of the vLLM process"
+    assert whole["grpo"]["description"].startswith("Each key is a key of GRPOConfig (TRL ")
+    assert whole["grpo"]["properties"]["epsilon"] == {"type": "number", "default": 0.2}
+    assert whole["rollout"]["properties"]["vllm"]["properties"]["enforce-eager"]["type"] == "boolean"
