@@ -20,6 +20,7 @@ from typer.main import get_command
 from grpo_orch.checkpoint.records.metrics import Row, StepTiming
 from grpo_orch.orchestrator import cli
 from grpo_orch.orchestrator.cli import options
+from grpo_orch.orchestrator.cli.examples import EXAMPLES
 from grpo_orch.orchestrator.control.exporter import Exporter, Seen
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
@@ -145,7 +146,8 @@ def _command(command: Any, context: Any) -> str:
     arguments = [re.sub(r"[{}]", "", piece.upper()) for piece in command.collect_usage_pieces(context)[1:]]
     synopsis = " ".join([context.command_path, *flags, *arguments])
     title = context.command_path.partition(" ")[2]
-    parts = [f"## {title}", f"```\n{synopsis}\n```", _joined(command.help), "\n".join(described)]
+    examples = "\n".join(["```", *EXAMPLES[title], "```"])
+    parts = [f"## {title}", f"```\n{synopsis}\n```", _joined(command.help), "\n".join(described), examples]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
