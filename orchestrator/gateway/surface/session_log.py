@@ -115,6 +115,11 @@ class SessionLog:
         self._number = 0
         self._is_failing = False
 
+    @property
+    def session_names(self) -> frozenset[str]:
+        """The sessions that have records."""
+        return frozenset(self._open) | frozenset(self._parts)
+
     def load(self) -> list[Record]:
         """Return the records that earlier gateways made of open sessions, and continue with them."""
         try:

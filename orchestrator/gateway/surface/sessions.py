@@ -165,6 +165,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def turn_tasks(self) -> frozenset[asyncio.Task[None]]:
+        """The tasks of the unfinished turns."""
+        return frozenset(self._turn_tasks)
+
     def load(self, timeline: int) -> None:
         """Restore the sessions that earlier gateways recorded on `timeline`."""
         for record in self._log.load():
@@ -183,11 +188,11 @@ class Sessions:
         """Record the tokens of unfinished turns, forever."""
         while True:
             await asyncio.sleep(PART_S)
-            self._record_parts()
+            self.record_parts()
 
     def close(self) -> None:
         """Record the unfinished turns and close the log."""
-        self._record_parts()
+        self.record_parts()
         self._log.close()
 
     def open(self, name: str, parameters: OpenSession) -> None:
@@ -223,6 +228,10 @@ class Sessions:
     def drop(self, name: str) -> None:
         """End a session and drop its record. Raises ApiError."""
         self._end(self._get(name))
+
+    def open_requests(self, name: str) -> int:
+        """Return how many requests of the session's agent are open. Raises ApiError."""
+        return self._get(name).running
 
     def trace(self, name: str) -> Trace:
         """Return the turns answered since the session was opened, as branches. Raises ApiError."""
@@ -468,7 +477,8 @@ class Sessions:
         elif isinstance(record, Made) and record.opening == session.opening:
             session.turns.setdefault((record.key, record.number), _restored_turn(session, record))
 
-    def _record_parts(self) -> None:
+    def record_parts(self) -> None:
+        """Record the new tokens of the unfinished turns."""
         for session, turn in self._turn_tasks.values():
             job = turn.job
             start = turn.recorded if job.token_ids is turn.recorded_ids else 0

@@ -103,13 +103,13 @@ class OneLaunch:
         self.environment: dict[str, str] = {}
         self.refusing = threading.Event()
         self._asked = threading.Event()  # for its pools, without which nothing is bought
-        self._stop = stop
+        self.stop = stop
         self._looks = 0
 
     def machines(self) -> dict[str, Machine]:
         self._looks += self.refusing.is_set() and self._asked.is_set()
         if self._looks > 3:
-            self._stop.set()
+            self.stop.set()
         return {}
 
     def offers(self) -> list[Offer]:
@@ -154,7 +154,7 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     store, cloud = steered
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
-    daemon.steer(store, "up", cloud._stop)
+    daemon.steer(store, "up", cloud.stop)
     assert cloud.environment.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
     assert "OTHER_TOKEN" not in cloud.environment
     refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
@@ -168,7 +168,7 @@ def test_a_daemon_without_one_buys_nothing_and_says_which(
     store, cloud = steered
     monkeypatch.delenv("LICENCE", raising=False)
     cloud.refusing.set()
-    daemon.steer(store, "resume", cloud._stop)
+    daemon.steer(store, "resume", cloud.stop)
     assert cloud.environment == {}
     assert "LICENCE is not set here" in str([record.events for record in journal.read(store)])
 

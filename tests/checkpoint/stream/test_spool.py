@@ -22,7 +22,6 @@ from policies.model.spec import CheckpointsSpec
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.joining import Stage
 from policies.tick.snapshot import Trainer
-from tasks.machine import spooling
 from tasks.machine.spooling import GIB, SpoolFull, find_spool, make_spool, remove_spool
 from tasks.storing.heartbeat import Heartbeat
 from tasks.storing.saving import CheckpointSaver, wait_until_stored
@@ -238,14 +237,11 @@ def test_a_spool_is_found_again_and_given_back(tmp_path: Path) -> None:
     assert not again.folder.exists()
 
 
-def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(tmp_path: Path) -> None:
     with pytest.raises(SpoolFull, match=r"checkpoints\.spool_gib: a checkpoint takes about 1\.00 GiB"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path), spool_gib=0.5), GIB)
-    monkeypatch.setattr(spooling, "_free_bytes", lambda _: GIB)
     with pytest.raises(SpoolFull, match=r"checkpoints\.spool: a checkpoint takes about 1\.00 GiB"):
-        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB)
+        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB, lambda _: GIB)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SpoolFull, match="choose a writable folder"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)

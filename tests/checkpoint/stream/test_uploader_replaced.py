@@ -21,7 +21,7 @@ from policies.model.timelines import Fork
 from policies.model.vocabulary import PolicyVersion
 from policies.tick.snapshot import Trainer
 from tasks.machine.node_env import NodeEnv
-from tasks.machine.uploader import _retention, is_replaced
+from tasks.machine.uploader import is_replaced, retention
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_replaced(
 def test_it_retires_as_the_simulated_worlds_store_does(tmp_path: Path) -> None:
     store, spec = Store(f"file://{tmp_path}/store"), CheckpointsSpec(keep_last=1)
     forks = (Fork(1, "0-300", from_step=330), Fork(2, "1-350", from_step=380))
-    retire, numbers = _retention(store, spec), [(0, 10, 330), (1, 310, 380), (2, 360, 600)]
+    retire, numbers = retention(store, spec), [(0, 10, 330), (1, 310, 380), (2, 360, 600)]
     listed: list[PolicyVersion] = []
     for timeline, first, last in numbers:
         for fork in forks[timeline - 1 : timeline] if timeline else ():

@@ -270,14 +270,14 @@ def test_no_room_for_a_delta_is_no_reason_not_to_write_the_weights(
     before: Weights = {f"t{n}": ("F32", bytes(400)) for n in range(8)}
     after: Weights = {name: ("F32", bytes([1]) * 400) for name in before}
     first = rewrite(tmp_path / "w", before, "", tmp_path / "d")
-    calls, add = iter(range(1000)), DeltaWriter._add
+    calls, add = iter(range(1000)), DeltaWriter.append
 
     def full(writer: DeltaWriter, data: bytes) -> None:
         if next(calls) >= writes:
             raise OSError(28, "No space left on device")
         add(writer, data)
 
-    monkeypatch.setattr(DeltaWriter, "_add", full)
+    monkeypatch.setattr(DeltaWriter, "append", full)
     second = rewrite(tmp_path / "w", after, first.digest, tmp_path / "d")
     assert (second.delta_bytes, second.digest) == (None, digest_of(tmp_path / "w"))
     assert content(tmp_path / "w") == bytes_of(after)

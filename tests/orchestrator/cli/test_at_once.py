@@ -67,7 +67,7 @@ def quicker(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
             threads[-1].start()
             return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({exit_codes.HELD})"])
 
-        monkeypatch.setattr(launcher, "_spawn", spawn)
+        monkeypatch.setattr(launcher, "spawn", spawn)
 
     yield race
     documents.send_command(store, "down", time.time())  # so that the other ends
@@ -90,7 +90,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     """Another's daemon takes the run after the command has seen that nobody has it, and before its own does, which
     is a real one. The other says that it steers before that one looks, or after."""
     started: list[subprocess.Popen[bytes]] = []
-    spawn = launcher._spawn
+    spawn = launcher.spawn
 
     def race(early: bool) -> None:
         def take_first(*given: Any) -> subprocess.Popen[bytes]:
@@ -105,7 +105,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             documents.LEASE.write(store, lead)
             return started[-1]
 
-        monkeypatch.setattr(launcher, "_spawn", take_first)
+        monkeypatch.setattr(launcher, "spawn", take_first)
 
     yield race
     for process in started:

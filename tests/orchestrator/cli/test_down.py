@@ -10,7 +10,7 @@ import pytest
 from checkpoint.journal import Journal
 from checkpoint.records import documents
 from checkpoint.store.run_store import Store
-from orchestrator.cli.down import Stopping, _progress
+from orchestrator.cli.down import Stopping, progress
 from policies.control.stopping import DOWN, DOWN_NOW
 from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
@@ -80,12 +80,12 @@ def test_what_is_waited_for_is_said(store: Store) -> None:
     journal.append(2.0, (RunMoved(RunPhase.TRAINING, ""), RunMoved(RunPhase.STOPPING, "")))
     beat = Trainer(node, 1, 0, 117, 500, "training", time.time(), stored_step=100)
     documents.TRAINER.write(store, beat)
-    assert _progress(store, 3.0) == "returning the machines"
+    assert progress(store, 3.0) == "returning the machines"
     journal.append(3.0, (NodeMoved(node, NodePhase.DRAINING, ""),))
     limit = "3 s; times out after 900 s without progress)"
-    assert _progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored; {limit}"
+    assert progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored; {limit}"
     sending = replace(beat, stage=Stage("storing checkpoint 0-117", 92 * 10**9, 459 * 10**9))
     documents.TRAINER.write(store, sending)
-    assert _progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored, 20% uploaded; {limit}"
+    assert progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored, 20% uploaded; {limit}"
     documents.TRAINER.write(store, replace(beat, stored_step=None))
-    assert "nothing stored yet" in _progress(store, 3.0)
+    assert "nothing stored yet" in progress(store, 3.0)

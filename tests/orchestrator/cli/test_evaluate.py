@@ -25,7 +25,7 @@ from policies.model import exit_codes
 from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
 from policies.model.timelines import Fork
 from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from tasks.evaluating.main import _unpin
+from tasks.evaluating.main import unpin
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 
@@ -223,7 +223,7 @@ def finish(store: Store, begun: Evaluation) -> None:
     for one in begun.subjects:
         found = Evaluated(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
         evaluations.evaluated(one.name).write(store, found)
-    _unpin(begun)
+    unpin(begun)
 
 
 def pinned(parent: Store) -> list[str]:

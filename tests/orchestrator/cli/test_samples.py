@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkpoint.records.samples import Message
 from checkpoint.store.run_store import Store
 from orchestrator.cli.look import COMPLETION, excerpt
-from orchestrator.views.words import _INVISIBLE
+from orchestrator.views.words import INVISIBLE
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli
@@ -130,7 +130,7 @@ def test_whatever_a_text_holds_80_columns_of_plain_characters_are_printed(
     _, out, _ = cli()
     lines = out.split("\n")
     assert len(lines) < 250
-    assert not _INVISIBLE.search(out)
+    assert not INVISIBLE.search(out)
     assert max(len(line.rstrip()) for line in lines) <= 80
 
 

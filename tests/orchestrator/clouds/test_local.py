@@ -124,14 +124,14 @@ def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) ->
     cloud.preempt("rollout-0-i1", "preempted")
     machine = cloud.machines()["rollout-0-i1"]
     assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
-    assert marked_processes(cloud._folder / "rollout-0-i1") == []
+    assert marked_processes(cloud.folder / "rollout-0-i1") == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"attempt": "1", "pid": 1}'])
 def test_machine_with_damaged_record_is_gone_and_removable(cloud: LocalCloud, data: bytes) -> None:
     """As a power cut leaves it: every tick reads the records, and one must not hide the other machines."""
     cloud.launch(order("rollout-1-i1"))
-    folder = cloud._folder / "rollout-0-i1"
+    folder = cloud.folder / "rollout-0-i1"
     folder.mkdir()
     (folder / "machine.json").write_bytes(data)
     (folder / "market").write_bytes(data)
@@ -145,13 +145,13 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
     """What a trainer leaves: a folder elsewhere with a checkpoint in it, and the link to it."""
     (folder / "checkpoint-50").mkdir(parents=True)
     (folder / "checkpoint-50" / "model.safetensors").write_bytes(b"weights")
-    link = cloud._folder / node / "work" / "spool"
+    link = cloud.folder / node / "work" / "spool"
     link.symlink_to(folder)
     return link
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    machine = machine_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
+    machine = machine_record(cloud.folder / node).pid  # which need not be the lowest of its processes: pids wrap
     os.kill(machine, signal.SIGKILL)
     seen(cloud, node, lambda m: m.state is MachineState.GONE)
 
@@ -212,7 +212,7 @@ def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:
             rollout_prices=Prices(spot_usd_per_h=1.5), trainer_prices=Prices(on_demand_usd_per_h=4)
         ),
     )
-    offers = LocalCloud(cloud._folder, priced).offers()
+    offers = LocalCloud(cloud.folder, priced).offers()
     assert [(o.role, o.market, o.price_usd_per_h) for o in offers] == [
         (Role.TRAINER, Market.ON_DEMAND, 4),
         (Role.ROLLOUT, Market.SPOT, 1.5),

@@ -105,7 +105,7 @@ def test_each_node_has_gpus_of_its_own(here: Here) -> None:
     [
         pytest.param(lambda cloud, node: cloud.terminate(node), id="terminated"),
         pytest.param(lambda cloud, node: cloud.preempt(node, "preempted"), id="preempted"),
-        pytest.param(lambda cloud, node: kill_all(cloud._folder / node), id="killed"),
+        pytest.param(lambda cloud, node: kill_all(cloud.folder / node), id="killed"),
     ],
 )
 def test_the_gpus_of_a_machine_that_ended_are_free(ends: Callable[[LocalCloud, str], None], here: Here) -> None:
@@ -120,10 +120,10 @@ def test_the_gpus_of_a_machine_that_ended_are_free(ends: Callable[[LocalCloud, s
 def test_a_machine_that_is_being_taken_away_holds_its_gpus_until_its_processes_have_ended(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER, NODES[0])
-    (here.cloud()._folder / NODES[0] / "gone").write_text("preempted")
+    (here.cloud().folder / NODES[0] / "gone").write_text("preempted")
     with pytest.raises(CloudRefused):
         here.launch(NODES[1])
-    kill_all(here.cloud()._folder / NODES[0])
+    kill_all(here.cloud().folder / NODES[0])
     here.gone(NODES[0])
     here.launch(NODES[1])
     assert here.seen(NODES[1]) == "1"
@@ -168,7 +168,7 @@ def test_what_the_trainer_needs_is_kept_for_it(here: Here) -> None:
 def test_the_first_name_in_a_file_is_no_claim_once_its_machine_never_came(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER)
-    folder = here.cloud()._folder / NODES[0]
+    folder = here.cloud().folder / NODES[0]
     folder.mkdir()
     (folder / "gpus").write_text("0")  # of a daemon that was killed before it started anything
     here.launch(NODES[0])

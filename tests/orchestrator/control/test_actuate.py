@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
 from checkpoint.stream import transfer
 from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.control import actuate
 from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from policies.model.timelines import Fork
 from policies.model.vocabulary import Market, PolicyVersion, Refusal
@@ -74,10 +74,19 @@ def store() -> AwayStore:
 
 @pytest.fixture
 def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
-    made = Actuator(cloud, store, lambda _: {})  # type: ignore[arg-type]  # of a cloud it wants the calls alone
+    made = make(cloud, store)
     yield made
     cloud.go.set()
     made.close()
+
+
+def make(cloud: Clouds, store: AwayStore, **options: Any) -> Actuator:
+    return Actuator(cloud, store, lambda _: {}, **options)  # type: ignore[arg-type]  # of a cloud it wants the calls alone
+
+
+def runs(name: str) -> bool:
+    """Return whether the thread of an action runs."""
+    return any(thread.name == name for thread in threading.enumerate())
 
 
 def held() -> None:
@@ -129,7 +138,7 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     actuator.submit((LAUNCH,), held)
     actuator.submit((TERMINATE,), held)
     refused.set()
-    until("done", lambda: not any(thread.name == "Launch rollout-0-i1" for thread in threading.enumerate()))
+    until("done", lambda: not runs("Launch rollout-0-i1"))
     assert actuator.collect() == ()
     cloud.go.set()
     told: list[LaunchRefused] = []
@@ -142,27 +151,21 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
 
 
-def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(
-    cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", HANG_S)
+def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, store: AwayStore) -> None:
+    actuator = make(cloud, store, unavailable_wait_s=HANG_S)
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
-    until(
-        "what the actuator was asked for",
-        lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running,
-    )
+    until("the launch has ended", lambda: cloud.calls and not runs("Launch rollout-0-i1"))
+    assert actuator.collect() == ()
     actuator.submit((LAUNCH, TERMINATE), held)
     until(
         "what the actuator was asked for", lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"]
     )
 
 
-def test_a_fork_is_written_though_the_store_was_away(
-    store: AwayStore, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", 0.01)
+def test_a_fork_is_written_though_the_store_was_away(cloud: Clouds, store: AwayStore) -> None:
+    actuator = make(cloud, store, unavailable_wait_s=0.01)
     store.refuses = 2
     fork = Fork(1, "0-8", {"beta": 0.08})
 
@@ -201,14 +204,14 @@ def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actua
 def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore) -> None:
     """This process is stopped between its look at the journal and the call."""
     now_s = [100.0]
-    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])  # type: ignore[arg-type]  # as above
+    actuator = make(cloud, store, clock=lambda: now_s[0])
 
     def stopped() -> None:
         now_s[0] += ACT_WITHIN_S + 1
 
     cloud.go.set()
     actuator.submit((TERMINATE,), stopped)
-    until("done", lambda: not actuator.collect() and not actuator._running)
-    assert cloud.calls == []
+    until("done", lambda: not runs("Terminate rollout-0-i1"))
+    assert (actuator.collect(), cloud.calls) == ((), [])
     actuator.submit((TERMINATE,), held)
     until("done", lambda: cloud.calls == ["terminate rollout-0-i1"])

@@ -51,7 +51,7 @@ def test_process_prints_any_text_in_an_ascii_locale(tmp_path: Path, monkeypatch:
     for name, value in ASCII_LOCALE.items():
         monkeypatch.setenv(name, value)
     log = tmp_path / "log"
-    assert launcher._spawn(["-c", PRINTS], log).wait() == 0
+    assert launcher.spawn(["-c", PRINTS], log).wait() == 0
     assert log.read_text("utf-8") == "yanıt ✓ \\ud83d\n"
 
 

@@ -347,9 +347,12 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
         def look(self) -> dict[str, float]:
             return {"trainer on demand": 4.0}
 
+    class Empty:
+        def machines(self) -> dict[str, Machine]:
+            return {}
+
     world = World()
     spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
-    observer = Observer(world.store, None, spot_alone, prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
-    observer._machines = dict  # type: ignore[method-assign]
+    observer = Observer(world.store, Empty(), spot_alone, prices=Listed)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     assert observer.look(world.now_s, (), RunState()).prices is None
     assert observer.look(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}

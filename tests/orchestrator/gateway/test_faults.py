@@ -86,7 +86,7 @@ async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(wo
 async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: World) -> None:
     batch = make_batch("0-0")
     node = await left_alone(world, batch)
-    under_way = list(world.gateway.orphans._batches[0].requests.values())[8:]
+    under_way = list(world.gateway.orphans.batches[0].requests.values())[8:]
     kept = sum(len(one.job.token_ids) for one in under_way)
     lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
     read = await until_progress(lines)
@@ -95,7 +95,7 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     assert heard.end is not None
     assert (len(heard.completions), heard.end.kept) == (24, kept)
     assert len(node.asked) == 32
-    await world.until(lambda: world.members._demand._open == {})
+    await world.until(lambda: world.members.open_requests == {})
 
 
 async def test_tokens_under_way_in_a_batch_that_fails_are_told_as_lost_by_the_next(world: World) -> None:
@@ -133,9 +133,9 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
         pass
     node.change(stalls=1)
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     node.change(stalls=FOREVER)
-    left = world.gateway.orphans._batches[0]
+    left = world.gateway.orphans.batches[0]
     assert len(left.open) >= 16
     stored = [one for one in left.requests.values() if one.delivered]
     assert stored
@@ -156,7 +156,7 @@ async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once
     abandoned = (await until_progress(lines))[-1].progress
     assert abandoned is not None
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     node.loads = True
     every = replace(make_batch(newer.version, requests=3), policy=newer)
     first, second, third = (replace(every, requests=[one]) for one in every.requests)
@@ -167,7 +167,7 @@ async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once
     discarded = [end.discarded for end in told if end is not None]
     assert discarded[1] >= abandoned.tokens
     assert (discarded[0], discarded[2]) == (0, 0)
-    await world.until(lambda: world.members._demand._open == {})
+    await world.until(lambda: world.members.open_requests == {})
 
 
 async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
     await leave(lines)
-    await world.until(lambda: node.row.running == 0 and world.members._demand._open == {})
+    await world.until(lambda: node.row.running == 0 and world.members.open_requests == {})
 
 
 async def left_alone(world: World, batch: Batch) -> Node:
@@ -185,7 +185,7 @@ async def left_alone(world: World, batch: Batch) -> Node:
     lines = world.lines(batch)
     await until_progress(lines, lambda _: node.stalled == len(batch.requests))
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     return node
 
 
@@ -216,7 +216,7 @@ async def test_member_whose_announcement_breaks_is_out_at_once(
     body = msgspec.json.encode(Announce("boot", "127.0.0.1:9", "0-0"))
     await world.http.post("/members/a", content=body)  # what is news to a node is answered immediately
     announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))
-    await world.until(lambda: "a" in world.members._announcements._held)
+    await world.until(lambda: "a" in world.members.announcements.nodes)
     announcing.cancel()
     await world.until(lambda: world.members.row("a") is None)
     assert "lost its announcing connection" in world.members.changes[-1].reason

@@ -136,7 +136,7 @@ def largest_share(body: bytes) -> float:
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await world.until(lambda: world.gateway.orphans._batches)
+            await world.until(lambda: world.gateway.orphans.batches)
             world.gateway.orphans.expire_superseded("1-0")  # another timeline: nobody will come for it
             await world.until(lambda: len(asyncio.all_tasks()) <= idle)
             assert (world.members.waiting.count, world.members.rows[0].running) == (0, 0)

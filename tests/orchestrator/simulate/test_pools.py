@@ -114,7 +114,7 @@ def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
             case 2 if not box.gone:
                 found.warn(box, random.choice((None, found.time_s + 120.0)))
         there = Counter(one.key for one in found.boxes.values() if one.uses_capacity)
-        assert +found._held == there
+        assert +found.held == there
 
 
 def test_machines_on_demand_are_not_taken_back_and_those_on_spot_are() -> None:

@@ -101,13 +101,13 @@ def test_run_page_has_a_series_of_each(staleness: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_plot_draws_each(staleness: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: dict[str, list[float]] = {}
-    draw = plots._timed
+    draw = plots.draw_timing
 
     def noted(panel: Any, timings: Any, name: str, *args: Any) -> None:
         drawn[name] = [getattr(timing, name) for _, timing in timings]
         draw(panel, timings, name, *args)
 
-    monkeypatch.setattr(plots, "_timed", noted)
+    monkeypatch.setattr(plots, "draw_timing", noted)
     plot_run(world_at(staleness, monkeypatch).store, tmp_path / "run.png")
     timing = TIMINGS[staleness]
     assert set(drawn) == {"generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s"}

@@ -190,7 +190,7 @@ def test_look_that_fails_is_told_and_the_next_one_is_shown(monkeypatch: pytest.M
 
     async def story(client: Client) -> None:
         with monkeypatch.context() as broken:
-            broken.setattr(Watch, "_look", lambda _: 1 // 0)
+            broken.setattr(Watch, "look", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
         assert "ZeroDivisionError" not in await (await client.get("/")).text()
 

@@ -386,10 +386,10 @@ def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
 class OneSpot(World):
     """Spot has one machine for rollouts."""
 
-    def _refuses(self, launch: Launch) -> bool:
+    def refuses(self, launch: Launch) -> bool:
         there = [name for name in self.up(Role.ROLLOUT) if name != launch.node]
         taken = any(self.markets[name] is Market.SPOT for name in there)
-        return super()._refuses(launch) or (taken and launch.market is Market.SPOT)
+        return super().refuses(launch) or (taken and launch.market is Market.SPOT)
 
 
 def test_noise_of_measured_steps_buys_and_returns_no_node() -> None:

@@ -41,8 +41,8 @@ class Alone(World):
         own = StepShape(SHAPE.fixed_s, self.own_step_s - SHAPE.fixed_s) if known else None
         return replace(looked, measured=replace(looked.measured, own_step=own), stepped_at_s=self.stepped_at_s)
 
-    def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
-        super()._advance_trainer(trainer, dt_s)
+    def advance_trainer(self, trainer: Machine, dt_s: float) -> None:
+        super().advance_trainer(trainer, dt_s)
         assert self.beat is not None
         self.alone_s = self.alone_s + dt_s if self.beat.activity == "waiting" else 0.0
         if self.alone_s >= self.own_after_s:

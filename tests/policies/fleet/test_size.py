@@ -110,13 +110,13 @@ LISTED = {"cheap": 1.0, "dear": 4.0}  # USD an hour
 class OneCheap(World):
     """The cheap zone has one machine for rollouts, the dear one many."""
 
-    def _refuses(self, launch: Launch) -> bool:
+    def refuses(self, launch: Launch) -> bool:
         there = [pool for name, pool in self.pools.items() if name in self.machines and name != launch.node]
         is_full = any(pool is not None and (pool.zone, pool.market) == ("cheap", Market.SPOT) for pool in there)
         return launch.pool is not None and launch.pool.zone == "cheap" and is_full
 
-    def _seen(self, machine: Machine) -> Machine:
-        seen = super()._seen(machine)
+    def report(self, machine: Machine) -> Machine:
+        seen = super().report(machine)
         is_spot = seen.pool is not None and seen.pool.market is Market.SPOT
         return replace(seen, price_usd_per_h=LISTED[seen.pool.zone]) if seen.pool and is_spot else seen
 

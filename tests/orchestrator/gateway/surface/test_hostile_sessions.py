@@ -19,10 +19,6 @@ from tests.stand_ins import fake_vllm
 from tests.stand_ins.fake_vllm import FOREVER
 
 
-def session_of(world: World, name: str = "0-1-0-0-0") -> Any:
-    return world.gateway.sessions._sessions[name]
-
-
 async def named(agent: Agent, request: str, **more: Any) -> Any:
     """Ask under a name."""
     body = {"messages": agent.messages, **more}
@@ -34,13 +30,12 @@ def check_empty(world: World) -> None:
     """Nothing is left of sessions that are over."""
     gateway = world.gateway
     assert len(gateway.sessions) == 0
-    assert not gateway.sessions._turn_tasks
-    assert world.members._demand._open == {}
-    assert world.members._table._session_nodes == {}
+    assert not gateway.sessions.turn_tasks
+    assert world.members.open_requests == {}
+    assert world.members.session_nodes == {}
     assert world.members.waiting.count == 0
     assert all(row.running == 0 for row in world.members.rows)
-    assert world.session_log._open == {}
-    assert world.session_log._parts == {}
+    assert world.session_log.session_names == set()
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
@@ -60,7 +55,7 @@ async def test_last_turn_asked_for_again_is_not_beyond_the_limit(world: World) -
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
     await world.until(lambda: node.stalled)
     asking.cancel()
-    await world.until(lambda: not session_of(world).running)
+    await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
     node.change(stalls=FOREVER)
     await agent.turn(max_tokens=20)
     assert len(node.asked) == 1
@@ -84,7 +79,7 @@ async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: Worl
     asking = asyncio.ensure_future(named(agent, "r", max_tokens=20))
     await world.until(lambda: node.stalled)
     asking.cancel()
-    await world.until(lambda: not session_of(world).running)
+    await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
     node.change(stalls=FOREVER)
     first = await named(agent, "r", max_tokens=20)
     second = await named(agent, "s", max_tokens=20)
@@ -175,10 +170,10 @@ async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: 
     async with World(folder=tmp_path) as world:
         await world.node("a")
         assert len(world.gateway.sessions) == 1
-        assert world.members._demand._open == {}
+        assert world.members.open_requests == {}
         agent.world = world
         await agent.turn()
-        assert world.members._demand._open["0-0"].requests == 1
+        assert world.members.open_requests["0-0"] == 1
         await world.http.delete(f"{SESSIONS}/{agent.name}")
         check_empty(world)
 
@@ -307,16 +302,16 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
     asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
     await world.until(lambda: node.stalled and world.members.waiting.count == 1)
-    waiting = next(name for name in ("second", first.name) if name not in world.members._table._session_nodes)
+    waiting = next(name for name in ("second", first.name) if name not in world.members.session_nodes)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
     world.members.places.assign()
-    await world.until(lambda: len(world.gateway.sessions._turn_tasks) == 1)
-    assert waiting not in world.members._table._session_nodes
+    await world.until(lambda: len(world.gateway.sessions.turn_tasks) == 1)
+    assert waiting not in world.members.session_nodes
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
     await asyncio.gather(*asking)
-    await world.until(lambda: not world.gateway.sessions._turn_tasks)
+    await world.until(lambda: not world.gateway.sessions.turn_tasks)
     check_empty(world)
 
 
@@ -338,7 +333,7 @@ async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> No
     gate.set_result(None)
     world.gateway.sessions.drop(agent.name)
     assert (await asking).status_code == 404
-    await world.until(lambda: not world.gateway.sessions._turn_tasks)
+    await world.until(lambda: not world.gateway.sessions.turn_tasks)
     check_empty(world)
     assert (world.ledger.delivered, world.ledger.discarded) == (0, len(made[0].token_ids))
 
@@ -346,17 +341,18 @@ async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> No
 async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
+    jobs = world.note_jobs()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-    await world.until(lambda: [len(turn.job.token_ids) for turn in session_of(world).turns.values()] == [5])
-    [turn] = session_of(world).turns.values()
+    await world.until(lambda: [len(job.token_ids) for job in jobs] == [5])
+    [job] = jobs
     records: list[Any] = []
     monkeypatch.setattr(world.session_log, "append", records.append)
-    world.gateway.sessions._record_parts()
-    turn.job.start_over()
-    turn.job.token_ids += range(6)
-    turn.job.logprobs += [0.0] * 6
-    world.gateway.sessions._record_parts()
-    world.gateway.sessions._record_parts()
+    world.gateway.sessions.record_parts()
+    job.start_over()
+    job.token_ids += range(6)
+    job.logprobs += [0.0] * 6
+    world.gateway.sessions.record_parts()
+    world.gateway.sessions.record_parts()
     assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
     assert node.stalled
     asking.cancel()
@@ -398,8 +394,8 @@ async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
 
 async def test_refusal_that_is_no_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node("a", refuses=lambda _: True)
-    real, odd = fake_vllm._response, b'{"error":{"message":"\xff"}}'
-    monkeypatch.setattr(fake_vllm, "_response", lambda status, body=b"": real(status, odd if body else body))
+    real, odd = fake_vllm.http_response, b'{"error":{"message":"\xff"}}'
+    monkeypatch.setattr(fake_vllm, "http_response", lambda status, body=b"": real(status, odd if body else body))
     answer = await (await Agent(world).open()).ask()
     assert answer.status_code == 400
     assert node.translated == 1

@@ -11,7 +11,6 @@ from orchestrator.gateway.job import Finished
 from orchestrator.gateway.routing.dispatch import Ledger
 from orchestrator.gateway.routing.members import Members
 from orchestrator.gateway.surface.metrics import Metrics
-from policies.serving.member import Load
 from tests.rigs.gateway_world import World
 from tests.stand_ins.fake_vllm import completion
 
@@ -21,8 +20,8 @@ BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
 async def test_members_are_told_by_state_and_policy(world: World) -> None:
     await world.node("a"), await world.node("b")
     await world.node("old", policy="0-3")
-    await world.node("leaving")
-    world.members._table.started("leaving", Load("group"))  # it has something to do, and stays
+    leaving = await world.node("leaving")
+    leaving.row.running = 1  # so it stays
     world.members.drain("leaving")
     found = await world.numbers()
     assert found["members{0-0,serving}"] == 2

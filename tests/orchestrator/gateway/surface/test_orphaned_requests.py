@@ -56,14 +56,14 @@ async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever
         if taken:
             assert kept.take(one.key) is one
         else:
-            kept._end(kept._batches[0])
+            kept.end(kept.batches[0])
 
     coming = asyncio.ensure_future(comes())
     await asyncio.sleep(0)
     completer.may.set()
     await coming
     await asyncio.wait([one.task])
-    assert members._demand._open == {}
+    assert members.open_requests == {}
 
 
 async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_policy_is_wanted(
@@ -114,8 +114,9 @@ async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault
     completer.may.set()
     await leaving
     kept.expire_superseded("1-0")
-    while kept._batches or kept._ending:
+    while kept.batches:
         await asyncio.sleep(0)
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
     gc.collect()
     assert said == []
-    assert members._demand._open == {}
+    assert members.open_requests == {}

@@ -105,10 +105,9 @@ class Story:
         saved = path.read_bytes()
         self._writing.cancel()
         world.session_log.close()
-        world.session_log._path = world.session_log._store = None
         for asking in list(self.asking):
             asking.cancel()
-        for task in list(world.gateway.sessions._turn_tasks):
+        for task in list(world.gateway.sessions.turn_tasks):
             task.cancel()
         await self._stack.aclose()
         if keep == 0:
@@ -162,7 +161,7 @@ class Story:
                 check_branch(branch)
             rows.append(contents(trace))
             assert (await self.world.http.delete(f"{SESSIONS}/{name}")).status_code == 204
-        await self.world.until(lambda: not self.world.gateway.sessions._turn_tasks)
+        await self.world.until(lambda: not self.world.gateway.sessions.turn_tasks)
         await asyncio.sleep(0)
         check_empty(self.world)
         await self.world.session_log.flush()

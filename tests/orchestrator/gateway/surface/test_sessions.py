@@ -326,9 +326,9 @@ async def test_an_unfinished_turn_goes_on_in_the_next_gateway(tmp_path: Path) ->
     async with World(folder=tmp_path) as world:
         node = await world.node("a", stalls=5)
         agent = await Agent(world, sampling={}).open()
+        jobs = world.note_jobs()
         asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-        [session] = world.gateway.sessions._sessions.values()
-        await world.until(lambda: [len(turn.job.token_ids) for turn in session.turns.values()] == [5])
+        await world.until(lambda: [len(job.token_ids) for job in jobs] == [5])
         world.gateway.sessions.close()
         saved = (tmp_path / "turns").read_bytes()
         asking.cancel()

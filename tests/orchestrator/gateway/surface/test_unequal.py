@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.gateway.job import Job
 from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.openai import AnswerFormat, StreamState, _Run, error_document
+from orchestrator.gateway.surface.openai import AnswerFormat, Run, StreamState, error_document
 from orchestrator.gateway.surface.openai_request import from_chat, read_chat, read_completion
 from tests.rigs.gateway_world import World, serve
 from tests.stand_ins.fake_vllm import CONTEXT, FOREVER, completion, expected, prompt_of, rendered
@@ -52,7 +52,7 @@ class Client:
     async def stream(self) -> str | None:
         """To its end. Returns the finish reason. Raises ApiError."""
         form, told = AnswerFormat(self.asked, "0-0"), StreamState()
-        async with _Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
+        async with Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
             while True:
                 answer = at_work.completion(0)
                 if (chunk := form.chunk(0, told, answer)) is not None:
