@@ -1,14 +1,31 @@
-"""The tests, files and names to which docs/architecture.md and CONTRIBUTING.md point exist."""
+"""The tests, files and names to which docs/architecture.md and CONTRIBUTING.md point exist.
+
+And tests use no private names of the product.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PAGE = ROOT / "docs" / "architecture.md"
+PRODUCT = ("orchestrator", "tasks", "checkpoint", "policies")
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+# TRL calls private methods of our classes that extend its own, so their tests do too. Moto is a library.
+MAY_USE_PRIVATE_NAMES = {
+    "node/features/test_agents.py",
+    "node/ranks/divided.py",
+    "node/ranks/divided_trainer.py",
+    "node/test_trl_contract.py",
+    "node/trainer/evaluating/test_foreseen.py",
+    "node/trainer/test_samples.py",
+    "node/trainer/test_windows_ahead.py",
+    "rigs/sky/cloud.py",
+}
 
 
 def test_every_line_of_what_is_lost_names_a_test_that_there_is() -> None:
@@ -54,3 +71,37 @@ def test_files_that_contributing_names_exist() -> None:
     named = [word for word in words if "/" in word and not word.startswith(".venv")]
     assert len(named) > 20
     assert [word for word in named if not (ROOT / word).exists()] == []
+
+
+def private_definitions(file: Path) -> Iterator[str]:
+    """Yield names with one leading underscore that a module defines: functions, classes, variables, attributes."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def private_reads(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and name of attributes of other objects, imports, and names given to `setattr` and the like."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls" | "os")):
+                continue
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.ImportFrom(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr" | "object"), args=[*args]):
+                texts = [arg.value for arg in args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                yield from ((node.lineno, part) for text in texts for part in text.split("."))
+
+
+def test_tests_use_no_private_names_of_the_product() -> None:
+    files = [file for package in PRODUCT for file in (ROOT / package).rglob("*.py")]
+    private = {name for file in files for name in private_definitions(file) if PRIVATE.fullmatch(name)}
+    assert len(private) > 1000
+    tests = [file for file in TESTS.rglob("*.py") if str(file.relative_to(TESTS)) not in MAY_USE_PRIVATE_NAMES]
+    reads = [f"{file}:{line} {name}" for file in tests for line, name in private_reads(file) if name in private]
+    assert reads == []

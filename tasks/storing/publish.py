@@ -154,7 +154,12 @@ class PolicyPublisher:
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._remover = PolicyRemover(store)
         self._remover_pool = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
-        self._removal: Future[bool] = self._remover_pool.submit(lambda: True)
+        self.removal: Future[bool] = self._remover_pool.submit(lambda: True)  # of older policies, the last begun
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot that is being stored, if there is one."""
+        return None if self._snapshot is None else self._snapshot[0]
 
     def publish(
         self,
@@ -277,13 +282,13 @@ class PolicyPublisher:
 
     def _await_removal(self) -> None:
         try:
-            if not self._removal.result():  # started after the previous policy, so mostly done
+            if not self.removal.result():  # started after the previous policy, so mostly done
                 self._last = None  # a policy that nodes need is missing: publish a whole one
         except (Corrupt, StoreUnavailable) as error:  # the next removal includes these policies
             log.warning("older_policies_not_removed", why=str(error))
 
     def _remove_older(self, current: str, since_step: int | None) -> None:
-        self._removal = self._remover_pool.submit(self._remover.remove, current, since_step)
+        self.removal = self._remover_pool.submit(self._remover.remove, current, since_step)
 
     def _send(
         self,

@@ -48,7 +48,7 @@ class World:
         by, served = (0, 1, 1), ServedTypes(rounds_to)
         publisher = AdapterPublisher(self.store, config, "base", identity, scratch, by, served, StepCosts())
         ref = publisher.publish(PolicyVersion(0, step), adapter_tensors(model), None)
-        publisher._removal.result()
+        publisher.removal.result()
         return ref
 
     def fetched(self, ref: PolicyRef) -> Path:

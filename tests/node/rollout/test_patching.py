@@ -90,8 +90,7 @@ class Following:
             canary = ready.canary if ready.folder is None else self.node.check.verify(ready.folder)
             await self.loader.load(self.node.server, ready, canary)
             await self.loader.loaded(ready, [self.node.server])
-            if self.loader._settling is not None:
-                await self.loader._settling
+            await self.loader.settled()
             return ready.folder is None
 
         with capture_logs() as logs:

@@ -39,11 +39,11 @@ class Engine:
     def __init__(self, folder: Path, boot: int) -> None:
         self.boot_id, self.policy, self.does = f"boot-{boot}", "", list[str]()
         self.why, self.broken, self.stopped = "", False, False
-        self._weights = folder / f"{self.boot_id}.safetensors"
+        self.file = folder / f"{self.boot_id}.safetensors"
 
     async def load(self, version: str, folder: Path, _canary: Canary | None = None) -> None:
         self.does.append("whole")
-        shutil.copy(folder / layout.MODEL, self._weights)
+        shutil.copy(folder / layout.MODEL, self.file)
         self.policy = version
 
     async def overwrite(self, version: str, base: str, staged: Staged, _canary: Canary | None) -> None:
@@ -54,7 +54,7 @@ class Engine:
             raise ServerFailed("half of it is done")
         with ThreadPoolExecutor(1) as pool:
             for path, before in zip(staged.deltas, staged.digests, strict=False):
-                delta.apply([path], self._weights, before, pool)
+                delta.apply([path], self.file, before, pool)
         self.policy = version
 
     async def try_deltas(
@@ -67,7 +67,7 @@ class Engine:
 
     async def prove(self, version: str, folder: Path, _first: int, _step: int) -> bool:
         if version == self.policy:
-            check_same(folder / layout.MODEL, self._weights)
+            check_same(folder / layout.MODEL, self.file)
         return version == self.policy
 
     async def stop(self) -> None:
@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def weights(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", load_file(self._weights))
+        return cast("dict[str, Any]", load_file(self.file))
 
 
 def check_same(ours: Path, theirs: Path) -> None:
@@ -107,8 +107,8 @@ class Node:
         assert self.engine.policy == ref.label
         wanted = self.world.made[ref.label]
         assert all(one.equal(wanted[name]) for name, one in self.engine.weights.items())
-        if settles and self.loader._settling is not None:
-            await self.loader._settling
+        if settles:
+            await self.loader.settled()
             assert not self.engine.stopped
         for held in self.world.root.glob("[!.]*"):
             if settles:
@@ -190,13 +190,12 @@ def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
         await node.follow(world.publish(publisher, 0))
         await node.follow(world.steps(publisher, 1)[0])
         monkeypatch.setattr(delta, "apply", counted)
-        with node.folders._file:  # the disk takes its time
+        with node.folders.file_lock:  # the disk takes its time
             refs = world.steps(publisher, 2, 3, 4)
             assert [await node.follow(ref, settles=False) for ref in refs] == ["changes"] * 3
             prefixes = [ref.prefix for ref in refs[:2]]
             world.store.delete([f"{prefix}/{layout.MANIFEST}" for prefix in prefixes])  # the publisher's retention
-        assert node.loader._settling is not None
-        await node.loader._settling
+        await node.loader.settled()
         [held] = world.root.glob("[!.]*")
         assert held.name == refs[-1].label
         check(held, world.made[held.name])
@@ -304,8 +303,7 @@ async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
     ready = await node.loader.fetch(servers, ref, engines[0].policy or None, lambda: True)
     await asyncio.gather(*(node.loader.load(one, ready, CANARY) for one in servers))
     await node.loader.loaded(ready, servers)
-    if node.loader._settling is not None:
-        await node.loader._settling
+    await node.loader.settled()
     wanted = node.world.made[ref.label]
     for engine in engines:
         assert engine.policy == ref.label
@@ -351,7 +349,7 @@ def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
     async def story() -> None:
         for step in range(3):
             await given(node, world.steps(publisher, step)[0], a, b)
-        with node.folders._file:
+        with node.folders.file_lock:
             [ref] = world.steps(publisher, 3)
             ready = await node.loader.fetch([cast("Server", a)], ref, a.policy, lambda: True)
             for one in (a, b):
@@ -359,9 +357,8 @@ def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
             await node.loader.loaded(ready, [cast("Server", a), cast("Server", b)])
             weights = a.weights
             weights["model.norm.weight"][3] += 1  # a bit of its memory
-            save_file(weights, a._weights)
-        assert node.loader._settling is not None
-        await node.loader._settling
+            save_file(weights, a.file)
+        await node.loader.settled()
         assert (a.stopped, b.stopped) == (True, False)
 
     asyncio.run(story())

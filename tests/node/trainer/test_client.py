@@ -22,7 +22,7 @@ from policies.serving.seeds import request_seed
 from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from policies.tick.snapshot import Trainer
 from tasks.completions import gateway_client
-from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
+from tasks.completions.gateway_client import RETRY_S, GatewayCall, GatewayClient, GenerationFailed
 from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from tasks.completions.rollout_source import RolloutSource
 from tasks.storing.heartbeat import Heartbeat
@@ -150,21 +150,22 @@ def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
 
 
 def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing() -> None:
-    call = _Call(batch())
+    now_s = 0.0
+    call = GatewayCall(batch(), clock=lambda: now_s)
     for moves, moved in ((0, False), (1, True), (1, False), (3, True), (0, False), (1, True)):
-        before_s = call._progress_s = -1.0
+        now_s += 10.0
         call.process(BatchLine(progress=Progress(0, 0, 0, 6, moves)))
-        assert (call._progress_s > before_s) is moved, moves
+        assert (call.idle_s == 0.0) is moved, moves
     call.cut()
-    call._progress_s = -1.0
+    now_s += 10.0
     call.process(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
-    assert call._progress_s == -1.0
+    assert call.idle_s == 10.0
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(0, 30 + 4), (10, 20), (30, 0)])
 def test_what_a_gateway_has_kept_of_a_broken_connection_is_not_lost(kept: int, lost: int) -> None:
     """A gateway that has kept something tells itself what it had discarded."""
-    call = _Call(batch(count=1))
+    call = GatewayCall(batch(count=1))
     call.process(BatchLine(progress=Progress(30, 4, 1, 0)))
     call.cut()
     call.process(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))

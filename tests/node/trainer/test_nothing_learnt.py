@@ -15,7 +15,7 @@ from policies.detect.symptoms import NO_VARIANCE
 from policies.model import exit_codes
 from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import RewardCounts, count_rewards
-from tasks.trainer.main import _end_of_training, _unexpected_error
+from tasks.trainer.main import end_of_training, unexpected_error
 from tasks.trl.unrewarded import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
@@ -107,7 +107,7 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         args=SimpleNamespace(max_steps=asked_steps, num_train_epochs=1.0),
         train_dataset=[1],
     )
-    found, why = _end_of_training(trainer)
+    found, why = end_of_training(trainer)
     assert found == code
     assert code == exit_codes.OK or f"step {step} of {max_steps}" in why
 
@@ -128,6 +128,6 @@ def test_unexpected_errors_end_by_what_may_help(
     error: Exception, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    found, why = _unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
+    found, why = unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
     assert (found, "\n" in why) == (code, False)
     assert str(error) in why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import tasks.agents.runner
 from checkpoint.records.rollouts import Session
 from policies.serving.sessions import TURNS_AT_ONCE_MAX
 from tasks.agents.gateway import Forwarder, Gateway
+from tasks.agents.host import Ended
+from tasks.agents.processes import AgentHost
 from tasks.agents.runner import AgentRunner
 from tasks.completions.gateway_client import Generated, GenerationFailed
 from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
@@ -195,18 +198,15 @@ async def test_session_is_cut_at_its_own_limits_alone(runners: list[AgentRunner]
             assert found.is_cut == is_cut, (agent, limits)
 
 
-async def test_time_begins_with_the_agents_process(
-    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SlowHost(AgentHost):
+    def fork(self) -> socket.socket:
+        time.sleep(3.0)
+        return super().fork()
+
+
+async def test_time_begins_with_the_agents_process(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "answers", time_s=2.0)
-        fork = runner._host._fork
-
-        def slow() -> object:
-            time.sleep(3.0)
-            return fork()
-
-        monkeypatch.setattr(runner._host, "_fork", slow)
+        runner = started(runners, gateway, "answers", time_s=2.0, make_host=SlowHost)
         [found] = await complete(runner, [{"prompt": "p"}])
     assert not found.failed
 
@@ -229,11 +229,18 @@ async def test_runner_is_closed_while_agents_wait(runners: list[AgentRunner], tm
             await going
 
 
+class EndsThread(AgentHost):
+    """Ends the thread in which the runner calls it."""
+
+    async def run(self, *_: Any) -> Ended:
+        asyncio.get_running_loop().stop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
 async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "answers")
-        await asyncio.to_thread(runner.start)
-        runner._loop.call_soon_threadsafe(runner._loop.stop)
+        runner = started(runners, gateway, "answers", make_host=EndsThread)
         with pytest.raises(GenerationFailed, match="thread"):
             await complete(runner, [{"prompt": "p"}])
         await asyncio.to_thread(runner.close)
@@ -261,9 +268,7 @@ async def test_silent_gateway_ends_the_call_at_its_deadline(runners: list[AgentR
             await complete(started(runners, gateway, "answers"), [{"prompt": "p"}], deadline_s=1.0)
 
 
-async def test_interrupted_call_ends_its_agents(
-    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_interrupted_call_ends_its_agents(runners: list[AgentRunner], tmp_path: Path) -> None:
     class Told(Exception):
         pass
 
@@ -272,8 +277,7 @@ async def test_interrupted_call_ends_its_agents(
             raise Told
 
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "hangs")
-        monkeypatch.setattr(runner, "_may_go_on", told)
+        runner = started(runners, gateway, "hangs", may_go_on=told)
         with pytest.raises(Told):
             await complete(runner, [{"prompt": "p", "folder": str(tmp_path)}])
         from tests.tasks.agents.test_processes import gone

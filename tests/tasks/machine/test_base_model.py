@@ -27,6 +27,7 @@ from tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from tasks.machine.node_env import NodeEnv
 from tasks.models import hub, shared
 from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
+from tasks.rollout.compile_caches import FOLDERS
 from tasks.rollout.engine_files import EngineFiles
 from tasks.rollout.vllm import flags as vllm_flags
 from tasks.trainer import main
@@ -299,8 +300,10 @@ def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
     place = shared.place_of(GATED.model, None)
     published.put(next(one.key for one in published.entries(place) if one.size_bytes == 4096), bytes(4096))
     env = NodeEnv(published.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
-    here = EngineFiles(env, run_of(tmp_path, cloud="sky"), published)
-    here._compiled._is_enabled = False  # it asks the hub for the configuration, as the next does
+    run = run_of(tmp_path, cloud="sky")
+    # Else the compile cache asks the hub for the configuration, as the next does.
+    own_cache = replace(run.rollout, env={name: str(tmp_path) for name in FOLDERS})
+    here = EngineFiles(env, replace(run, rollout=own_cache), published)
     monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
     spec, bare = asyncio.run(here.prepare(may_be_bare=False))
     assert (spec.trainer.model, bare, asked) == (GATED.model, False, [GATED.model])
@@ -319,28 +322,25 @@ async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_
         assert told.wait(HANG_S)
 
     def seen() -> bool:
-        machine.engine._changed.set()
         return any(one.name == BASE_MODEL and one.done_bytes for one in machine.stages)
 
     monkeypatch.setattr(shared, "bring", held_up)
     machine.comes_up.clear()
-    machine.make(machine.publish(0), bare=bare)
+    machine.timing = replace(machine.timing, stage_s=0.01)
+    trainer = replace(machine.spec.trainer, model=GATED.model)
+    machine.spec = replace(machine.spec, cloud="sky", trainer=trainer)
+    machine.start(machine.publish(0), bare=bare)
     agent = machine.agent
-    plain = agent._files.spec
-    spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
-    agent._files = machine.engine._files = EngineFiles(agent._env, spec, machine.store)
-    machine.engine._may_be_bare = bare
-    machine.run()
     await machine.eventually(lambda: first.is_set() and seen())
     assert machine.boots == []
     told.set()
     await machine.eventually(lambda: machine.boots)
     assert machine.boots[0].bare is bare
-    assert (Path(agent._files.spec.trainer.model).name == FOLDER) is not bare
-    assert agent._files.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent._files.spec))
+    assert (Path(agent.files.spec.trainer.model).name == FOLDER) is not bare
+    assert agent.files.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent.files.spec))
     machine.comes_up.set()
     await machine.eventually(lambda: len(machine.boots) == 2 or not bare)  # its policy is another model's
-    assert Path(agent._files.spec.trainer.model).name == FOLDER
+    assert Path(agent.files.spec.trainer.model).name == FOLDER
 
 
 def test_a_trainer_publishes_what_it_has_not_got_from_the_store(

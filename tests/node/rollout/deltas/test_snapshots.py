@@ -69,14 +69,14 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     gate.open.release(3)  # its own
     world.step()
     of = publisher.publish(PolicyVersion(0, 5), world.weights.items(), None)
-    snapshot = publisher._snapshot[0]
+    snapshot = publisher.snapshot
     assert kind(world, of) == "delta+"
     for step in (6, 7, 8):
         gate.open.release(3)
         world.step()
         ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
         world.made[ref.label] = dict(world.weights)
-        publisher._removal.result()
+        publisher.removal.result()
         assert not snapshot.stored.done()
         world.fetch(world.node(), ref)
     gate.open.release(100)
@@ -142,7 +142,7 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     gate.open.release(3)  # its own
     world.step()
     publisher.publish(PolicyVersion(0, 2), world.weights.items(), None)
-    snapshot = publisher._snapshot[0]
+    snapshot = publisher.snapshot
     world.step(1.0)
     assert kind(world, world.publish(publisher, 3)) == "whole"
     gate.open.release(100)
@@ -176,14 +176,13 @@ def test_a_snapshot_of_a_file_that_another_begins_anew_ends_no_trainer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
-    publisher: Any = world.publisher()
-    ref = world.publish(publisher, 0)
-    idle = threading.Event()
+    ref = world.publish(world.publisher(machine="trainer"), 0)
+    idle, weights = threading.Event(), world.folder / "trainer" / layout.MODEL
 
     def begun(timeout: float) -> bool:
-        os.truncate(publisher._weights, 0)
+        os.truncate(weights, 0)
         return timeout > 0
 
     monkeypatch.setattr(idle, "wait", begun)
     with pytest.raises(Corrupt):
-        Snapshot(world.store, ref, publisher._weights, idle).stored.result(HANG_S)
+        Snapshot(world.store, ref, weights, idle).stored.result(HANG_S)

@@ -172,6 +172,6 @@ def always() -> bool:
 
 def settle(publisher: Any) -> None:
     """Wait for what goes on after a publication."""
-    if publisher._snapshot is not None:
-        wait([publisher._snapshot[0].stored], timeout=HANG_S)
-    publisher._removal.result()
+    if publisher.snapshot is not None:
+        wait([publisher.snapshot.stored], timeout=HANG_S)
+    publisher.removal.result()

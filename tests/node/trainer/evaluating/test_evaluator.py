@@ -26,7 +26,7 @@ from policies.model.node_contract import EVALUATOR
 from policies.model.spec import Dataset, Replicas
 from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from tasks.evaluating.keeping import KEEP_S
-from tasks.evaluating.main import _evaluate
+from tasks.evaluating.main import run_evaluation
 from tasks.machine.leaving import Leaving
 from tests.budget import until
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig
@@ -76,7 +76,7 @@ def evaluating(parent: Rig, tiny: Path, folder: Path, replicas: int) -> Any:
 def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
     """Run the evaluator in this process."""
     run, leaving = documents.read_run(rig.store), Leaving(rig.work, attempt)
-    return _evaluate(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
+    return run_evaluation(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
 
 
 def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:

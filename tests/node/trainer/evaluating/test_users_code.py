@@ -16,8 +16,8 @@ from policies.model import exit_codes
 from policies.model.vocabulary import BASE, Evaluation, Subject
 from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
-from tasks.evaluating.assemble import _InPieces
-from tasks.evaluating.scoring import _readable_by_judge
+from tasks.evaluating.assemble import InPieces
+from tasks.evaluating.scoring import readable_by_judge
 from tasks.rewards import readable_by
 from tasks.rewards.guard import BadReward
 from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
@@ -82,12 +82,12 @@ def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
 def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
     of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
-        _readable_by_judge(of, "right", made)
+        readable_by_judge(of, "right", made)
 
 
 def test_what_says_which_can_be_read_changes_no_sample() -> None:
     of, made = judged_by(takes_all)
-    assert _readable_by_judge(of, "right", made) == [True, True]
+    assert readable_by_judge(of, "right", made) == [True, True]
     assert made.completions == ["x", "y"]
 
 
@@ -123,7 +123,7 @@ def test_pieces_are_halved_until_there_is_room_for_them() -> None:
 
     requests = [CompletionRequest(index, [5], 0) for index in range(5)]
     batch, arrived = Batch(PolicyRef("0-0", ""), {}, requests, 1.0), list[Completion]()
-    made = _InPieces(Small(), 8).complete(batch, arrived.append).completions  # type: ignore[arg-type]  # a stand-in
+    made = InPieces(Small(), 8).complete(batch, arrived.append).completions  # type: ignore[arg-type]  # a stand-in
     assert [one.index for one in made] == [0, 1, 2, 3, 4]
     assert arrived == made
     assert asked == [5, 4, 2, 2, 1]
