@@ -50,7 +50,7 @@ class AgentHost:
         memory_bytes: address space limit of each process of an agent; None: unlimited.
         python: interpreter that imports the agent, relative to `workdir`; it needs msgspec and psutil. None: the
             trainer's.
-        start_s: limit for importing the agent's module.
+        fork_s: limit for the host to fork a session's keeper.
         end_s: limit for a keeper to terminate its agent's processes.
         again_s: between two attempts to start a session's keeper.
     """
@@ -62,13 +62,13 @@ class AgentHost:
         memory_bytes: int | None = None,
         python: str | None = None,
         *,
-        start_s: float = START_S,
+        fork_s: float = START_S,
         end_s: float = END_S,
         again_s: float = AGAIN_S,
     ) -> None:
         self._path, self._command = (run, []) if isinstance(run, str) else ("", list(run))
         self._workdir, self._memory_bytes, self._python = workdir, memory_bytes, python
-        self.start_s, self._end_s, self._again_s = start_s, end_s, again_s
+        self.fork_s, self._end_s, self._again_s = fork_s, end_s, again_s
         self._control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None  # the host, if it was started
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class AgentHost:
                 except OSError as error:
                     self._close()
                     raise NoAgent(f"its interpreter does not start: {error}") from error
-            self._control.settimeout(self.start_s)
+            self._control.settimeout(START_S)
             why = self._first_line(self._control)
             if why:
                 self._close()
@@ -129,7 +129,7 @@ class AgentHost:
                 continue
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
             try:
-                if keeper := await asyncio.wait_for(_read_line(reader), self.start_s):
+                if keeper := await asyncio.wait_for(_read_line(reader), self.fork_s):
                     began()
                     writer.write(msgspec.json.encode(order) + b"\n")
                     return await self._wait_for_end(reader, writer, int(keeper), stop)
@@ -187,7 +187,7 @@ class AgentHost:
                     return "the process that imports it ended"
                 data += received
         except TimeoutError:
-            return f"importing it took longer than {self.start_s:g} s"
+            return f"importing it took longer than {START_S:g} s"
         return msgspec.json.decode(data, type=str)
 
     def _close(self) -> None:

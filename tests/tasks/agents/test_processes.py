@@ -123,7 +123,7 @@ async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
     if number == signal.SIGKILL:
         host.process.kill()
     else:
-        host.start_s = SHORT_S
+        host.fork_s = SHORT_S
         waiting.append(asyncio.create_task(run(host)))
     assert [(await one).reward for one in waiting[-3:]] == [1.0] * 3
 

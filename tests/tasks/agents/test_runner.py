@@ -19,7 +19,6 @@ import tasks.agents.runner
 from checkpoint.records.rollouts import Session
 from policies.serving.sessions import TURNS_AT_ONCE_MAX
 from tasks.agents.gateway import Forwarder, Gateway
-from tasks.agents.host import Ended
 from tasks.agents.processes import AgentHost
 from tasks.agents.runner import AgentRunner
 from tasks.completions.gateway_client import Generated, GenerationFailed
@@ -229,18 +228,11 @@ async def test_runner_is_closed_while_agents_wait(runners: list[AgentRunner], tm
             await going
 
 
-class EndsThread(AgentHost):
-    """Ends the thread in which the runner calls it."""
-
-    async def run(self, *_: Any) -> Ended:
-        asyncio.get_running_loop().stop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
 async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "answers", make_host=EndsThread)
+        runner = started(runners, gateway, "answers")
+        await asyncio.to_thread(runner.start)
+        runner.loop.call_soon_threadsafe(runner.loop.stop)
         with pytest.raises(GenerationFailed, match="thread"):
             await complete(runner, [{"prompt": "p"}])
         await asyncio.to_thread(runner.close)
