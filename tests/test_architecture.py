@@ -28,7 +28,7 @@ MAY_USE_PRIVATE_NAMES = {
 }
 
 
-def test_every_line_of_what_is_lost_names_a_test_that_there_is() -> None:
+def test_every_line_of_what_is_lost_names_an_existing_test() -> None:
     _, _, table = PAGE.read_text().partition("## What is lost when")
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 30

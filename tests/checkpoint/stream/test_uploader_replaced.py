@@ -40,7 +40,7 @@ from tasks.machine.uploader import is_replaced, retention
         ("of a run that began anew", [None], ("trainer-0-i1", 0), "0-20", True),
     ],
 )
-def test_what_is_replaced(
+def test_replaced_checkpoints_by_forks_and_heartbeat(
     says: str, forks: list[str | None], beat: tuple[str, int] | None, version: str, replaced: bool, tmp_path: Path
 ) -> None:
     store = Store(f"file://{tmp_path}/store")

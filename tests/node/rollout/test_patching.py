@@ -116,9 +116,7 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     following.node.stop()
 
 
-def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_matrices_cause_full_reload_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters are empty then; a head that is the embedding is not."""
     monkeypatch.setitem(vllm_flags.FIXED, "worker-extension-cls", "tests.stand_ins.packed_linears.Extension")
     following = Following(tmp_path, tied_qwen(), {})

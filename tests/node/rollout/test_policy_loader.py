@@ -121,7 +121,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     return Node(World(tmp_path), monkeypatch)
 
 
-def test_each_kind_of_tensor_is_tried_once_a_boot_and_then_changes_suffice(node: Node) -> None:
+def test_each_tensor_kind_is_tested_once_per_boot(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -144,7 +144,7 @@ def test_each_kind_of_tensor_is_tried_once_a_boot_and_then_changes_suffice(node:
     asyncio.run(story())
 
 
-def test_where_changes_come_to_something_else_all_is_reloaded_and_that_is_said_once(node: Node) -> None:
+def test_deltas_that_differ_cause_full_reload_reported_once(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -175,9 +175,7 @@ def test_a_trial_that_ends_the_engine_is_not_made_again(node: Node) -> None:
     asyncio.run(story())
 
 
-def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_runs_ahead_of_file_that_follows_in_one_pass(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     world, publisher = node.world, node.world.publisher()
     passes, apply = list[int](), delta.apply
 
@@ -218,7 +216,9 @@ def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
         ("vLLM started again", "whole"),
     ],
 )
-def test_what_the_next_policy_comes_by(node: Node, monkeypatch: pytest.MonkeyPatch, then: str, by: str) -> None:
+def test_next_policy_is_loaded_whole_or_by_deltas(
+    node: Node, monkeypatch: pytest.MonkeyPatch, then: str, by: str
+) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -260,7 +260,7 @@ def test_what_the_next_policy_comes_by(node: Node, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_the_engine_holds_what_its_label_names(
+def test_engine_holds_the_labelled_weights_after_any_faults(
     node: Node, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Steps, restarts of either side, rollbacks, lost objects and policies that a node misses, in any order."""
@@ -311,7 +311,7 @@ async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
     return [one.does[-1] for one in engines]
 
 
-def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trials(node: Node) -> None:
+def test_engines_share_fetches_and_have_their_own_tests(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)
     a.member, b.member = "rollout-0-i1.0", "rollout-0-i1.1"
@@ -340,7 +340,7 @@ def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trial
     asyncio.run(story())
 
 
-def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
+def test_engine_that_differs_from_its_file_is_restarted(node: Node) -> None:
     """And no other of its machine."""
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)

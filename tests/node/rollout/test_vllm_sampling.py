@@ -100,7 +100,7 @@ def requests(chance: random.Random) -> list[Asked]:
     return made
 
 
-def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: Sampled) -> None:
+def test_continued_completion_equals_an_uncut_one(node: Sampled) -> None:
     chance = random.Random(SEED)
     asked = requests(chance)
     whole = node.make(asked)
@@ -118,7 +118,7 @@ def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: S
     assert max(differences) < 1e-4
 
 
-def test_a_seed_means_the_same_beside_others_and_alone(node: Sampled) -> None:
+def test_seed_gives_the_same_alone_and_in_a_batch(node: Sampled) -> None:
     asked = requests(random.Random(SEED + 1))[:6]
     assert [node.make([one])[0].tokens for one in asked] == [made.tokens for made in node.make(asked)]
 

@@ -124,7 +124,7 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         (RuntimeError("CUDA out of memory"), True, exit_codes.OUT_OF_MEMORY),
     ],
 )
-def test_unexpected_errors_end_by_what_may_help(
+def test_unexpected_errors_exit_by_their_remedy(
     error: Exception, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -69,7 +69,7 @@ def test_where_nothing_is_waited_for_an_interrupt_leaves(store: Store, kind: str
     assert next(left, None) is None
 
 
-def test_what_is_waited_for_is_said(store: Store) -> None:
+def test_down_shows_its_progress(store: Store) -> None:
     journal = Journal(store, "here/1")
     journal.take_over(0.0, "here", 1, "up")
     node = "trainer-0-i1"

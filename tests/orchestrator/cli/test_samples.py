@@ -123,7 +123,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     deadline=None,
 )
 @given(TEXT, TEXT, TEXT)
-def test_whatever_a_text_holds_80_columns_of_plain_characters_are_printed(
+def test_any_text_prints_as_80_columns_of_plain_characters(
     store: Store, cli: Cli, prompt: str, completion: str, name: str
 ) -> None:
     store_step(store, "0-4", group(prompt, sample(completion, node=name, refused="")))

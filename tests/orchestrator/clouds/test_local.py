@@ -47,7 +47,7 @@ def up(machine: Machine) -> bool:
     return machine.state is MachineState.UP
 
 
-def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
+def test_working_machine_accepts_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order())
     log = tmp_path / "machines" / "rollout-0-i1" / "log"
     while not log.read_text():
@@ -56,7 +56,7 @@ def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_pa
     assert seen(cloud, "rollout-0-i1", up).attempt == 1
 
 
-def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path) -> None:
+def test_process_between_two_programs_belongs_to_its_machine(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text(f"exec sh {again}")
     process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
@@ -91,7 +91,7 @@ def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_launch_on_a_full_disk_leaves_what_is_there_readable(cloud: LocalCloud) -> None:
+def test_launch_on_a_full_disk_leaves_records_readable(cloud: LocalCloud) -> None:
     cloud.launch(order())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -178,9 +178,7 @@ def test_the_memory_of_a_machine_is_given_back_with_it(
     assert (links["trainer-0-i2"] / "checkpoint-50" / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
-    cloud: LocalCloud, tmp_path: Path
-) -> None:
+def test_spool_outlives_work_and_other_names_are_kept(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
     seen(cloud, "trainer-0-i1", lambda m: m.exit_code is not None)
     link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
@@ -194,7 +192,7 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
 
 
-def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_returns_automatically(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     cloud.refuse(["rollout-0"], 0.3)

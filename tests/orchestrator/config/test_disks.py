@@ -54,7 +54,7 @@ def told(found: Loaded) -> list[str]:
 H100 = "{infra: aws/us-east-1, accelerators: H100:8}"
 
 
-def test_disks_that_a_model_needs_are_asked_for_where_none_is_named(tmp_path: Path) -> None:
+def test_required_disks_are_requested_if_none_is_named(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, "{any_of: [{infra: aws/us-east-1}, {infra: gcp/us-central1}]}", OF_70B)
     assert disks(found) == (3490, 540)  # with the base model in what is restored: beta is set
     assert told(found) == [
@@ -71,7 +71,7 @@ def test_a_model_that_fits_skypilots_own_disk_asks_for_nothing(tmp_path: Path) -
     assert [one.partition(":")[0] for one in told(found)] == ["trainer.resources"]
 
 
-def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: Path) -> None:
+def test_too_small_named_disk_is_reported_with_figures(tmp_path: Path) -> None:
     some = "{any_of: [{infra: aws/us-east-1, disk_size: 2TB}, {infra: gcp/us-central1, disk_size: 300}]}"
     found = loaded(tmp_path, "{infra: aws/us-east-1, disk_size: 500}", some, OF_70B)
     assert disks(found) == (500, None)
@@ -121,7 +121,7 @@ def test_machines_with_disks_of_their_own_are_asked_for_none(infra: str, tmp_pat
     assert told(found)[1].startswith(said)
 
 
-def test_a_size_that_is_not_known_is_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_unknown_size_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, H100, NotKnown("cannot reach the hub: no route"))
     assert disks(found) == (None, None)
     assert told(found) == [
@@ -145,7 +145,7 @@ def size_of(model: str, workdir: Path, timeout_s: float = HANG_S) -> ModelSize:
     return find_size(load(workdir / "run.yaml").spec, timeout_s)
 
 
-def test_a_folder_tells_its_size_by_its_files_or_by_their_index(tmp_path: Path) -> None:
+def test_folder_size_is_by_its_files_or_index(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(NotKnown, match="no safetensors files and no index"):
@@ -194,7 +194,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path: Path) -> None:
+def test_hub_gives_the_size_of_a_model_by_dtype(hub: type[Hub], tmp_path: Path) -> None:
     api, config = "/api/models/own/model", "/own/model/resolve/main/config.json"
     hub.answers = {api: (200, {"safetensors": {"parameters": {"BF16": 30, "F32": 2}}}), config: (200, {"a": 1})}
     assert size_of("own/model", tmp_path) == ModelSize(32, 68, {"a": 1})
@@ -214,9 +214,7 @@ def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path
         ((503, {}), "cannot reach the hub"),
     ],
 )
-def test_a_hub_that_does_not_say_it_is_no_error(
-    answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path
-) -> None:
+def test_hub_without_size_is_no_error(answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path) -> None:
     hub.answers = {"/api/models/own/model": answer}
     with pytest.raises(NotKnown, match=why):
         size_of("own/model", tmp_path)
@@ -238,6 +236,6 @@ def test_hub_that_sends_without_an_end_is_left_at_the_timeout(hub: type[Hub], tm
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_folder_of_the_machines_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
+def test_folder_on_the_machines_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(NotKnown, match="is a folder on the machines"):
         size_of("/mnt/models/llama", tmp_path)

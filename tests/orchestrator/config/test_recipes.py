@@ -74,7 +74,7 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
     assert kind != "folder" or (there / "run.yaml").read_text() == "mine"
 
 
-def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
+def test_recipes_state_their_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> tuple[int, str]:
@@ -98,7 +98,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch
     assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.yaml", "tiny"]
 
 
-def test_what_the_overlays_of_one_recipe_change() -> None:
+def test_overlays_of_one_recipe_change_expected_keys() -> None:
     base = spec_of("math-two-gpus")
 
     def over(name: str) -> RunSpec:
@@ -116,7 +116,7 @@ def test_what_the_overlays_of_one_recipe_change() -> None:
     )
 
 
-def test_what_is_asked_of_a_program() -> None:
+def test_programs_answer_recipe_checks() -> None:
     tests = ["assert double(2) == 4"]
     asked = module("qwen-32b", "prompts").of_mbpp({"text": "Double it.", "test_list": tests})
     assert asked[-1] == {"role": "user", "content": f"Double it.\nIt should pass this test: {tests[0]}"}

@@ -100,7 +100,7 @@ def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actua
     assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
 
 
-def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator) -> None:
+def test_launching_machine_can_be_terminated(cloud: Clouds, actuator: Actuator) -> None:
     actuator.submit((LAUNCH,), held)
     until("done", lambda: cloud.calls == ["launch rollout-0-i1"])
     actuator.submit((TERMINATE,), held)
@@ -109,7 +109,7 @@ def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, act
     )
 
 
-def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
+def test_refusal_is_returned_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
@@ -125,7 +125,7 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
+def test_refusal_of_terminating_node_is_returned_afterwards(
     cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch, left: bool
 ) -> None:
     refused = threading.Event()
@@ -151,7 +151,7 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
 
 
-def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(cloud: Clouds, store: AwayStore) -> None:
+def test_unavailable_cloud_is_not_called_again_at_once(cloud: Clouds, store: AwayStore) -> None:
     actuator = make(cloud, store, unavailable_wait_s=HANG_S)
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
@@ -178,7 +178,7 @@ def test_a_fork_is_written_though_the_store_was_away(cloud: Clouds, store: AwayS
     assert documents.read_forks(store) == (fork,)
 
 
-def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
+def test_impossible_export_is_reported_and_not_retried(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
     until(
         "what the actuator was asked for", lambda: transfer.export_of(PolicyVersion(0, 8)).read(store) is not None
@@ -188,7 +188,7 @@ def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStor
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
 
-def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator) -> None:
+def test_fenced_controller_starts_nothing(cloud: Clouds, actuator: Actuator) -> None:
     def replaced() -> None:
         raise Fenced("b/2 wrote journal entry 7")
 
@@ -201,7 +201,7 @@ def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actua
     actuator.submit((TERMINATE,), replaced)  # it is under way already
 
 
-def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore) -> None:
+def test_action_fenced_too_long_ago_is_dropped(cloud: Clouds, store: AwayStore) -> None:
     """This process is stopped between its look at the journal and the call."""
     now_s = [100.0]
     actuator = make(cloud, store, clock=lambda: now_s[0])

@@ -57,7 +57,7 @@ class Odd(Telling):
         return []
 
 
-def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from_buying_for_ever() -> None:
+def test_unexpected_error_is_logged_retried_and_stops_blocking() -> None:
     prices = Prices(Odd(MAX_FAILURES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
     for _ in range(MAX_FAILURES - 1):
         prices.fetch()
@@ -69,7 +69,7 @@ def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from
     assert (prices.pools(), prices.trouble()) == ((), "")
 
 
-def test_what_was_heard_once_stays_known_while_a_cloud_does_not_answer() -> None:
+def test_known_prices_stay_while_the_cloud_is_away() -> None:
     cloud = Telling(TRAINER)
     prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     prices.fetch()

@@ -37,7 +37,7 @@ class Brief(SilenceLimits):
 
 
 @pytest.mark.usefixtures("soon")
-async def test_what_waits_for_its_turn_in_an_engine_is_not_taken_for_stuck(world: World) -> None:
+async def test_requests_queued_in_an_engine_are_not_stuck(world: World) -> None:
     """The engine works at two at a time, and the last begin after three times the limit."""
     node = await world.node("a")
     node.at_a_time, node.event_s = 2, LONG_S / 4
@@ -48,7 +48,7 @@ async def test_what_waits_for_its_turn_in_an_engine_is_not_taken_for_stuck(world
 
 
 @pytest.mark.usefixtures("soon")
-async def test_one_that_others_have_gone_before_is_ended(world: World) -> None:
+async def test_overtaken_request_is_ended(world: World) -> None:
     node = await world.node("a", event_s=0.1)
     lost = job(max_tokens=13)
     node.loses = {lost.body["seed"]}
@@ -62,7 +62,7 @@ async def test_one_that_others_have_gone_before_is_ended(world: World) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_an_engine_that_says_that_requests_wait_is_believed(world: World) -> None:
+async def test_engines_report_of_waiting_requests_is_trusted(world: World) -> None:
     node = await world.node("a", event_s=0.1)
     late = job(max_tokens=13)
     node.loses = {late.body["seed"]}
@@ -78,7 +78,7 @@ async def test_an_engine_that_says_that_requests_wait_is_believed(world: World) 
     asked.cancel()
 
 
-async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_and_one_that_stops_is(
+async def test_working_engine_with_rare_events_is_not_stuck(
     world: World,
 ) -> None:
     world.limits = Brief
@@ -99,7 +99,7 @@ async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_a
     assert world.ledger.handovers_by_reason.keys() == {"silent"}
 
 
-async def test_server_that_does_not_answer_is_mute_although_its_engine_works(world: World) -> None:
+async def test_silent_server_is_unresponsive_though_its_engine_works(world: World) -> None:
     world.limits = Brief
     node = await world.node("a", stalls=5, deaf=True, engine=EngineStats())
     asked = world.ask(job(max_tokens=13))

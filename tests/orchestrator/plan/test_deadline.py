@@ -49,7 +49,7 @@ def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept
     assert deadline_words(found).plain == f"2025-11-30 18:00 UTC, {words}"
 
 
-def test_without_a_deadline_or_a_number_of_steps_nothing_is_promised() -> None:
+def test_nothing_is_promised_without_deadline_or_steps() -> None:
     assert plan_deadline(spec(100, None), SHAPE, 2, NOW_S) is None
     for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
         found = plan_deadline(run, shape, 2, NOW_S)

@@ -66,9 +66,7 @@ def host_of(
         ("forks", 0.75, ""),
     ],
 )
-async def test_what_becomes_of_an_agent(
-    hosts: list[AgentHost], agent: str, reward: float | None, why: str
-) -> None:
+async def test_agent_outcomes(hosts: list[AgentHost], agent: str, reward: float | None, why: str) -> None:
     ended = await run(host_of(hosts, agent))
     assert (ended.reward, ended.why) == (reward, why)
     assert len(ended.output) < 20_000
@@ -202,9 +200,7 @@ def test_agent_that_cannot_be_imported_is_named(path: str, says: str) -> None:
         AgentHost(path, HERE).start()
 
 
-def test_function_of_another_environment_is_forked_from_its_interpreter(
-    tmp_path: Path, hosts: list[AgentHost]
-) -> None:
+def test_function_of_another_environment_uses_its_interpreter(tmp_path: Path, hosts: list[AgentHost]) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     packages = next((tmp_path / "env/lib").iterdir()) / "site-packages"
     for package in (msgspec, psutil):

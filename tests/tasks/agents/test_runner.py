@@ -167,7 +167,7 @@ async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
 
 
 @pytest.mark.parametrize("more", [{}, {"model": "gpt-17"}])
-async def test_agent_that_asks_for_ever_uses_up_its_time(
+async def test_agent_that_requests_forever_uses_up_its_time(
     runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
 ) -> None:
     monkeypatch.setattr(tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
@@ -239,7 +239,7 @@ async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunn
 
 
 @pytest.mark.parametrize(("limits", "says"), [({"turns": 1}, "turns_max"), ({"tokens": 8}, "tokens_max")])
-async def test_agent_beyond_a_limit_is_told(
+async def test_agent_beyond_a_limit_gets_an_error(
     runners: list[AgentRunner], tmp_path: Path, limits: dict[str, int], says: str
 ) -> None:
     async with serving(tmp_path) as gateway:

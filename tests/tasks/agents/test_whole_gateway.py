@@ -104,7 +104,7 @@ async def test_gateway_and_node_that_go_away_change_nothing(tmp_path: Path) -> N
     assert content(found) == content(expected)
 
 
-async def test_trainer_that_is_started_again_gets_what_was_recorded(tmp_path: Path) -> None:
+async def test_restarted_trainer_gets_recorded_turns(tmp_path: Path) -> None:
     expected = await calm(tmp_path / "calm")
     store = Store(f"file://{tmp_path}/store")
     async with World() as world:

@@ -78,7 +78,7 @@ def test_calls_made_together_are_what_they_are_alone(tmp_path: Path, store: Stor
     assert (len(alone.batches), len(gateway.batches)) == (3, 1)
 
 
-def test_a_call_that_was_not_foreseen_is_made_as_it_comes(store: Store) -> None:
+def test_unforeseen_call_is_made_when_it_comes(store: Store) -> None:
     gateway = Gateway()
     rollouts = source(store, gateway)
     rollouts.foresee(AT, CALLS, SAMPLES)
@@ -151,7 +151,7 @@ class Comes(Gateway):
         return super().complete(batch)
 
 
-def test_time_of_a_begun_call_that_nobody_made_counts_once(store: Store) -> None:
+def test_time_of_an_unmade_begun_call_counts_once(store: Store) -> None:
     costs = StepCosts()
     rollouts = source(store, Comes(), costs)
     sampling = {"temperature": 1.0}

@@ -109,7 +109,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_token(
+def test_fetched_model_reaches_others_by_store_without_token(
     store: Store, snapshot: Path, tmp_path: Path, asked: list[str]
 ) -> None:
     said = list[Stage]()
@@ -133,7 +133,7 @@ def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_to
     assert asked == ["own/gated"] * 2, "another revision is another model"
 
 
-def test_a_node_that_needs_no_weights_gets_their_names_and_shapes_instead(
+def test_node_without_need_of_weights_gets_names_and_shapes(
     published: Store, snapshot: Path, tmp_path: Path
 ) -> None:
     outline = base(published, tmp_path / "node").outline()
@@ -172,7 +172,7 @@ def test_damaged_index_of_a_model_is_a_value_error(tmp_path: Path, index: bytes)
         tensors_in(tmp_path)
 
 
-def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(snapshot: Path, tmp_path: Path) -> None:
+def test_partial_upload_is_never_seen_and_next_sends_the_rest(snapshot: Path, tmp_path: Path) -> None:
     whole = Failing((tmp_path / "whole").as_uri(), 1000)
     assert shared.publish(whole, GATED.model, None, snapshot, 1.0)
     everything = len(whole.taken)
@@ -202,9 +202,7 @@ def test_a_damaged_object_sends_a_node_to_the_hub(
     assert not (tmp_path / "node" / FOLDER).exists()
 
 
-def test_what_the_hub_gave_is_not_fetched_again_for_the_next_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_model_is_not_fetched_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the store either, which has it by then: the disk has room for one."""
     store = Store((tmp_path / "store").as_uri())
     snapshot, asked = from_the_hub(tmp_path / "hub"), list[str]()
@@ -222,7 +220,7 @@ def test_what_the_hub_gave_is_not_fetched_again_for_the_next_engine(
     assert list((tmp_path / "node").iterdir()) == []
 
 
-def test_weights_in_another_format_are_left_to_what_loads_them(
+def test_weights_in_other_formats_are_left_to_their_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pickled").mkdir()
@@ -233,7 +231,7 @@ def test_weights_in_another_format_are_left_to_what_loads_them(
     assert not shared.publish(store, GATED.model, None, tmp_path / "pickled", 1.0)
 
 
-def test_who_closes_it_ends_what_is_under_way(published: Store, tmp_path: Path) -> None:
+def test_close_ends_running_transfers(published: Store, tmp_path: Path) -> None:
     one = base(published, tmp_path / "node")
     one.close()
     with pytest.raises(Closed):
@@ -257,14 +255,14 @@ def run_of(workdir: Path, **given: Any) -> RunSpec:
         ({"cloud": "sky", "model": "/mnt/model"}, {}, None),
     ],
 )
-def test_which_models_come_through_the_store(
+def test_models_that_come_through_the_store(
     given: dict[str, Any], settings: dict[str, Any], expected: Source | None, tmp_path: Path
 ) -> None:
     (tmp_path / "here").mkdir()
     assert source_of(run_of(tmp_path, **given), settings) == expected
 
 
-def test_a_trainer_reads_what_its_model_is_loaded_with_from_json_too(tmp_path: Path) -> None:
+def test_trainer_reads_json_model_options_too(tmp_path: Path) -> None:
     run = replace(run_of(tmp_path), grpo={"model_init_kwargs": '{"trust_remote_code": true}'})
     have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
 
@@ -293,7 +291,7 @@ def test_with_the_folder_everything_reads_the_model_there(tmp_path: Path) -> Non
     assert str(folder) in vllm_flags.argv_of(spec, "127.0.0.1", 1, None)
 
 
-def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
+def test_engine_needing_weights_does_not_start_without_them(
     published: Store, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of them is damaged in the published, and the hub gives none: vLLM asks it, and says why not."""
@@ -310,7 +308,7 @@ def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
 
 
 @pytest.mark.parametrize("bare", [True, False])
-async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
+async def test_agent_brings_model_before_vllm_and_reports_progress(
     machine: Machine, snapshot: Path, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
     shared.publish(machine.store, GATED.model, None, snapshot, 1.0)
@@ -343,9 +341,7 @@ async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_
     assert Path(agent.files.spec.trainer.model).name == FOLDER
 
 
-def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_publishes_a_model_missing_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real process, which has its own size of chunks. A second trainer's machine publishes nothing."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 16 << 20)
     store = Store((tmp_path / "store").as_uri())

@@ -36,7 +36,7 @@ async def both_hold(machine: Machine, policy: PolicyRef) -> dict[str, Announce]:
     return dict(sorted(machine.members.items()))
 
 
-async def test_each_engine_has_gpus_of_its_own_and_a_policy_is_fetched_once_for_all(
+async def test_engines_have_own_gpus_and_share_one_policy_fetch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = machine.publish(0, size_bytes=1000), machine.publish(1, size_bytes=1000)
@@ -59,7 +59,7 @@ async def test_each_engine_has_gpus_of_its_own_and_a_policy_is_fetched_once_for_
     assert len(machine.boots) == 2
 
 
-async def test_an_engine_that_dies_is_started_again_and_its_sibling_serves_on(machine: Machine) -> None:
+async def test_dead_engine_is_restarted_while_its_sibling_serves(machine: Machine) -> None:
     first, second = machine.publish(0), machine.publish(1)
     machine.start(first, SHARES)
     before = await both_hold(machine, first)
@@ -89,7 +89,7 @@ async def hangs(_: Boot) -> None:
     [(fails, HANG_S), (Boot.stop, HANG_S), (hangs, 0.01)],
     ids=["fails", "ends", "hangs"],
 )
-async def test_engine_that_never_serves_is_given_up_alone(
+async def test_engine_that_never_serves_is_abandoned_alone(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, start: Any, start_limit_s: float
 ) -> None:
     """The controller, which sees that the machine serves, does not end it."""
@@ -110,7 +110,7 @@ async def test_engine_that_never_serves_is_given_up_alone(
 
 
 @pytest.mark.parametrize(("works", "given_up"), [(0, True), (40, True), (80, False)])
-async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
+async def test_engine_dying_at_first_requests_is_abandoned(
     machine: Machine, works: int, *, given_up: bool
 ) -> None:
     """Its policy loads and it becomes a member, each time. One that has worked for long is started again."""
@@ -135,7 +135,7 @@ async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
 
 
 @pytest.mark.parametrize(("lame", "ends"), [(1, False), (2, False), (3, True), (4, True)])
-async def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_left(
+async def test_machine_ends_once_less_than_half_its_engines_remain(
     machine: Machine, lame: int, *, ends: bool
 ) -> None:
     async def on_start(boot: Boot) -> None:
@@ -154,7 +154,7 @@ async def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_l
 
 
 @pytest.mark.parametrize("touched", [True, False])
-async def test_an_engine_that_computes_something_else_is_unfit_alone(machine: Machine, *, touched: bool) -> None:
+async def test_engine_that_computes_otherwise_is_unfit_alone(machine: Machine, *, touched: bool) -> None:
     async def on_load(boot: Boot) -> None:
         if boot.member == SECOND:
             raise PolicyRefused("its canary is another's", touched=touched)
@@ -174,7 +174,7 @@ async def until_both_start(machine: Machine) -> None:
     machine.comes_up.set()  # both at once
 
 
-async def test_an_engine_that_hangs_in_a_load_is_ended_and_keeps_its_sibling_from_nothing_for_long(
+async def test_engine_hanging_in_load_is_killed_and_others_go_on(
     machine: Machine,
 ) -> None:
     async def on_load(boot: Boot) -> None:
@@ -194,7 +194,7 @@ async def test_an_engine_that_hangs_in_a_load_is_ended_and_keeps_its_sibling_fro
     assert said[FIRST].boot_id in {boot.boot_id for boot in machine.boots[:2]}
 
 
-async def test_engine_whose_sibling_fails_has_all_the_time_its_load_takes(machine: Machine) -> None:
+async def test_engine_whose_sibling_fails_has_all_its_load_time(machine: Machine) -> None:
     async def on_load(boot: Boot) -> None:
         if boot.member == SECOND:
             raise ServerFailed("it is gone")
@@ -231,7 +231,7 @@ def test_a_machine_divides_the_gpus_that_it_sees(
     assert gpus_of_engines(run) == shares
 
 
-def test_a_process_between_two_programs_still_belongs_to_its_boot(tmp_path: Path) -> None:
+def test_process_between_two_programs_belongs_to_its_boot(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text(f"exec sh {again}")
     process = subprocess.Popen(["sh", again], env={**os.environ, "BOOT": str(tmp_path)})

@@ -21,7 +21,7 @@ from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, settle, snapshots
 
 
-def test_what_may_be_wanted_stays_usable_for_every_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wanted_policies_stay_usable_for_every_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHAIN_MAX", 3)
     publisher, kept = world.publisher(), world.node()
     before = world.publish(publisher, 0)
@@ -56,7 +56,7 @@ class Gate:
         return False
 
 
-def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
+def test_snapshot_of_changing_weights_yields_the_named_policy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are published while it is sent, and each of its chunks is as it was when it was read."""
@@ -111,9 +111,7 @@ def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
     world.fetch(world.node(), refs[2])
 
 
-def test_a_lost_snapshot_costs_only_those_who_need_it_and_them_one_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_snapshot_costs_its_users_one_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "CHAIN_MAX", 1)
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
@@ -172,9 +170,7 @@ def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(
     world.fetch(world.node(), ref)
 
 
-def test_a_snapshot_of_a_file_that_another_begins_anew_ends_no_trainer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshot_of_a_truncated_file_stops_no_trainer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
     ref = world.publish(world.publisher(machine="trainer"), 0)
     idle, weights = threading.Event(), world.folder / "trainer" / layout.MODEL

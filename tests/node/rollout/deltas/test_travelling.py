@@ -20,7 +20,7 @@ from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check, kind
 
 
-def test_after_the_first_version_only_what_has_changed_travels(world: World) -> None:
+def test_only_changes_are_sent_after_the_first_version(world: World) -> None:
     publisher, node = world.publisher(), world.node()
     first = world.publish(publisher, 0)
     world.fetch(node, first)
@@ -59,7 +59,7 @@ def test_floats_are_rounded_as_engines_do_and_nothing_else_is(world: World) -> N
         assert bytes(held[name].view(torch.uint8).flatten()) == bytes(wanted.view(torch.uint8).flatten())
 
 
-def test_a_node_that_comes_fetches_the_whole_one_and_what_follows(world: World) -> None:
+def test_new_node_fetches_whole_policy_and_its_deltas(world: World) -> None:
     publisher = world.publisher()
     world.publish(publisher, 0)
     *_, before, newest = world.steps(publisher, 1, 2, 3)
@@ -83,7 +83,7 @@ def test_where_almost_all_changes_all_travels(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
+def test_node_gets_the_labelled_weights_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Steps, restarts, failed puts, lost objects, nodes that come, skip versions or run again, in any order."""

@@ -140,7 +140,7 @@ def test_an_adapter_is_evaluated_without_nodes(adapted: Rig, tiny: Path, tmp_pat
         is_as_transformers_says(rig, adapted, tiny, model)
 
 
-def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_killed_evaluator_continues_from_stored_results(trained: Rig, tiny: Path, tmp_path: Path) -> None:
     with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
         argv = [sys.executable, "-m", EVALUATOR]
         killed: list[int] = []
@@ -165,7 +165,7 @@ def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path
         assert (beat.activity, beat.step, beat.max_steps) == ("done", 2, 2)
 
 
-def test_a_checkpoint_that_is_gone_is_a_line_and_no_token(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_one_line_and_costs_no_token(trained: Rig, tiny: Path, tmp_path: Path) -> None:
     with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
         record = documents.read_run(rig.store)
         assert record.evaluation is not None

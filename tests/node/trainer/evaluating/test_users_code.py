@@ -45,7 +45,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> Iterator[Rig]
         yield made
 
 
-def test_an_environments_own_score_is_one_of_the_scores(rig: Rig) -> None:
+def test_environments_score_is_one_of_the_scores(rig: Rig) -> None:
     assert evaluator.evaluate(rig) == (exit_codes.OK, "evaluated base")
     summary, samples = evaluator.found(rig, BASE)
     assert list(summary.scores) == ["share_of_calls", "Ladder"]
@@ -79,13 +79,13 @@ def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
 
 
 @pytest.mark.parametrize(("says", "told"), [(hangs, "timed out"), (leaves, "raised SystemExit: 3")])
-def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
+def test_judge_of_readability_is_under_the_rules_of_rewards(says: Any, told: str) -> None:
     of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
         readable_by_judge(of, "right", made)
 
 
-def test_what_says_which_can_be_read_changes_no_sample() -> None:
+def test_readability_score_changes_no_sample() -> None:
     of, made = judged_by(takes_all)
     assert readable_by_judge(of, "right", made) == [True, True]
     assert made.completions == ["x", "y"]
@@ -101,7 +101,7 @@ def test_what_says_which_can_be_read_changes_no_sample() -> None:
         ([], None, False),
     ],
 )
-def test_cut_off_is_what_has_reached_its_length_without_an_end(
+def test_completion_at_full_length_without_end_is_cut(
     ids: list[int], kwargs: dict[str, Any] | None, cut: bool
 ) -> None:
     trainer: Any = SimpleNamespace(

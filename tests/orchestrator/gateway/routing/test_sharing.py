@@ -47,7 +47,7 @@ def shares_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("shares_for_ever")
-async def test_the_first_member_takes_its_share_and_each_that_comes_takes_another(world: World) -> None:
+async def test_first_member_takes_its_share_and_others_theirs(world: World) -> None:
     nodes = await fleet(world)
     for node in nodes:
         node.stalls = 0
@@ -64,7 +64,7 @@ async def test_the_first_member_takes_its_share_and_each_that_comes_takes_anothe
     assert max(len(node.asked) for node in nodes) <= PER_NODE + GROUP_LEAD_REQUESTS
 
 
-async def test_what_was_kept_for_others_that_do_not_come_is_not_kept_long(world: World) -> None:
+async def test_reserved_share_is_released_if_no_member_comes(world: World) -> None:
     nodes = await fleet(world)
     nodes[0].stalls = 0
     asked = step(world, NODES * PER_NODE)
@@ -74,7 +74,7 @@ async def test_what_was_kept_for_others_that_do_not_come_is_not_kept_long(world:
     await asyncio.gather(*asked)
 
 
-async def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost(world: World) -> None:
+async def test_late_member_takes_jobs_from_others_without_loss(world: World) -> None:
     nodes = await fleet(world)
     early, late = nodes[:2]
     for node in nodes[2:]:
@@ -99,7 +99,7 @@ async def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost(world
     assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
 
 
-async def test_those_without_a_token_go_first_and_lose_nothing(world: World) -> None:
+async def test_jobs_without_tokens_move_first_and_lose_nothing(world: World) -> None:
     nodes = await fleet(world)
     early, late = nodes[:2]
     for node in nodes[2:]:
@@ -123,7 +123,7 @@ async def test_those_without_a_token_go_first_and_lose_nothing(world: World) -> 
     await asyncio.gather(*asked)
 
 
-async def test_last_request_of_a_slow_member_moves_to_an_idle_one(world: World) -> None:
+async def test_last_request_of_slow_member_moves_to_an_idle_one(world: World) -> None:
     slow, fast = [await world.node(name) for name in ("slow", "fast")]
     for node in (slow, fast):
         node.row.allowed, node.event_s = node.max_requests, 0.05

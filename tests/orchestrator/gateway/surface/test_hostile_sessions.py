@@ -49,7 +49,7 @@ async def test_session_of_no_policy_version_is_refused(world: World, version: st
     await (await Agent(world).open()).turn()
 
 
-async def test_last_turn_asked_for_again_is_not_beyond_the_limit(world: World) -> None:
+async def test_repeated_last_turn_is_within_the_limit(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}, turns_max=1).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -62,7 +62,7 @@ async def test_last_turn_asked_for_again_is_not_beyond_the_limit(world: World) -
     assert (await agent.ask()).json()["error"]["code"] == LIMIT_CODE
 
 
-async def test_two_at_a_time_under_one_name_are_one_turn(world: World) -> None:
+async def test_two_parallel_requests_of_one_name_are_one_turn(world: World) -> None:
     node = await world.node("a", deaf=True)
     agent = await Agent(world).open()
     asking = [asyncio.ensure_future(named(agent, "r")) for _ in range(2)]
@@ -73,7 +73,7 @@ async def test_two_at_a_time_under_one_name_are_one_turn(world: World) -> None:
     assert len(node.asked) == 1
 
 
-async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: World) -> None:
+async def test_turn_repeated_by_name_is_not_given_to_the_next(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(named(agent, "r", max_tokens=20))
@@ -87,7 +87,7 @@ async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: Worl
     assert len((await agent.trace()).branches) == 2
 
 
-async def test_request_refused_once_is_made_when_asked_again_by_name(world: World) -> None:
+async def test_refused_request_is_made_when_repeated_by_name(world: World) -> None:
     node = await world.node("a")
     agent = await Agent(world).open()
     node.refuses = lambda body: "prompt" in body
@@ -118,7 +118,7 @@ async def test_session_closed_during_render_leaves_nothing(world: World) -> None
     check_empty(world)
 
 
-async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> None:
+async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -147,9 +147,7 @@ async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatc
     check_empty(world)
 
 
-async def test_session_that_nobody_asks_does_not_hold_its_policy(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_session_does_not_hold_its_policy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.2)
     node = await world.node("a", loads=True)
     agent = await Agent(world).open()
@@ -160,7 +158,7 @@ async def test_session_that_nobody_asks_does_not_hold_its_policy(
     assert (await agent.trace()).policy == "0-0"
 
 
-async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: Path) -> None:
+async def test_session_of_earlier_gateway_holds_no_policy_until_used(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         await world.node("a")
         agent = await Agent(world).open()
@@ -208,7 +206,7 @@ async def test_request_that_cannot_be_recorded_opens_no_session(
     assert node.asked == []
 
 
-async def test_session_of_a_header_is_of_the_policy_that_is_named() -> None:
+async def test_session_of_a_header_has_the_named_policy() -> None:
     async with World(policy="") as world:
         await world.node("a")
         headers = {HEADER_SESSION: "mine", HEADER_POLICY: "0-1"}
@@ -279,7 +277,7 @@ async def test_other_effort_begins_a_branch(world: World) -> None:
         ("render", [1]),
     ],
 )
-async def test_node_that_reads_nonsense_is_not_believed(
+async def test_nodes_nonsense_is_rejected(
     world: World, monkeypatch: pytest.MonkeyPatch, function: str, broken: Any
 ) -> None:
     real, answers = getattr(fake_vllm, function), iter([broken])
@@ -371,7 +369,7 @@ async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str,
     assert all(one["top_logprobs"] == [] for one in content)
 
 
-async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
+async def test_node_that_fails_to_render_is_chosen_last(world: World) -> None:
     a, b = await world.node("a"), await world.node("b")
     asked = list[str]()
 
@@ -392,7 +390,7 @@ async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
     await agent.turn()
 
 
-async def test_refusal_that_is_no_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusal_in_invalid_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node("a", refuses=lambda _: True)
     real, odd = fake_vllm.http_response, b'{"error":{"message":"\xff"}}'
     monkeypatch.setattr(fake_vllm, "http_response", lambda status, body=b"": real(status, odd if body else body))

@@ -41,7 +41,7 @@ def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchR
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever(taken: bool) -> None:
+async def test_request_ending_while_taken_or_dropped_is_not_open(taken: bool) -> None:
     """Its task is done, and whoever waits for that has not heard of it yet."""
     members, completer = Members("secret"), Completes()
     kept = OrphanedRequests(members, completer, Ledger())
@@ -66,7 +66,7 @@ async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever
     assert members.open_requests == {}
 
 
-async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_policy_is_wanted(
+async def test_twice_saved_requests_keep_sampling_and_newest_policy(
     tmp_path: Path,
 ) -> None:
     """A step and an evaluation are of one policy, and the second gateway ends before anybody asks it."""
@@ -96,7 +96,7 @@ class Fails(Completes):
         raise RequestRefused("too long")
 
 
-async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault_of_the_gateway() -> None:
+async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
     members, completer = Members("secret"), Fails()

@@ -66,7 +66,7 @@ def test_session_opened_again_after_its_end_is_kept(path: Path) -> None:
     assert left(path) == again
 
 
-def test_turns_of_session_that_is_over_are_not_kept(path: Path) -> None:
+def test_turns_of_ended_session_are_not_kept(path: Path) -> None:
     log, _ = begun(path)
     records: list[Record] = [opened(), Closed("s"), made(), part(0, 2)]
     for record in records:

@@ -172,7 +172,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_sessions_are_the_same_whatever_is_lost(
+async def test_sessions_are_the_same_after_any_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(sessions, "PART_S", 0.01)  # turns are shorter than real ones, too
