@@ -207,7 +207,7 @@ def test_failing_driver_refuses_only_gpu_requests(here: Here) -> None:
         ("0,0,1", ("0", "1")),
     ],
 )
-def test_own_environments_gpu_list_is_divided(visible: str, names: tuple[str, ...]) -> None:
+def test_visible_devices_are_divided(visible: str, names: tuple[str, ...]) -> None:
     found = gpus_here({VISIBLE: visible})
     assert (found.names, found.environment) == (names, {})
 

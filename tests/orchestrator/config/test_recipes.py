@@ -74,7 +74,9 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
     assert kind != "folder" or (there / "run.yaml").read_text() == "mine"
 
 
-def test_recipes_state_their_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
+def test_init_output_for_recipes_and_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> tuple[int, str]:
@@ -116,7 +118,7 @@ def test_overlays_of_one_recipe_change_expected_keys() -> None:
     )
 
 
-def test_programs_answer_recipe_checks() -> None:
+def test_prompt_for_a_program_includes_its_test() -> None:
     tests = ["assert double(2) == 4"]
     asked = module("qwen-32b", "prompts").of_mbpp({"text": "Double it.", "test_list": tests})
     assert asked[-1] == {"role": "user", "content": f"Double it.\nIt should pass this test: {tests[0]}"}

@@ -48,7 +48,7 @@ async def test_requests_queued_in_an_engine_are_not_stuck(world: World) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_overtaken_request_is_ended(world: World) -> None:
+async def test_request_that_later_ones_overtake_is_restarted(world: World) -> None:
     node = await world.node("a", event_s=0.1)
     lost = job(max_tokens=13)
     node.loses = {lost.body["seed"]}

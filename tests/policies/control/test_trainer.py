@@ -196,7 +196,7 @@ def test_drained_machine_without_a_trainer_is_released() -> None:
 
 @pytest.mark.parametrize(("heard_s", "given_up"), [(2.0, False), (1000.0, True)])
 @pytest.mark.parametrize("for_s", [1000.0, MACHINE_LOST_S + 5.0])
-def test_restarted_trainers_old_machine_is_released(heard_s: float, given_up: bool, for_s: float) -> None:
+def test_restarting_trainer_is_released_if_gateway_is_heard(heard_s: float, given_up: bool, for_s: float) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", exit_codes.FAILED)
     while world.state.nodes["trainer-0-i1"].attempt == 1:

@@ -10,7 +10,7 @@ from policies.model.vocabulary import Market, NodePhase, Refusal, Role
 TRAINER, NODE = Running(36.0, 900.0), Running(3.6, 0.0)
 
 
-def test_running_machines_keep_their_money_until_gone() -> None:
+def test_budget_reserves_running_cost_until_teardown() -> None:
     reserve = 36 * (900 + TEARDOWN_S) / 3600 + 3.6 * TEARDOWN_S / 3600
     assert excess(Caps(100 + reserve + 0.01, None), 100.0, [TRAINER, NODE]) == ""
     assert "budget.usd" in excess(Caps(100 + reserve - 0.01, None), 100.0, [TRAINER, NODE])

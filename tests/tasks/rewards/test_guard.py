@@ -188,7 +188,7 @@ def forks(completions: list[str], **_: Any) -> list[float]:
         (numbered, "raised TypeError: it returned a dict, expected a list"),
     ],
 )
-def test_forbidden_return_value_is_named(function: Any, says: str) -> None:
+def test_forbidden_behaviour_is_named_with_its_prompt(function: Any, says: str) -> None:
     def scores(rule: OnBadReward) -> Any:
         found = called(function, rule)
         return asyncio.run(found) if asyncio.iscoroutine(found) else found

@@ -183,7 +183,7 @@ def test_an_entry_that_names_its_market_keeps_it() -> None:
     ("infra", "region"),
     [("aws/us-east-1/us-east-1a", EAST), ("AWS/us-east-1", EAST), ("k8s/a/b", "kubernetes/a/b"), ("aws", "aws")],
 )
-def test_region_limits_follow_private_addresses(infra: str, region: str) -> None:
+def test_region_follows_infra(infra: str, region: str) -> None:
     assert region_of(infra) == region
 
 
@@ -267,7 +267,7 @@ def test_settings_apply_remotely_without_server_code_and_proxies(
     assert settings_elsewhere(here) == there
 
 
-def test_only_certainly_unused_secrets_are_withheld() -> None:
+def test_only_certainly_unused_clouds_are_withheld() -> None:
     assert unused_clouds(["aws/us-east-1", "aws"], "s3://b/r") == sorted(SETTABLE - {"aws"})
     assert unused_clouds(["gcp/us-east1"], "s3://b/r") == sorted(SETTABLE - {"aws", "gcp"})
     assert "ssh" not in unused_clouds(["kubernetes/a"], "gs://b/r")  # they share a file
