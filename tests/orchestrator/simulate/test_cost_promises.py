@@ -1,6 +1,6 @@
 """What the controller promises of money, in the simulated world from end to end, which charges for disks, too.
 
-`test_where` has the requests that refused credentials cost.
+`test_pool_choice` has the requests that refused credentials cost.
 """
 
 from __future__ import annotations
