@@ -105,3 +105,10 @@ def test_tests_use_no_private_names_of_the_product() -> None:
     tests = [file for file in TESTS.rglob("*.py") if str(file.relative_to(TESTS)) not in MAY_USE_PRIVATE_NAMES]
     reads = [f"{file}:{line} {name}" for file in tests for line, name in private_reads(file) if name in private]
     assert reads == []
+
+
+def test_test_names_have_at_most_60_characters() -> None:
+    names = [name for file in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())]
+    assert len(names) > 1000
+    long = [name for name in names if len(name) > 60]
+    assert len(long) <= 9, long  # the others were renamed; rename these with the next change of their files
