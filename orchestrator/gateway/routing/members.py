@@ -358,9 +358,10 @@ class Members:
 
 
 class Announcements:
-    """Announcements that are held open until their reply changes; at most one per node."""
+    """Announcements that are held open until their reply changes, up to `hold_s`; at most one per node."""
 
     def __init__(self) -> None:
+        self.hold_s = HOLD_S
         self._held: dict[str, asyncio.Future[None]] = {}
 
     @property
@@ -369,7 +370,7 @@ class Announcements:
         return frozenset(self._held)
 
     async def hold(self, node: str, lost: Callable[[], None]) -> None:
-        """Return when the announcement is to be answered, after HOLD_S at the latest.
+        """Return when the announcement is to be answered, after `hold_s` at the latest.
 
         Args:
             node: the sender, whose earlier announcement must have been answered.
@@ -378,7 +379,7 @@ class Announcements:
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[node] = held
         try:
-            await asyncio.wait({held}, timeout=HOLD_S)
+            await asyncio.wait({held}, timeout=self.hold_s)
         except asyncio.CancelledError:
             if self._held.get(node) is held:
                 lost()

@@ -110,12 +110,13 @@ class OrphanedRequests:
     Running requests continue. Finished ones stay too, since a trainer may die before it has stored their lines. A
     trainer that makes the same request takes it over.
 
-    Requests are dropped after ORPHAN_TTL_S, or SUPERSEDED_TTL_S after a newer policy is requested; and immediately
+    Requests are dropped after `ttl_s`, or `superseded_ttl_s` after a newer policy is requested; and immediately
     when another timeline is requested, or other weights of the same version.
     """
 
     def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
+        self.ttl_s, self.superseded_ttl_s = ORPHAN_TTL_S, SUPERSEDED_TTL_S
         self.batches: list[OrphanedBatch] = []
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -126,7 +127,7 @@ class OrphanedRequests:
         for request in running:
             request.task.add_done_callback(partial(self._done, orphaned, request))
         self.batches.append(orphaned)
-        self._end_after(orphaned, ORPHAN_TTL_S)
+        self._end_after(orphaned, self.ttl_s)
 
     def take(self, key: Hashable) -> BatchRequest | None:
         """Remove and return a request; the caller counts it in the demand."""
@@ -149,7 +150,7 @@ class OrphanedRequests:
             elif version.timeline != requested.timeline or (version == requested and label != policy):
                 self._end_after(orphaned, 0.0)
             elif version < requested:
-                self._end_after(orphaned, SUPERSEDED_TTL_S)
+                self._end_after(orphaned, self.superseded_ttl_s)
 
     def save(self, path: Path) -> None:
         """Save all requests for the next gateway. Only logs a warning if that fails."""
@@ -165,7 +166,7 @@ class OrphanedRequests:
         try:
             age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
             path.unlink()
-            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < ORPHAN_TTL_S else []
+            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < self.ttl_s else []
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:

@@ -36,8 +36,8 @@ log = structlog.get_logger()
 
 # A restarted trainer loads its model before it opens its sessions again.
 SESSION_TTL_S = 1800.0
-POLICY_HELD_S = 300.0  # how long after its last request members hold a session's policy
-PART_S = 0.25  # between two records of unfinished turns
+POLICY_HELD_S = 300.0
+PART_S = 0.25
 SEED_BITS = 63
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -147,6 +147,11 @@ class Sessions:
         ledger: the gateway's counts.
         translator: translates messages to tokens and back.
         session_log: records the turns.
+
+    Attributes:
+        ttl_s: how long an unused session stays.
+        policy_held_s: how long after its last request members hold a session's policy.
+        part_s: between two records of unfinished turns.
     """
 
     def __init__(
@@ -159,6 +164,7 @@ class Sessions:
     ) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
         self._translator, self._log = translator, session_log
+        self.ttl_s, self.policy_held_s, self.part_s = SESSION_TTL_S, POLICY_HELD_S, PART_S
         self._sessions: dict[str, _Session] = {}
         self._turn_tasks: dict[asyncio.Task[None], tuple[_Session, _Turn]] = {}
 
@@ -180,14 +186,14 @@ class Sessions:
                 continue
             session.count_answers()
             # Its policy is not held until an agent uses the session, which may be over.
-            self._schedule(session, SESSION_TTL_S, self._expire)
+            self._schedule(session, self.ttl_s, self._expire)
         if self._sessions:
             log.info("sessions_restored", sessions=len(self._sessions))
 
     async def run(self) -> None:
         """Record the tokens of unfinished turns, forever."""
         while True:
-            await asyncio.sleep(PART_S)
+            await asyncio.sleep(self.part_s)
             self.record_parts()
 
     def close(self) -> None:
@@ -489,8 +495,8 @@ class Sessions:
             turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
     def _touch(self, session: _Session) -> None:
-        """Count the session in its policy's demand for POLICY_HELD_S, and end it SESSION_TTL_S from now."""
-        self._schedule(session, POLICY_HELD_S, self._release)
+        """Count the session in its policy's demand for `policy_held_s`, and end it `ttl_s` from now."""
+        self._schedule(session, self.policy_held_s, self._release)
         if not session.is_open:
             session.is_open = True
             self._members.want(session.opened.policy, 1, session.opened.recovery)
@@ -506,10 +512,10 @@ class Sessions:
             self._touch(session)
             return
         self._finish(session)
-        self._schedule(session, SESSION_TTL_S - POLICY_HELD_S, self._expire)
+        self._schedule(session, self.ttl_s - self.policy_held_s, self._expire)
 
     def _expire(self, session: _Session) -> None:
-        log.warning("session_expired", session=session.name, after_s=SESSION_TTL_S)
+        log.warning("session_expired", session=session.name, after_s=self.ttl_s)
         self._end(session)
 
     def _finish(self, session: _Session) -> None:

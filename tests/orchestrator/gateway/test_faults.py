@@ -13,9 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.routing import members
 from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import orphaned_requests as kept_module
 from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from policies.serving.wire import CUT, SILENT_S, Announce, Batch, BatchLine, HandOver, PolicyRef, Progress
 from tests.budget import HANG_S, until
@@ -121,11 +119,9 @@ async def test_batch_is_not_late_while_nodes_work_at_older_policy(world: World) 
     assert older.done()
 
 
-async def test_samples_stored_before_batch_end_are_not_reported_lost(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_samples_stored_before_batch_end_are_not_reported_lost(world: World) -> None:
     """A window of several is trained on while the others are made; then the trainer dies."""
-    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
+    world.gateway.orphans.superseded_ttl_s = 0.0
     node = await world.node("a", max_requests=4, event_s=0.01)
     batch, newer = make_batch("0-0"), make_batch("0-1", requests=1)
     lines = world.lines(batch)
@@ -147,10 +143,8 @@ async def test_samples_stored_before_batch_end_are_not_reported_lost(
 
 
 @pytest.mark.parametrize("newer", [PolicyRef("1-0", "p"), PolicyRef("0-1", "p"), PolicyRef("0-0", "p", "f" * 32)])
-async def test_superseded_requests_free_nodes_and_are_lost_once(
-    newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
+async def test_superseded_requests_free_nodes_and_are_lost_once(newer: PolicyRef, world: World) -> None:
+    world.gateway.orphans.superseded_ttl_s = 0.0
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     abandoned = (await until_progress(lines))[-1].progress
@@ -170,8 +164,8 @@ async def test_superseded_requests_free_nodes_and_are_lost_once(
     await world.until(lambda: world.members.open_requests == {})
 
 
-async def test_orphaned_requests_end_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "ORPHAN_TTL_S", 0.0)
+async def test_orphaned_requests_end_after_a_while(world: World) -> None:
+    world.gateway.orphans.ttl_s = 0.0
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
@@ -209,10 +203,8 @@ async def test_batch_waits_until_its_deadline_with_a_reason(world: World) -> Non
     await world.until(lambda: world.members.waiting.count == 0)
 
 
-async def test_member_whose_announcement_breaks_is_out_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members, "HOLD_S", HANG_S)
+async def test_member_whose_announcement_breaks_is_out_at_once(world: World) -> None:
+    world.members.announcements.hold_s = HANG_S
     body = msgspec.json.encode(Announce("boot", "127.0.0.1:9", "0-0"))
     await world.http.post("/members/a", content=body)  # what is news to a node is answered immediately
     announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))

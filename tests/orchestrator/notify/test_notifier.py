@@ -15,7 +15,6 @@ from checkpoint.records.documents import RunRecord
 from checkpoint.store.errors import StoreError
 from checkpoint.store.run_store import Store
 from orchestrator.home import all_secrets, secrets_for
-from orchestrator.notify import notifier as module
 from orchestrator.notify.channels import Message, Undelivered
 from orchestrator.notify.notifier import Notifier, start_notifier
 from policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
@@ -71,8 +70,8 @@ class Run:
     def happens(self, *events: Event) -> None:
         self.journal.append(2.0, events)
 
-    def notifier(self, *channels: Told) -> Notifier:
-        return Notifier(self.store, "demo", "demo-1", channels)
+    def notifier(self, *channels: Told, **options: float) -> Notifier:
+        return Notifier(self.store, "demo", "demo-1", channels, **options)
 
 
 def test_messages_are_sent_once_and_next_daemon_continues() -> None:
@@ -114,11 +113,10 @@ def test_unsent_messages_are_retried_in_order_per_channel() -> None:
     assert (slack.kinds, command.kinds) == (["budget_neared", "finished"], ["budget_neared", "finished"])
 
 
-def test_failed_notification_is_retried_automatically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.001)
+def test_failed_notification_is_retried_automatically() -> None:
     run, told = Run(), Told()
     told.broken = True
-    one = run.notifier(told)
+    one = run.notifier(told, retry_s=0.001)
     run.happens(NEAR)
     one.wake()
     told.wait(3)
@@ -166,10 +164,9 @@ class Looks:
 def test_events_journalled_during_outage_are_sent_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.001)
     run, told = Run(), Told()
     looks = Looks(monkeypatch)
-    one = run.notifier(told)
+    one = run.notifier(told, retry_s=0.001)
     assert looks.looked.acquire(timeout=HANG_S)
     looks.away = True
     run.happens(NEAR)
@@ -187,8 +184,7 @@ def test_store_outage_is_polled_slowly_while_a_message_waits(
     told.broken = True
     run.happens(NEAR)
     looks = Looks(monkeypatch)
-    monkeypatch.setattr(module, "RETRY_MAX_S", 0.0)  # its channel's next try is due at once
-    one = run.notifier(told)
+    one = run.notifier(told, retry_max_s=0.0)  # its channel's next try is due at once
     told.wait()
     looks.away = True
     looks.looked = threading.Semaphore(0)  # however often it looked before

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import pytest
-
 from orchestrator.gateway.job import Finished
-from orchestrator.gateway.routing import places, watch
+from orchestrator.gateway.routing import watch
 from policies.serving.membership import GROUP_LEAD_REQUESTS
 from policies.serving.sharing import DOUBLING_REQUESTS
 from policies.serving.wire import PolicyRef
@@ -20,6 +18,7 @@ NEW = "0-1"
 
 async def fleet(world: World) -> list[Node]:
     """Members that have proved themselves, and hold an older policy than is wanted."""
+    world.watch.balancer.speed_s = 0.4
     nodes = [await world.node(f"n{number}") for number in range(NODES)]
     for node in nodes:
         node.row.allowed = node.max_requests
@@ -36,18 +35,8 @@ async def until_running(world: World, nodes: list[Node], count: int) -> None:
     await world.until(lambda: sum(one.running for one in nodes) >= count)
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SPEED_S", 0.4)
-
-
-@pytest.fixture
-def shares_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "SHARE_LIMIT_S", 600.0)
-
-
-@pytest.mark.usefixtures("shares_for_ever")
 async def test_first_member_takes_its_share_and_others_theirs(world: World) -> None:
+    world.members.places.share_limit_s = 600.0
     nodes = await fleet(world)
     for node in nodes:
         node.stalls = 0
@@ -124,6 +113,7 @@ async def test_jobs_without_tokens_move_first_and_lose_nothing(world: World) -> 
 
 
 async def test_last_request_of_slow_member_moves_to_an_idle_one(world: World) -> None:
+    world.watch.balancer.speed_s = 0.4
     slow, fast = [await world.node(name) for name in ("slow", "fast")]
     for node in (slow, fast):
         node.row.allowed, node.event_s = node.max_requests, 0.05

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.surface import sessions
 from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
 from policies.serving.wire import CHAT, HEADER_POLICY
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
@@ -133,9 +132,9 @@ async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> N
     assert len((await again.trace()).branches) == 2
 
 
-async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "SESSION_TTL_S", 0.2)
-    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.1)
+async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
+    world.gateway.sessions.ttl_s = 0.2
+    world.gateway.sessions.policy_held_s = 0.1
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -147,8 +146,8 @@ async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatc
     check_empty(world)
 
 
-async def test_idle_session_does_not_hold_its_policy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.2)
+async def test_idle_session_does_not_hold_its_policy(world: World) -> None:
+    world.gateway.sessions.policy_held_s = 0.2
     node = await world.node("a", loads=True)
     agent = await Agent(world).open()
     await agent.turn()

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway.routing import waiting
 from orchestrator.gateway.surface import openai
 from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.budget import HANG_S
@@ -182,10 +181,8 @@ async def test_silent_request_is_abandoned_with_an_error(world: World, monkeypat
     await world.until(lambda: node.aborted == 1)
 
 
-async def test_request_beyond_the_queue_limit_is_told_to_retry(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "WAITING_MAX", 1)
+async def test_request_beyond_the_queue_limit_is_told_to_retry(world: World) -> None:
+    world.members.waiting.jobs_max = 1
     first = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT))
     await world.until(lambda: world.members.waiting.count == 1)
     assert (await post(world, COMPLETIONS, prompt=PROMPT)).status_code == 503

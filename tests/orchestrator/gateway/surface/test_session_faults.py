@@ -13,7 +13,6 @@ import pytest
 
 from checkpoint.store import layout
 from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface import sessions
 from policies.serving.sessions import HEADER_REQUEST, SESSIONS
 from policies.serving.wire import CHAT
 from tests.budget import HANG_S
@@ -90,6 +89,7 @@ class Story:
         """A gateway begins."""
         self._stack = contextlib.AsyncExitStack()
         self.world = await self._stack.enter_async_context(World(folder=self.folder, store=self.store))
+        self.world.gateway.sessions.part_s = 0.01  # turns are shorter than real ones, too
         self._writing = asyncio.ensure_future(self.world.gateway.sessions.run())
         self.nodes = []
         await self.add_node()
@@ -172,10 +172,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_sessions_are_the_same_after_any_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    monkeypatch.setattr(sessions, "PART_S", 0.01)  # turns are shorter than real ones, too
+async def test_sessions_are_the_same_after_any_losses(tmp_path: Path, seed: int) -> None:
     async with asyncio.timeout(HANG_S):
         quiet = Story(tmp_path / "quiet", seed)
         quiet.folder.mkdir()

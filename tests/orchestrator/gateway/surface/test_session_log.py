@@ -14,8 +14,7 @@ import pytest
 from checkpoint.store import layout
 from checkpoint.store.errors import StoreUnavailable
 from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface import session_log
-from orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog
+from orchestrator.gateway.surface.session_log import COMPACT_SIZE, Closed, Made, Opened, Part, Record, SessionLog
 from policies.serving.sessions import OpenSession
 from policies.serving.wire import PolicyRef
 
@@ -35,8 +34,10 @@ def part(start: int, end: int, number: int = 0, name: str = "s") -> Part:
     return Part(name, b"o", b"k", number, start, tokens, [0.0] * len(tokens))
 
 
-def begun(path: Path | None, store: Store | None = None, timeline: int = 0) -> tuple[SessionLog, list[Record]]:
-    log = SessionLog(path, store, timeline)
+def begun(
+    path: Path | None, store: Store | None = None, timeline: int = 0, compact_size: int = COMPACT_SIZE
+) -> tuple[SessionLog, list[Record]]:
+    log = SessionLog(path, store, timeline, compact_size)
     return log, log.load()
 
 
@@ -75,9 +76,8 @@ def test_turns_of_ended_session_are_not_kept(path: Path) -> None:
     assert path.stat().st_size == 0
 
 
-def test_compaction_keeps_unfinished_turns_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log, "COMPACT_SIZE", 2000)
-    log, _ = begun(path)
+def test_compaction_keeps_unfinished_turns_whole(path: Path) -> None:
+    log, _ = begun(path, compact_size=2000)
     parts = [part(start, start + 2, 7) for start in range(0, 8, 2)]
     log.append(opened())
     log.append(opened("other"))
@@ -94,8 +94,7 @@ def test_compaction_keeps_unfinished_turns_whole(path: Path, monkeypatch: pytest
 
 
 def test_file_larger_than_compaction_size_is_rewritten_rarely(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log, "COMPACT_SIZE", 1000)
-    log, _ = begun(path)
+    log, _ = begun(path, compact_size=1000)
     log.append(opened())
     replaced: list[Path] = []
 
