@@ -25,7 +25,6 @@ from tasks.rollout import policy_loader
 from tasks.rollout.policy_folders import PolicyFolders, Staged
 from tasks.rollout.policy_loader import PolicyLoader
 from tasks.rollout.vllm.server import Server, ServerFailed
-from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check
 
 CANARY = Canary([1, 2], [0.0], "float32", 2)
@@ -216,9 +215,7 @@ def test_engine_runs_ahead_of_file_that_follows_in_one_pass(node: Node, monkeypa
         ("vLLM started again", "whole"),
     ],
 )
-def test_next_policy_is_loaded_whole_or_by_deltas(
-    node: Node, monkeypatch: pytest.MonkeyPatch, then: str, by: str
-) -> None:
+def test_next_policy_is_loaded_whole_or_by_deltas(node: Node, then: str, by: str) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -241,7 +238,7 @@ def test_next_policy_is_loaded_whole_or_by_deltas(
                 keys = [one.key for one in world.store.entries(lost.prefix)]
                 world.store.delete(keys)
             case "an anchor":
-                monkeypatch.setattr(publish, "CHAIN_MAX", 0)
+                publisher.chain_max = 0
                 ref = world.steps(publisher, 2)[0]
             case _:
                 ref = world.steps(publisher, 2)[0]
@@ -260,12 +257,10 @@ def test_next_policy_is_loaded_whole_or_by_deltas(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_engine_holds_the_labelled_weights_after_any_faults(
-    node: Node, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_engine_holds_the_labelled_weights_after_any_faults(node: Node, seed: int) -> None:
     """Steps, restarts of either side, rollbacks, lost objects and policies that a node misses, in any order."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 3)
     world, draw, attempt = node.world, random.Random(seed), 1
+    world.chain_max = 3
     publisher, did = world.publisher((0, 1, 1)), list[str]()
 
     async def story() -> None:

@@ -24,6 +24,7 @@ from tasks.storing.heartbeat import Heartbeat
 from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"
+RETRY_S = 0.02
 POLICY = PolicyRef("0-0", "policies/0-0", "00" * 16)
 HERE = Path(__file__).parent
 ANSWER_TOKENS = 8
@@ -113,7 +114,9 @@ def runner_of(
 ) -> AgentRunner:
     beat = Heartbeat(gateway.store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = make_host(f"rig_agents.{agent}", HERE)
-    return AgentRunner(Gateway(gateway.store, TOKEN), host, Limits(time_s, turns, tokens), beat, may_go_on)
+    return AgentRunner(
+        Gateway(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, may_go_on
+    )
 
 
 def batch_of(

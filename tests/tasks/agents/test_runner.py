@@ -22,14 +22,9 @@ from tasks.agents.gateway import Forwarder, Gateway
 from tasks.agents.processes import AgentHost
 from tasks.agents.runner import AgentRunner
 from tasks.completions.gateway_client import Generated, GenerationFailed
-from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
+from tests.tasks.agents.rig import RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 @pytest.fixture
@@ -362,10 +357,9 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             assert await post(b"x" * (tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
 
 
-async def test_late_answer_keeps_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_answer_keeps_its_client(tmp_path: Path) -> None:
     """A client that gives up after a second without a byte gets an answer that takes longer."""
-    monkeypatch.setattr(tasks.agents.gateway, "PATIENT_S", 0.2)
-    async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
+    async with serving(tmp_path) as served, forwarding(served, patient_s=0.2) as (forwarder, http):
         status = 200
 
         async def late(_: web.Request) -> web.Response:
@@ -401,9 +395,9 @@ async def next_done(tasks: list[asyncio.Task[int]]) -> asyncio.Task[int]:
 class forwarding:
     """A forwarder to a gateway, and a client of agents."""
 
-    def __init__(self, served: HttpGateway) -> None:
-        self.gateway = Gateway(served.store, TOKEN)
-        self.forwarder = Forwarder(self.gateway)
+    def __init__(self, served: HttpGateway, **options: float) -> None:
+        self.gateway = Gateway(served.store, TOKEN, RETRY_S)
+        self.forwarder = Forwarder(self.gateway, **options)
 
     async def __aenter__(self) -> tuple[Forwarder, aiohttp.ClientSession]:
         await self.forwarder.start()

@@ -6,9 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import tasks.agents.gateway
 from checkpoint.records import documents
 from checkpoint.records.documents import GatewayAddress
 from checkpoint.records.rollouts import Session
@@ -21,20 +18,15 @@ from tasks.agents.runner import AgentRunner, Limits
 from tasks.storing.heartbeat import Heartbeat
 from tests.rigs.gateway_world import TOKEN, World
 from tests.stand_ins.fake_vllm import END
-from tests.tasks.agents.rig import HERE, batch_of
+from tests.tasks.agents.rig import HERE, RETRY_S, batch_of
 
 ROWS = [{"prompt": f"p{n}"} for n in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 def runner_of(store: Store, agent: str, turns: int = 32) -> AgentRunner:
     beat = Heartbeat(store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = AgentHost(f"rig_agents.{agent}", HERE)
-    return AgentRunner(Gateway(store, TOKEN), host, Limits(600.0, turns, 10_000), beat, lambda: None)
+    return AgentRunner(Gateway(store, TOKEN, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None)
 
 
 def announce(store: Store, world: World) -> None:

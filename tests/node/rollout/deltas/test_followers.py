@@ -14,7 +14,6 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest
 from checkpoint.weights import delta, safetensors
 from tasks.rollout.policy_folders import STAGED, PolicyFolders, Superseded
-from tasks.storing import publish
 from tests.node.rollout.deltas.world import World, always, check
 
 
@@ -86,10 +85,8 @@ def test_staged_delta_needs_no_store_for_the_file(world: World, monkeypatch: pyt
     check(node.settle(second, always), world.made[second.label])
 
 
-def test_damaged_delta_next_to_whole_policy_costs_only_the_whole(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 0)
+def test_damaged_delta_next_to_whole_policy_costs_only_the_whole(world: World) -> None:
+    world.chain_max = 0
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     [ref] = world.steps(publisher, 1)
@@ -104,7 +101,7 @@ def test_weights_with_a_wrong_digest_are_abandoned(
     world: World, monkeypatch: pytest.MonkeyPatch, *, anchored: bool
 ) -> None:
     """Whatever goes wrong between a delta that is intact and the file that it changes."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 0 if anchored else 8)
+    world.chain_max = 0 if anchored else 8
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     [ref] = world.steps(publisher, 1)

@@ -15,14 +15,13 @@ from checkpoint.store.errors import Corrupt, NotFound
 from checkpoint.stream import chunks, manifest
 from policies.model.vocabulary import PolicyVersion
 from tasks.rollout.policy_folders import Superseded
-from tasks.storing import publish
 from tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, settle, snapshots
 
 
-def test_wanted_policies_stay_usable_for_every_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 3)
+def test_wanted_policies_stay_usable_for_every_node(world: World) -> None:
+    world.chain_max = 3
     publisher, kept = world.publisher(), world.node()
     before = world.publish(publisher, 0)
     world.fetch(kept, before)
@@ -61,7 +60,7 @@ def test_snapshot_of_changing_weights_yields_the_named_policy(
 ) -> None:
     """Steps are published while it is sent, and each of its chunks is as it was when it was read."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
-    monkeypatch.setattr(publish, "CHAIN_MAX", 4)
+    world.chain_max = 4
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     begun = world.steps(publisher, 1, 2, 3, 4)[-1]
@@ -97,10 +96,8 @@ def test_snapshot_of_changing_weights_yields_the_named_policy(
     assert begun.prefix not in world.store.folders(f"{layout.POLICIES}/0000")
 
 
-def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(world: World) -> None:
+    world.chain_max = 2
     publisher = world.publisher()
     world.publish(publisher, 0)
     world.steps(publisher, 1, 2)
@@ -111,8 +108,8 @@ def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
     world.fetch(world.node(), refs[2])
 
 
-def test_lost_snapshot_costs_its_users_one_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
+def test_lost_snapshot_costs_its_users_one_step(world: World) -> None:
+    world.chain_max = 1
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     begun, of, _, newest = world.steps(publisher, 1, 2, 3, 4)
@@ -130,9 +127,9 @@ def test_lost_snapshot_costs_its_users_one_step(world: World, monkeypatch: pytes
     world.fetch(world.node(), ref)
 
 
-def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
-    monkeypatch.setattr(publish, "UNCOMPARED", 0)
+def test_no_snapshot_is_named_once_no_delta_follows_it(world: World) -> None:
+    world.chain_max = 1
+    world.uncompared = 0
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     world.steps(publisher, 1)
@@ -150,10 +147,8 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     world.fetch(world.node(), ref)
 
 
-def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(world: World) -> None:
+    world.chain_max = 2
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     gate = Gate(world, layout.policy(PolicyVersion(0, 3), FIRST) + "/")

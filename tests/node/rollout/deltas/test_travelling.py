@@ -16,7 +16,7 @@ from checkpoint.weights import scratch
 from policies.model.vocabulary import PolicyVersion
 from policies.serving.wire import PolicyRef
 from policies.weights.tensors import ServedTypes
-from tasks.storing import publish
+from tasks.storing.publish import UNCOMPARED
 from tests.node.rollout.deltas.world import World, check, kind
 
 
@@ -79,16 +79,14 @@ def test_where_almost_all_changes_all_travels(world: World) -> None:
     assert kind(world, ref) == "whole"
     world.fetch(node, ref)
     kinds = [kind(world, world.steps(publisher, step)[0]) for step in range(2, 12)]
-    assert kinds == ["whole"] * publish.UNCOMPARED + ["delta+"] * 2
+    assert kinds == ["whole"] * UNCOMPARED + ["delta+"] * 2
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_node_gets_the_labelled_weights_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_node_gets_the_labelled_weights_or_nothing(tmp_path: Path, seed: int) -> None:
     """Steps, restarts, failed puts, lost objects, nodes that come, skip versions or run again, in any order."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 4)
     world, draw = World(tmp_path), random.Random(seed)
+    world.chain_max = 4
     attempt, publisher, nodes = 1, world.publisher((0, 1, 1)), [world.node()]
     roots, refs, got = {0: world.root}, list[PolicyRef](), 0
     for step in range(60):
