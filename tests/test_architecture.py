@@ -51,7 +51,7 @@ def defined_in(file: Path) -> set[str]:
     return found
 
 
-def test_steps_through_the_code_name_what_exists() -> None:
+def test_steps_through_the_code_name_existing_parts() -> None:
     _, _, rest = PAGE.read_text().partition("## Three ways through the code")
     steps, _, _ = rest.partition("\n## ")
     rows = [line.rpartition(" | ")[2] for line in steps.splitlines() if ".py`" in line]

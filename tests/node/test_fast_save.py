@@ -152,7 +152,7 @@ def full_by_safetensors(_: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [full_by_torch, full_by_system, full_by_safetensors])
-def test_full_disk_is_told_from_other_errors(tmp_path: Path, full: Callable[[Path], None]) -> None:
+def test_full_disk_is_distinguished_from_other_errors(tmp_path: Path, full: Callable[[Path], None]) -> None:
     assert not fits(lambda: full(tmp_path / "object"))
     assert fits(lambda: None)
     with pytest.raises(OSError, match="Permission denied"):

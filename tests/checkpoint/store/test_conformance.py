@@ -85,7 +85,7 @@ def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store) -
             view.release()  # closing the map fails while anyone holds a part of it
 
 
-def test_a_large_object_comes_back_whole(store: Store) -> None:
+def test_large_object_is_read_back_whole(store: Store) -> None:
     data = os.urandom(40_000_000)
     store.put("large", data)
     buffer = store.get_buffer("large")

@@ -118,7 +118,7 @@ def test_a_read_outlasts_a_passing_fault(
     assert len(proxy.seen) >= 2
 
 
-def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_unreachable_store_is_awaited(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     store = through(moto.at(proxy.endpoint), tmp_path.name, "", HANG_S)
     store.put("a", b"1")
     proxy.inject(Away())

@@ -151,7 +151,7 @@ def test_torn_entry_that_reappears_stays_set_aside() -> None:
     assert journal.recover(store).state.name == ""
 
 
-def test_a_torn_entry_that_others_have_gone_on_from_is_damage() -> None:
+def test_torn_entry_with_successors_is_damage() -> None:
     store = Store("memory://torn-inside", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")

@@ -31,7 +31,7 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("s3:///no-bucket", "names no bucket"),
     ],
 )
-def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
+def test_invalid_store_url_is_one_clear_line(url: str, told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url)
     assert not any(word in str(caught.value) for word in ("\n", "hunter2"))

@@ -53,7 +53,7 @@ def test_replaced_checkpoints_by_forks_and_heartbeat(
     assert is_replaced(store, env, PolicyVersion.parse(version)) == replaced, says
 
 
-def test_it_retires_as_the_simulated_worlds_store_does(tmp_path: Path) -> None:
+def test_uploader_retires_as_the_simulated_store_does(tmp_path: Path) -> None:
     store, spec = Store(f"file://{tmp_path}/store"), CheckpointsSpec(keep_last=1)
     forks = (Fork(1, "0-300", from_step=330), Fork(2, "1-350", from_step=380))
     retire, numbers = retention(store, spec), [(0, 10, 330), (1, 310, 380), (2, 360, 600)]

@@ -135,7 +135,7 @@ def test_packed_matrices_cause_full_reload_reported_once(tmp_path: Path, monkeyp
         following.node.stop()
 
 
-def test_overwritten_parameters_are_those_of_a_whole_reload(plain: Following) -> None:
+def test_overwritten_parameters_equal_a_whole_reload(plain: Following) -> None:
     by_changes = [plain.follow(plain.publish())[0]]
     for _ in range(4):
         plain.train()

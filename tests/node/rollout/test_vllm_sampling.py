@@ -131,7 +131,7 @@ def test_another_seed_and_another_position_draw_otherwise(node: Sampled) -> None
         assert len(set(one.tokens)) > 10  # of 84
 
 
-def test_positions_are_those_of_splitmix64() -> None:
+def test_draws_by_position_follow_splitmix64() -> None:
     # The first numbers of the published reference implementation, seeded with 1234567.
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert numbers_at([1234567] * 3, [0, 1, 2]).tolist() == first

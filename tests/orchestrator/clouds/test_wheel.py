@@ -60,7 +60,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_installs_as_any_wheel_and_brings_its_data_and_extras(tmp_path: Path) -> None:
+def test_wheel_installs_with_its_data_and_extras(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path / "wheels")
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]

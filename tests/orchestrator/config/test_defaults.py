@@ -61,7 +61,7 @@ def test_the_whole_file(folder: Path) -> None:
     )
 
 
-def test_our_defaults_fill_what_the_file_leaves_open(folder: Path) -> None:
+def test_defaults_fill_missing_keys(folder: Path) -> None:
     assert load(folder).grpo.items() >= {"save_steps": 50, "logging_steps": 1}.items()
     given = load(folder, changed(("beta: 0.02", "beta: 0.02\n  save_steps: 7\n  logging_steps: 3"))).grpo
     assert (given["save_steps"], given["logging_steps"]) == (7, 3)

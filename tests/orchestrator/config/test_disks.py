@@ -100,7 +100,7 @@ def test_disk_sizes_are_read_as_skypilot_reads_them(size: object) -> None:
 
 
 @pytest.mark.parametrize(("size", "gb"), [("'512'", 512), ("1TB", 1024), ("512Gi", 512), ("524288MB", 512)])
-def test_a_disk_that_is_named_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
+def test_disk_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
     found = loaded(tmp_path, f"{{infra: aws/us-east-1, disk_size: {size}}}", H100, OF_70B)
     assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, but about 3490 GB")
 

@@ -38,7 +38,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", recipe_lines())
-def test_it_is_valid_as_it_is_written_out(recipe: str, tmp_path: Path) -> None:
+def test_written_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
     written = write_recipe(recipe, tmp_path / "mine", name=None)
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == written
     loaded = load(tmp_path / "mine" / "run.yaml", lambda: 2)

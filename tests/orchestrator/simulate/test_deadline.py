@@ -77,7 +77,7 @@ def check(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", CLIMATES)
-def test_it_is_met_for_less_than_all_on_demand_costs(name: str) -> None:
+def test_deadline_is_met_below_the_on_demand_cost(name: str) -> None:
     check(name, 0)
 
 
@@ -89,7 +89,7 @@ def test_run_without_deadline_is_cheaper_and_late() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CLIMATES)
-def test_it_is_met_in_other_weather(name: str) -> None:
+def test_deadline_is_met_in_other_markets(name: str) -> None:
     for seed in range(1, SEEDS):
         check(name, seed)
 

@@ -89,7 +89,7 @@ def steered(tmp_path: Path) -> Iterator[Steered]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
+def test_run_page_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
     steered.begins()
     until("so", steered.shows)
     page = steered.page

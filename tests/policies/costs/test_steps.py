@@ -87,7 +87,7 @@ def test_with_one_size_of_fleet_all_generation_is_shared() -> None:
     assert [shape.fixed_s, shape.generation_node_s] == pytest.approx([60, 4 * 90])
 
 
-def test_tail_and_shared_generation_are_told_apart_by_sizes() -> None:
+def test_tail_and_shared_generation_are_separated_by_sizes() -> None:
     shape = shape_of([*[made(4, tail_s=30)] * 5, *[made(2, tail_s=30)] * 5])
     assert shape is not None
     assert [shape.fixed_s, shape.generation_node_s] == pytest.approx([90, 240])

@@ -115,7 +115,7 @@ def test_trainer_failing_while_storing_restarts_on_its_machine() -> None:
     world.until(RunPhase.PARKED)
 
 
-def test_node_that_comes_during_draining_is_kept_and_used() -> None:
+def test_node_joining_during_draining_is_kept_and_used() -> None:
     world = drought(storing_s=120.0)
     world.launch_s = 60.0
     world.until(RunPhase.PARKED)

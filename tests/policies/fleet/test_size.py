@@ -68,7 +68,7 @@ def test_always_generating_trainer_does_not_keep_it_forever() -> None:
     assert sum(isinstance(action, Terminate) for action in decision.actions) == 1
 
 
-def test_it_grows_again_when_generation_does_but_not_at_once() -> None:
+def test_fleet_grows_with_generation_after_a_delay() -> None:
     world = priced(World(spec(3), max_steps=10**6))
     tick(world, FLAT)
     assert rollouts_wanted(world.state, world.spec) == 1

@@ -36,7 +36,7 @@ def test_a_tokens_cache(config: dict[str, Any], gpus: int, token_bytes: int) -> 
     assert engine_memory(shape_of(config), Engine(gpus=gpus), 80 * GIB).token_bytes == token_bytes
 
 
-def test_a_latent_vector_is_all_that_is_kept_of_a_token() -> None:
+def test_latent_attention_keeps_one_vector_per_token() -> None:
     sizes = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     counts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "v_head_dim": 128}
     shape = shape_of({**known.LLAMA_3_2_1B, **sizes, **counts, "model_type": "deepseek_v3"})

@@ -22,7 +22,7 @@ from tests.generators import model_configs as known
     ],
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
 )
-def test_parameters_are_those_of_the_models_files(config: dict[str, Any], params: int) -> None:
+def test_parameters_equal_the_models_files(config: dict[str, Any], params: int) -> None:
     assert shape_of(config).params == params
 
 

@@ -165,7 +165,7 @@ def test_canary_comes_with_files_and_damaged_one_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 40, (4).to_bytes(8, "little") + b"nope"])
-def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_without_safetensors_format_is_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "base" / "model.safetensors", BASE)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "model.safetensors").write_bytes(content)

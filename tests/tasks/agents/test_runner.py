@@ -47,9 +47,7 @@ async def complete(runner: AgentRunner, rows: list[dict[str, Any]], **batch: Any
     return found
 
 
-async def test_sessions_come_back_in_order_with_what_was_recorded(
-    runners: list[AgentRunner], tmp_path: Path
-) -> None:
+async def test_sessions_return_in_order_with_their_records(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
         found = await complete(started(runners, gateway, "answers"), [{"prompt": f"p{n}"} for n in range(12)])
     assert [session.index for session in found] == list(range(12))
@@ -152,9 +150,7 @@ async def test_time_of_the_model_does_not_count(runners: list[AgentRunner], tmp_
     assert time.monotonic() - began_s > 1.0
 
 
-async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
-    runners: list[AgentRunner], tmp_path: Path
-) -> None:
+async def test_incomplete_request_counts_as_the_agents_time(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
         [found] = await complete(started(runners, gateway, "withholds_body", time_s=2.0), [{"prompt": "p"}])
     assert found.failed == "it took longer than 2 s of its own (trainer.agent.time_s)"
@@ -322,7 +318,7 @@ async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: 
         assert served.asked == []
 
 
-async def test_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+async def test_key_in_invalid_text_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(one.base_url.split(":")[2].split("/")[0]))
         writer.write(b"GET /sessions/one/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n")

@@ -68,7 +68,7 @@ def store(tmp_path: Path) -> Store:
     return Store((tmp_path / "store").as_uri())
 
 
-def test_calls_made_together_are_what_they_are_alone(tmp_path: Path, store: Store) -> None:
+def test_concurrent_calls_equal_separate_ones(tmp_path: Path, store: Store) -> None:
     alone, gateway = Gateway(), Gateway()
     one_by_one = source(Store((tmp_path / "other").as_uri()), alone)
     expected = [asked(one_by_one, prompts) for prompts in CALLS]

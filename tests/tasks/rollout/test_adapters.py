@@ -93,7 +93,7 @@ def header_alone(folder: Path) -> None:
         (lambda folder: (folder / "base.json").write_text('{"identity": "abc"}'), "for another base model, abc"),
     ],
 )
-def test_damage_is_named_and_the_engine_keeps_what_it_has(
+def test_damage_is_named_and_engine_keeps_its_policy(
     world: World, damage: Callable[[Path], Any], why: str
 ) -> None:
     folder = world.publish(good())

@@ -135,7 +135,7 @@ def test_restarted_trainer_on_its_machine_builds_on_leftovers(world: World) -> N
 
 
 @pytest.mark.parametrize("machine", ["m", "another"])
-def test_a_version_that_is_stored_is_not_sent_again(world: World, machine: str) -> None:
+def test_stored_version_is_not_sent_again(world: World, machine: str) -> None:
     publisher, node = world.publisher(machine="m"), world.node()
     world.publish(publisher, 0)
     *_, ref = world.steps(publisher, 1, 2)
@@ -173,7 +173,7 @@ def test_a_type_that_cannot_be_stored_is_named(world: World) -> None:
         world.publish(world.publisher(), 0)
 
 
-def test_trainers_of_one_version_are_told_apart_by_digest(world: World) -> None:
+def test_trainers_of_one_version_are_distinguished_by_digest(world: World) -> None:
     zombie, newer, node = world.publisher(), world.publisher(SECOND), world.node()
     world.publish(zombie, 0)
     begun = dict(world.weights)

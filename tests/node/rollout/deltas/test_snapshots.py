@@ -96,7 +96,7 @@ def test_snapshot_of_changing_weights_yields_the_named_policy(
     assert begun.prefix not in world.store.folders(f"{layout.POLICIES}/0000")
 
 
-def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(world: World) -> None:
+def test_failed_snapshot_is_repeated_with_a_later_policy(world: World) -> None:
     world.chain_max = 2
     publisher = world.publisher()
     world.publish(publisher, 0)
@@ -147,7 +147,7 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World) -> None:
     world.fetch(world.node(), ref)
 
 
-def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(world: World) -> None:
+def test_step_waits_if_the_store_is_too_slow_for_a_snapshot(world: World) -> None:
     world.chain_max = 2
     publisher: Any = world.publisher()
     world.publish(publisher, 0)

@@ -197,7 +197,7 @@ NO_HTTP = [
 ]
 
 
-def test_request_that_is_no_http_gets_a_bare_answer() -> None:
+def test_request_without_http_gets_a_bare_answer() -> None:
     with gateway() as world:
         for sent in NO_HTTP:
             got = answer(world.port, sent)

@@ -52,7 +52,7 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("trainer", "rollout", "place", "reaches"), PLACES)
-def test_it_is_small_on_demand_and_where_the_trainer_may_be(
+def test_controller_is_small_on_demand_in_trainers_region(
     world: World, trainer: dict[str, Any], rollout: dict[str, Any], place: dict[str, Any], reaches: str
 ) -> None:
     run = world.record.spec

@@ -200,7 +200,7 @@ def test_dead_daemon_is_restarted_until_the_run_has_ended(ready: ControllerRig) 
     assert "grpo-orch controller: the daemon exited with code 137; restarting it in 1 s" in out
 
 
-def test_it_does_not_fight_another_controller(ready: ControllerRig) -> None:
+def test_controller_yields_to_another_one(ready: ControllerRig) -> None:
     (ready.home / "exits").write_text(f"{exit_codes.HELD}\n")
     code, out, _ = ready.finish("controller_run.sh")
     assert code == exit_codes.HELD
