@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.trl.trl_grpo import FleetGRPOTrainer
+from grpo_orch.tasks.trl.trl_grpo import FleetGRPOTrainer
 
 
 @dataclass(frozen=True, slots=True)

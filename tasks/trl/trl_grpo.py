@@ -23,26 +23,26 @@ import torch
 import trl.import_utils as trl_imports
 from accelerate.utils import broadcast_object_list, gather_object
 
-from checkpoint.records.rollouts import Session
-from policies.detect.symptoms import WITNESS
-from policies.model.spec import STALE_DEFAULTS
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import LazyTensor
-from tasks.trl.canary import canary_of, forget_order
-from tasks.trl.checkpoint_names import as_in_checkpoint
-from tasks.trl.fleet_client import FleetClient, Instead
-from tasks.trl.parts.agents import RunsAgents
-from tasks.trl.parts.branches import TrainsBranches
-from tasks.trl.parts.foreseen import ForeseesEvaluation
-from tasks.trl.parts.leaving import LeavesInTime
-from tasks.trl.parts.refused import LeavesOutRefused
-from tasks.trl.parts.samples import KeepsSamples
-from tasks.trl.parts.saving import SavesIntoSpool
-from tasks.trl.parts.turns import TakesTurnsTogether
-from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
-from tasks.trl.unrewarded import Unrewarded
-from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.policies.detect.symptoms import WITNESS
+from grpo_orch.policies.model.spec import STALE_DEFAULTS
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.trl.canary import canary_of, forget_order
+from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
+from grpo_orch.tasks.trl.fleet_client import FleetClient, Instead
+from grpo_orch.tasks.trl.parts.agents import RunsAgents
+from grpo_orch.tasks.trl.parts.branches import TrainsBranches
+from grpo_orch.tasks.trl.parts.foreseen import ForeseesEvaluation
+from grpo_orch.tasks.trl.parts.leaving import LeavesInTime
+from grpo_orch.tasks.trl.parts.refused import LeavesOutRefused
+from grpo_orch.tasks.trl.parts.samples import KeepsSamples
+from grpo_orch.tasks.trl.parts.saving import SavesIntoSpool
+from grpo_orch.tasks.trl.parts.turns import TakesTurnsTogether
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
+from grpo_orch.tasks.trl.unrewarded import Unrewarded
+from grpo_orch.tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.

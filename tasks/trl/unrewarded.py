@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from policies.detect.pitfalls import UNREWARDED_MAX
+from grpo_orch.policies.detect.pitfalls import UNREWARDED_MAX
 
 log = structlog.get_logger()
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from checkpoint.records.rollouts import Session
-from policies.serving.sessions import Branch
-from tasks.trl.parts.branches import NO_BRANCH
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.policies.serving.sessions import Branch
+from grpo_orch.tasks.trl.parts.branches import NO_BRANCH
 
 AGENT = "agent"  # the reward function's name
 MESSAGES, REWARD = "messages", "agent_reward"  # columns for reward functions

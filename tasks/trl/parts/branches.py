@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn.functional import pad
 
-from policies.serving.sessions import Branch
+from grpo_orch.policies.serving.sessions import Branch
 
 # Maximum of added rows, as a multiple of the batch's own rows, for which memory was planned. If even one
 # multiple does not fit, the trainer continues with smaller batches.

@@ -6,10 +6,10 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from tasks.machine.leaving import LeaveNow, Leaving
-from tasks.storing.saving import CheckpointSaver
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.boundary import Boundary, RandomState
+from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
+from grpo_orch.tasks.storing.saving import CheckpointSaver
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.boundary import Boundary, RandomState
 
 
 class LeavesInTime:

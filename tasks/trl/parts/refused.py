@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tasks.trl.skipped_prompts import walk_of
+from grpo_orch.tasks.trl.skipped_prompts import walk_of
 
 
 class LeavesOutRefused:

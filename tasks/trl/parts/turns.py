@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from tasks.trl.fleet_client import NO_PROMPT, Prompt
+from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
 
 
 class TakesTurnsTogether:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import EngineStats
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import EngineStats
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 LONG_S = 1.2  # in place of four minutes

@@ -16,8 +16,8 @@ import msgspec
 import psutil
 import pytest
 
-from tasks.agents.host import Ended
-from tasks.agents.processes import AgentHost, NoAgent
+from grpo_orch.tasks.agents.host import Ended
+from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
 from tests.budget import until
 
 HERE = Path(__file__).parent
@@ -225,7 +225,7 @@ def test_missing_interpreter_is_named(tmp_path: Path) -> None:
 
 def test_agents_die_with_the_trainer(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from tasks.agents.processes import AgentHost\n"
+        "import asyncio, sys; from pathlib import Path; from grpo_orch.tasks.agents.processes import AgentHost\n"
         f"host = AgentHost('rig_agents.hangs', Path({str(HERE)!r})); host.start()\n"
         f"asyncio.run(host.run('u', 'k', {{'folder': {str(tmp_path)!r}}}, 1, asyncio.Event()))"
     )

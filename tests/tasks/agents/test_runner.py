@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-import tasks.agents.gateway
-import tasks.agents.runner
-from checkpoint.records.rollouts import Session
-from policies.serving.sessions import TURNS_AT_ONCE_MAX
-from tasks.agents.gateway import Forwarder, Gateway
-from tasks.agents.processes import AgentHost
-from tasks.agents.runner import AgentRunner
-from tasks.completions.gateway_client import Generated, GenerationFailed
+import grpo_orch.tasks.agents.gateway
+import grpo_orch.tasks.agents.runner
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.policies.serving.sessions import TURNS_AT_ONCE_MAX
+from grpo_orch.tasks.agents.gateway import Forwarder, Gateway
+from grpo_orch.tasks.agents.processes import AgentHost
+from grpo_orch.tasks.agents.runner import AgentRunner
+from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
 from tests.tasks.agents.rig import RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
@@ -161,7 +161,7 @@ async def test_incomplete_request_counts_as_the_agents_time(runners: list[AgentR
 async def test_agent_that_requests_forever_uses_up_its_time(
     runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
+    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
     async with serving(tmp_path) as gateway:
 
         async def slow(_: web.Request) -> None:  # so that one of them is always open
@@ -350,7 +350,7 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             going.set()
             rest = [await task for task in many]
             assert rest.count(200) == TURNS_AT_ONCE_MAX
-            assert await post(b"x" * (tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
+            assert await post(b"x" * (grpo_orch.tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
 
 
 async def test_late_answer_keeps_its_client(tmp_path: Path) -> None:

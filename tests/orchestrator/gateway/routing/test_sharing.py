@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from orchestrator.gateway.job import Finished
-from orchestrator.gateway.routing import watch
-from policies.serving.membership import GROUP_LEAD_REQUESTS
-from policies.serving.sharing import DOUBLING_REQUESTS
-from policies.serving.wire import PolicyRef
+from grpo_orch.orchestrator.gateway.job import Finished
+from grpo_orch.orchestrator.gateway.routing import watch
+from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS
+from grpo_orch.policies.serving.sharing import DOUBLING_REQUESTS
+from grpo_orch.policies.serving.wire import PolicyRef
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 NODES, PER_NODE, GROUP = 4, 32, 8
