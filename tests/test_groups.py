@@ -19,7 +19,7 @@ def test_of_none(n): pass
 """
 
 
-def test_what_shares_a_server_shares_a_process(tmp_path: Path) -> None:
+def test_tests_that_share_a_server_share_a_process(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     processes = ["--numprocesses", "2", "--dist", "loadgroup"]
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", *processes, str(tmp_path)]

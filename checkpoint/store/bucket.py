@@ -56,17 +56,18 @@ class BucketRules:
     archived_days: int | None = None
 
 
-def rules_of(url: str, options: Options) -> BucketRules:
+def rules_of(url: str, options: Options, client: Any = None) -> BucketRules:
     """Read the rules of a run's bucket. Raises RulesUnknown, StoreDenied, StoreUnusable.
 
     Args:
         url: the run's store.
         options: as for Store.
+        client: botocore's, to read the rules; None: made from the options.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("s3", "s3a"):
         raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read")
-    client = _client(options)
+    client = client or _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
     versioning = _query(client.get_bucket_versioning, bucket)
     lifecycle = _query(client.get_bucket_lifecycle_configuration, bucket)

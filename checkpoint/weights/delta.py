@@ -175,21 +175,21 @@ class DeltaWriter:
         self._hasher = blake3()
         self._tensors: list[Changed] = []
         self.size_bytes = 0
-        self._add(MAGIC)
+        self.append(MAGIC)
 
     def put(self, name: str, placed: Placed, pieces: list[bytes]) -> None:
         """Add a tensor's pieces from `encode_piece` and flush them to the file. Raises OSError."""
         if any(pieces):
             self._tensors.append(Changed(name, placed.dtype, placed.shape, [len(piece) for piece in pieces]))
-            self._add(b"".join(pieces))
+            self.append(b"".join(pieces))
             self._file.flush()
 
     def finish(self, base: str, weights: str) -> None:
         """Write index and digest, and close the file. Raises OSError."""
         index = to_json(Index(SCHEMA, safetensors.PIECE_BYTES, base, weights, self._tensors))
         frame = compress(index)
-        self._add(frame + len(frame).to_bytes(8, "little") + len(index).to_bytes(8, "little"))
-        self._add(self._hasher.digest())
+        self.append(frame + len(frame).to_bytes(8, "little") + len(index).to_bytes(8, "little"))
+        self.append(self._hasher.digest())
         self._file.close()
 
     def abandon(self) -> None:
@@ -198,7 +198,8 @@ class DeltaWriter:
             self._file.close()
         self.path.unlink(missing_ok=True)
 
-    def _add(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
+        """Write these bytes to the file and add them to its digest. Raises OSError."""
         self._file.write(data)
         self._hasher.update(data)
         self.size_bytes += len(data)

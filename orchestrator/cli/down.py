@@ -93,7 +93,7 @@ class Stopping:
                         break
                     if time.monotonic() - updated_s > REPORT_S:
                         updated_s = time.monotonic()
-                        status.update(_progress(self._store, updated_s - started_s))
+                        status.update(progress(self._store, updated_s - started_s))
                     time.sleep(POLL_S)
                 except KeyboardInterrupt:
                     self._interrupted()
@@ -111,7 +111,7 @@ class Stopping:
             raise KeyboardInterrupt
 
 
-def _progress(store: Store, waited_s: float) -> str:
+def progress(store: Store, waited_s: float) -> str:
     """Describe what stopping the run waits for."""
     state, beat = _state(store), documents.TRAINER.read(store)
     storing = [node for node in state.live(Role.TRAINER) if node.phase is NodePhase.DRAINING]

@@ -32,12 +32,12 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
 
     roles = (record.spec.trainer, record.spec.rollout)
     withheld = unused_clouds([place for role in roles for place in places(role.resources)], store.url)
-    return SkyCloud(_open_skypilot(nodes_name(record.run_id), withheld), as_shipped(record), store)
+    return SkyCloud(open_skypilot(nodes_name(record.run_id), withheld), as_shipped(record), store)
 
 
 def open_controller(record: RunRecord, store: Store) -> RemoteController:
     """Return the controller machine of a run of `cloud: sky`. Raises CloudMissing."""
-    return RemoteController(_open_skypilot(controller_name(record.run_id)), record, store)
+    return RemoteController(open_skypilot(controller_name(record.run_id)), record, store)
 
 
 def list_prices(clouds: Sequence[str]) -> PriceList:
@@ -56,7 +56,8 @@ def open_local(record: RunRecord) -> LocalCloud:
     return LocalCloud(run_dir(record.run_id) / "machines", record.spec)
 
 
-def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
+def open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
+    """Return a client of SkyPilot for these clusters. Exits if SkyPilot is not installed."""
     _require_skypilot()
     from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 

@@ -61,13 +61,13 @@ class LocalCloud:
     """Machines below `folder`, for the run that `spec` describes."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
-        self._folder = folder
+        self.folder = folder
         self._spec = spec
 
     def machines(self) -> dict[str, Machine]:
         """See `Cloud.machines`."""
         machines = {}
-        for path in sorted(self._folder.glob(f"*/{MACHINE}")):
+        for path in sorted(self.folder.glob(f"*/{MACHINE}")):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
                 machines[path.parent.name] = self._machine(path.parent)
         return machines
@@ -75,7 +75,7 @@ class LocalCloud:
     def launch(self, order: Order) -> None:
         """See `Cloud.launch`."""
         self._check_capacity(order)
-        folder = self._folder / order.node
+        folder = self.folder / order.node
         (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
         python = node_python()
         part = folder / "market.part"  # atomic: it is read in every tick, and the disk may be full
@@ -86,7 +86,7 @@ class LocalCloud:
 
     def terminate(self, node: str) -> None:
         """See `Cloud.terminate`. Kills the processes immediately."""
-        folder = self._folder / node
+        folder = self.folder / node
         if folder.exists():
             _destroy(folder)
             for name in (f"work/{NOTICE}", "gone", GPUS, MACHINE):  # the record last, in case of an interruption
@@ -97,19 +97,19 @@ class LocalCloud:
 
     def notify(self, node: str) -> None:
         """Give the node a preemption notice, as a metadata service would."""
-        (self._folder / node / "work" / NOTICE).touch()
+        (self.folder / node / "work" / NOTICE).touch()
 
     def preempt(self, node: str, why: str) -> None:
         """Kill all processes of the machine and record the reason."""
-        folder = self._folder / node
+        folder = self.folder / node
         (folder / "gone").write_text(why)
         _destroy(folder)
 
     def refuse(self, slots: list[str], for_s: float) -> None:
         """Refuse launches for these slots during `for_s`."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         document = {"slots": slots, "until_s": time.time() + for_s}
-        (self._folder / "no_capacity.json").write_text(json.dumps(document))
+        (self.folder / "no_capacity.json").write_text(json.dumps(document))
 
     def offers(self) -> list[Offer]:
         """See `Cloud.offers`."""
@@ -176,8 +176,8 @@ class LocalCloud:
 
     def _logs(self) -> dict[str, Path]:
         """Return log files by node, by slot (that of its newest node), and the daemon's as `daemon`."""
-        logs = {"daemon": self._folder.parent / "daemon.log"}
-        for path in sorted(self._folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
+        logs = {"daemon": self.folder.parent / "daemon.log"}
+        for path in sorted(self.folder.glob("*/log"), key=lambda path: (len(path.parent.name), path.parent.name)):
             slot, _ = slot_and_incarnation(path.parent.name)
             logs[path.parent.name] = logs[slot] = path
         return {name: path for name, path in logs.items() if path.exists()}
@@ -215,7 +215,7 @@ class LocalCloud:
         return prices.spot_usd_per_h if market is Market.SPOT else prices.on_demand_usd_per_h
 
     def _check_capacity(self, order: Order) -> None:
-        path = self._folder / "no_capacity.json"
+        path = self.folder / "no_capacity.json"
         if not path.exists():
             return
         document: dict[str, Any] = json.loads(path.read_text())

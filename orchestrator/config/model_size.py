@@ -72,8 +72,8 @@ class NotKnown(Exception):
     """The size is unknown; the message is the reason in a few words."""
 
 
-def find_size(spec: RunSpec) -> ModelSize:
-    """Return the size of the run's model. Waits up to HUB_TIMEOUT_S for the hub. Raises NotKnown."""
+def find_size(spec: RunSpec, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
+    """Return the size of the run's model. Waits up to `timeout_s` for the hub. Raises NotKnown."""
     folder, name = Path(spec.workdir, spec.trainer.model), spec.trainer.model
     if folder.is_dir():
         return _in_folder(folder)
@@ -83,7 +83,7 @@ def find_size(spec: RunSpec) -> ModelSize:
         return _in_folder(cached)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise NotKnown("HF_HUB_OFFLINE is set")
-    return _size_on_hub(HUB_TIMEOUT_S, name)
+    return _size_on_hub(timeout_s, name)
 
 
 def find_config(spec: RunSpec) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def _size_on_hub(timeout_s: float, name: str) -> ModelSize:
 
     def request() -> None:
         try:
-            results.append(_request_size(name))
+            results.append(_request_size(timeout_s, name))
         except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, NotKnown) as error:
             results.append(error)
 
@@ -157,13 +157,13 @@ def _size_on_hub(timeout_s: float, name: str) -> ModelSize:
     raise NotKnown(f"the hub did not answer within {timeout_s:.0f} s")
 
 
-def _request_size(name: str) -> ModelSize:
+def _request_size(timeout_s: float, name: str) -> ModelSize:
     from huggingface_hub import constants, get_token  # a slow import
 
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     base = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    with httpx.Client(base_url=base, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True) as http:
+    with httpx.Client(base_url=base, headers=headers, timeout=timeout_s, follow_redirects=True) as http:
         answer = http.get(f"/api/models/{name}")
         if answer.status_code in (401, 403, 404):
             raise NotKnown(f"the hub answered {answer.status_code} for {name}; is HF_TOKEN set?")

@@ -57,6 +57,7 @@ class Actuator:
         environment_of: returns a launch's environment, with secrets. Raises CloudRefused if a secret is missing.
         redact: removes secrets from journalled text.
         clock: seconds on a clock that runs on while this process is stopped.
+        unavailable_wait_s: before a retry when the cloud or the store does not answer.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class Actuator:
         environment_of: Callable[[Launch], dict[str, str]],
         redact: Callable[[str], str] = str,
         clock: Callable[[], float] = awake_or_asleep_s,
+        unavailable_wait_s: float = UNAVAILABLE_WAIT_S,
     ) -> None:
         self._cloud = cloud
         self._store = store
         self._environment_of = environment_of
         self._redact = redact
         self._clock = clock
+        self._unavailable_wait_s = unavailable_wait_s
         self._running: dict[tuple[str, type[Action]], tuple[Action, Future[None]]] = {}
         self._not_before_s: dict[tuple[str, type[Action]], float] = {}
         self._refused: dict[str, LaunchRefused] = {}  # by node, until collected
@@ -113,7 +116,7 @@ class Actuator:
                 reason = self._redact(str(error))
                 self._refused[subject] = LaunchRefused(subject, error.refusal, reason, error.left)
             except (CloudUnavailable, StoreError) as error:
-                self._not_before_s[key] = self._clock() + UNAVAILABLE_WAIT_S
+                self._not_before_s[key] = self._clock() + self._unavailable_wait_s
                 log.warning("action_delayed", action=type(action).__name__, subject=subject, error=str(error))
             except OSError as error:
                 if isinstance(action, Launch):

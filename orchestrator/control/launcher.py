@@ -46,7 +46,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
         raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
     fds = () if page is None else (page.fileno(),)
-    process = _spawn(
+    process = spawn(
         ["-m", "grpo_orch.orchestrator.control.daemon", store.url, reason, *map(str, (epoch, *fds))], log, fds
     )
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -77,12 +77,13 @@ def _taken(store: Store, until_s: float) -> AlreadyControlled:
 def start_rehearsal(store: Store, record: RunRecord) -> None:
     """Start the rehearsal process if the run has faults to rehearse; a second process exits immediately."""
     if record.spec.rehearse is not None and record.spec.rehearse.faults:
-        _spawn(
+        spawn(
             ["-m", "grpo_orch.orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log"
         )
 
 
-def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start Python in a session of its own, with its output appended to `log`. Raises DaemonFailed."""
     try:
         out = log.open("ab")
     except OSError as error:

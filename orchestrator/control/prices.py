@@ -56,11 +56,12 @@ class Prices:
         every_s = RETRY_S if self._known is None or self._failures else REFRESH_S
         is_idle = self._request is None or not self._request.is_alive()
         if is_idle and awake_or_asleep_s() - self._requested_at_s >= every_s:
-            self._requested_at_s = awake_or_asleep_s()
-            self._request = threading.Thread(target=self._fetch, name="prices", daemon=True)
+            self._request = threading.Thread(target=self.fetch, name="prices", daemon=True)
             self._request.start()
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
+        """Request prices and pools now. Logs and counts a failure."""
+        self._requested_at_s = awake_or_asleep_s()
         began_s = time.monotonic()
         try:
             self._known = dict(price for offer in self._cloud.offers() for price in _prices_of(offer))

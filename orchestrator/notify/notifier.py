@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 LIMIT_S = 15.0  # for one delivery
 DRAIN_S = 15.0  # for pending messages when the daemon exits; a delivery in progress may take its own limit
-RETRY_S = 5.0  # after the first failure in a row; doubles with each further failure
+RETRY_S = 5.0
 RETRY_MAX_S = 600.0
 
 
@@ -72,14 +72,24 @@ class Notifier:
         run_id: the run's unique id.
         channels: where to deliver messages; may be empty.
         limit_s: time limit of one delivery.
+        retry_s: after the first failure in a row; doubles with each further failure.
+        retry_max_s: the longest such time.
     """
 
     def __init__(
-        self, store: Store, run: str, run_id: str, channels: Sequence[Channel], limit_s: float = LIMIT_S
+        self,
+        store: Store,
+        run: str,
+        run_id: str,
+        channels: Sequence[Channel],
+        limit_s: float = LIMIT_S,
+        retry_s: float = RETRY_S,
+        retry_max_s: float = RETRY_MAX_S,
     ) -> None:
         self._store = store
         self._identity = run, run_id, store.url
         self._limit_s = limit_s
+        self._retry_s, self._retry_max_s = retry_s, retry_max_s
         self._queues = [_Queue(channel, 0) for channel in channels]
         self._read_up_to: int | None = None  # a journal entry; None: the cursor has not been read
         self._other_cursors: dict[str, int] = {}  # of channels that an earlier daemon had and this one lacks
@@ -116,10 +126,10 @@ class Notifier:
                     self._write_cursor()
                 self._retry_at_s = None
             except StoreError as error:
-                self._retry_at_s = time.monotonic() + RETRY_S
+                self._retry_at_s = time.monotonic() + self._retry_s
                 log.warning("notify_store_unavailable", error=str(error))
             except Exception:  # an error here must not affect the run
-                self._retry_at_s = time.monotonic() + RETRY_S
+                self._retry_at_s = time.monotonic() + self._retry_s
                 log.exception("notify_failed")
             if is_closing:
                 return
@@ -157,7 +167,7 @@ class Notifier:
                 queue.channel.deliver(message, limit_s)
             except Exception as error:  # noqa: BLE001 the other channels must still be served
                 queue.failures += 1
-                wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(queue.failures - 1, 10))
+                wait_s = min(self._retry_max_s, self._retry_s * 2 ** min(queue.failures - 1, 10))
                 queue.retry_at_s = time.monotonic() + wait_s
                 # The message of any other exception may contain a secret.
                 reason = str(error) if isinstance(error, Undelivered) else type(error).__name__

@@ -198,7 +198,7 @@ class SimulatedCloud:
     ) -> None:
         self.weather, self.physics, self.prices = weather, physics, prices
         self.boxes: dict[str, Box] = {}
-        self._held = Counter[str]()  # machines that use capacity, by zone key
+        self.held = Counter[str]()  # machines that use capacity, by zone key
         self._zones = {zone.key: zone for zone in weather}
         self.bought: list[str] = []
         self.spent_usd = 0.0
@@ -340,7 +340,7 @@ class SimulatedCloud:
         box = Box(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
         if zone is not None:
             box.zone, box.key, box.pool, box.speed = zone.name, zone.key, zone.pool, zone.speed
-            self._held[zone.key] += 1
+            self.held[zone.key] += 1
         box.never_works = self.never_work and order.role is Role.ROLLOUT
         box.begin(order.attempt, timeline, self.time_s)
         self.boxes[order.node] = box
@@ -390,23 +390,23 @@ class SimulatedCloud:
             keys = [
                 other.key for other in self.weather if (other.region, other.machine, other.market) == quota_key
             ]
-            if sum(self._held[key] for key in keys) >= zone.quota:
+            if sum(self.held[key] for key in keys) >= zone.quota:
                 return Refusal.QUOTA
         refuses = self._free_count(zone) <= 0 or (zone.refuses and self._random.random() < zone.refuses)
         return Refusal.NO_CAPACITY if refuses else None
 
     def _free_count(self, zone: Zone) -> int:
         count = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
-        return count - self._held[zone.key]
+        return count - self.held[zone.key]
 
     def _release(self, box: Box) -> None:
         """Free the machine's capacity in its zone."""
         if box.uses_capacity:
-            self._held[box.key] -= 1
+            self.held[box.key] -= 1
 
     def _take_back(self, zone: Zone, hours: float) -> None:
         excess = max(0, -self._free_count(zone))
-        if not self._held[zone.key] or not (excess or zone.losses_an_hour):
+        if not self.held[zone.key] or not (excess or zone.losses_an_hour):
             return
         held = [box for box in self.boxes.values() if box.key == zone.key and box.uses_capacity]
         taken = self._random.sample(held, min(len(held), excess))

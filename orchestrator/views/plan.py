@@ -62,7 +62,7 @@ def render_short(plan: Plan) -> RenderableType:
     if (words := _cost_words(plan)) is not None:
         table.add_row("cost", words)
     if plan.deadline is not None:
-        table.add_row("deadline", _deadline_words(plan.deadline))
+        table.add_row("deadline", deadline_words(plan.deadline))
     warnings = [Text(f"warning: {warning.key}: {warning.message}", "yellow") for warning in plan.warnings]
     hint = Text("`grpo-orch plan` shows the whole plan and the source of each number", style="dim")
     return Group(table, *warnings, hint)
@@ -133,11 +133,11 @@ def _facts(plan: Plan) -> Table:
     if plan.hours is not None:
         table.add_row("to the end", f"{plan.steps:,} steps, {duration(3600 * plan.hours)}")
     if plan.deadline is not None:
-        table.add_row("deadline", _deadline_words(plan.deadline))
+        table.add_row("deadline", deadline_words(plan.deadline))
     return table
 
 
-def _deadline_words(deadline: DeadlinePlan) -> Text:
+def deadline_words(deadline: DeadlinePlan) -> Text:
     """Return `2026-11-30 18:00 UTC, met: expected end 2026-11-30 15:12 UTC with 3 nodes`."""
     at = moment(deadline.deadline_s)
     if deadline.end_s is None:

@@ -165,14 +165,14 @@ def _seconds(panel: Axes, timings: Timings) -> None:
         ("train_s", GREEN, "train"),
         ("sync_s", PURPLE, "sync"),
     ):
-        _timed(panel, timings, name, colour, label)
+        draw_timing(panel, timings, name, colour, label)
 
 
 def _idle(panel: Axes, timings: Timings) -> None:
     """Draw the idle seconds of trainer and fleet, and the staleness on a second axis."""
     _title(panel, "Idle seconds of a step, and staleness", "s")
-    _timed(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
-    _timed(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
+    draw_timing(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
+    draw_timing(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
     stale = [(row.step, timing.staleness) for row, timing in timings if timing.staleness is not None]
     if not stale:
         return
@@ -187,7 +187,8 @@ def _idle(panel: Axes, timings: Timings) -> None:
     panel.plot([], [], color=ORANGE, linewidth=1.5, label="staleness")
 
 
-def _timed(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
+def draw_timing(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
+    """Draw one of the timings by step, and its moving mean."""
     if not timings:
         return
     steps, values = [row.step for row, _ in timings], [getattr(timing, name) for _, timing in timings]

@@ -138,7 +138,7 @@ SHOWN_MAX = 4000  # characters of one value; callers cut longer values themselve
 
 # Control characters except tab and line feed, direction marks and overrides, invisible characters and separators,
 # surrogates (not encodable), and tags (never drawn).
-_INVISIBLE = re.compile(
+INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -147,7 +147,7 @@ _INVISIBLE = re.compile(
 def shown(text: str, most: int = SHOWN_MAX) -> str:
     """Write each invisible character as `‹U+202E›`, and cut the text after `most` characters."""
     cut = text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} more characters"
-    return _INVISIBLE.sub(lambda found: f"‹U+{ord(found[0]):04X}›", cut)
+    return INVISIBLE.sub(lambda found: f"‹U+{ord(found[0]):04X}›", cut)
 
 
 # The stage of a rollback, and its changes.

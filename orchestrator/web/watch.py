@@ -82,7 +82,7 @@ class Watch:
         self._changed = asyncio.Condition()
         self._watchers = 0
         self._wanted = asyncio.Event()
-        self.newest = self._look()
+        self.newest = self.look()
         self._looked_at_s = time.monotonic()
 
     async def fresh(self) -> Look:
@@ -125,7 +125,7 @@ class Watch:
 
     async def _look_again(self) -> None:
         try:
-            look = await asyncio.to_thread(self._look)
+            look = await asyncio.to_thread(self.look)
         except Exception as error:  # the page shows any error with the last look, and tries again
             if not isinstance(error, StoreError):
                 log.exception("look_failed")
@@ -137,7 +137,8 @@ class Watch:
                 self.newest = look
                 self._changed.notify_all()
 
-    def _look(self) -> Look:
+    def look(self) -> Look:
+        """Read the run once more."""
         view, reader = self._looker.look(), self._looker.reader
         last = self._history[-1][0] if self._history else 0
         known = {fault.number for fault in reader.faults}

@@ -50,7 +50,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     run_lifecycle(tick)
     steer_fleet(tick)
     report(tick)
-    actions = _actions(tick.state, snapshot)
+    actions = actions_of(tick.state, snapshot)
     is_steady = not tick.events and not _is_busy(tick)
     return Decision(
         events=tuple(tick.events),
@@ -89,7 +89,7 @@ def done(state: RunState, snapshot: Snapshot) -> bool:
     return has_ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
 
 
-def _actions(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
+def actions_of(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
     """Return an action for every difference between state and snapshot; none on machines without a listing."""
     actions = _store_actions(state, snapshot)
     if snapshot.machines is None:

@@ -40,6 +40,11 @@ class Demand:
         self._open: dict[str, _Open] = {}  # by label
 
     @property
+    def open_requests(self) -> dict[str, int]:
+        """The number of open requests by the label of their policy."""
+        return {label: policy.requests for label, policy in self._open.items()}
+
+    @property
     def has_older(self) -> bool:
         """Whether requests of older policies than the newest are open."""
         return len(self._open) > 1

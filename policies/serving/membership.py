@@ -44,6 +44,11 @@ class Membership:
         """All members, in the order in which they joined."""
         return tuple(self._rows.values())
 
+    @property
+    def session_nodes(self) -> Mapping[Hashable, str]:
+        """The node of each session's last turn."""
+        return self._session_nodes
+
     def row(self, node: str) -> Row | None:
         """Return the member's row, or None if it is no member."""
         return self._rows.get(node)

@@ -78,8 +78,8 @@ class Gateway:
         moved_s: time of the last response, on the monotonic clock.
     """
 
-    def __init__(self, store: Store, token: str) -> None:
-        self._store, self._token = store, token
+    def __init__(self, store: Store, token: str, retry_s: float = RETRY_S) -> None:
+        self._store, self._token, self._retry_s = store, token, retry_s
         self._url = ""
         self._http: aiohttp.ClientSession | None = None
         self._open_since: dict[object, float] = {}  # start time of each open request
@@ -138,7 +138,7 @@ class Gateway:
                     self._url = ""  # the store may have a new address
                     self._refused += not is_refused
                     is_refused = True
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(self._retry_s)
                 else:
                     self.moved_s = time.monotonic()
                     return answer
@@ -255,10 +255,15 @@ class OpenedSession:
 
 
 class Forwarder:
-    """A local server that forwards agents' requests to the gateway. Used in one event loop."""
+    """A local server that forwards agents' requests to the gateway. Used in one event loop.
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    Args:
+        gateway: client of the gateway.
+        patient_s: how long a client waits without a byte.
+    """
+
+    def __init__(self, gateway: Gateway, patient_s: float = PATIENT_S) -> None:
+        self._gateway, self._patient_s = gateway, patient_s
         self._sessions: dict[str, OpenedSession] = {}
         self._port = 0
         self._runner: web.AppRunner | None = None
@@ -311,9 +316,9 @@ class Forwarder:
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         answering = asyncio.ensure_future(self._answer(session, request.method, path, body, headers))
         try:
-            await asyncio.wait([answering], timeout=PATIENT_S)
+            await asyncio.wait([answering], timeout=self._patient_s)
             if not answering.done():
-                return await _respond_late(request, body, answering)
+                return await _respond_late(request, body, answering, self._patient_s)
             answer = answering.result()
         finally:
             answering.cancel()
@@ -334,9 +339,9 @@ class Forwarder:
 
 
 async def _respond_late(
-    request: web.Request, body: bytes, answering: asyncio.Future[Answer]
+    request: web.Request, body: bytes, answering: asyncio.Future[Answer], every_s: float
 ) -> web.StreamResponse:
-    """Send keep-alives to the agent's client until the response is complete.
+    """Send keep-alives to the agent's client every `every_s` until the response is complete.
 
     After a failure, abort the connection so that the client retries.
     """
@@ -346,7 +351,7 @@ async def _respond_late(
     await response.prepare(request)
     while not answering.done():
         await response.write(keep_alive)
-        await asyncio.wait([answering], timeout=PATIENT_S)
+        await asyncio.wait([answering], timeout=every_s)
     answer = answering.result()
     if answer.status != 200 or answer.content_type.startswith("text/event-stream") != is_stream:
         if request.transport is not None:

@@ -50,6 +50,9 @@ class AgentHost:
         memory_bytes: address space limit of each process of an agent; None: unlimited.
         python: interpreter that imports the agent, relative to `workdir`; it needs msgspec and psutil. None: the
             trainer's.
+        fork_s: limit for the host to fork a session's keeper.
+        end_s: limit for a keeper to terminate its agent's processes.
+        again_s: between two attempts to start a session's keeper.
     """
 
     def __init__(
@@ -58,11 +61,16 @@ class AgentHost:
         workdir: Path,
         memory_bytes: int | None = None,
         python: str | None = None,
+        *,
+        fork_s: float = START_S,
+        end_s: float = END_S,
+        again_s: float = AGAIN_S,
     ) -> None:
         self._path, self._command = (run, []) if isinstance(run, str) else ("", list(run))
         self._workdir, self._memory_bytes, self._python = workdir, memory_bytes, python
+        self.fork_s, self._end_s, self._again_s = fork_s, end_s, again_s
         self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None  # the host, if it was started
         self._lock = threading.Lock()
         # Agents keep the original limit: some programs close every possible file descriptor.
         self._open_files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,13 +80,13 @@ class AgentHost:
     def start(self) -> None:
         """Start the host unless it is running. Raises NoAgent."""
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
+            if self.process is not None and self.process.poll() is None:
                 return
             self._close()
             self._control, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self._process = _start(theirs, self._path, self._workdir, self._python, self._open_files)
+                    self.process = _start(theirs, self._path, self._workdir, self._python, self._open_files)
                 except OSError as error:
                     self._close()
                     raise NoAgent(f"its interpreter does not start: {error}") from error
@@ -114,25 +122,46 @@ class AgentHost:
         why = "its host ended"
         for _ in range(STARTS):
             try:
-                ours = await asyncio.to_thread(self._fork)
+                ours = await asyncio.to_thread(self.fork)
             except OSError as error:  # the process or file limit is reached
                 why = str(error)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(self._again_s)
                 continue
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=ANSWER_BYTES)
             try:
-                if keeper := await asyncio.wait_for(_read_line(reader), START_S):
+                if keeper := await asyncio.wait_for(_read_line(reader), self.fork_s):
                     began()
                     writer.write(msgspec.json.encode(order) + b"\n")
-                    return await _wait_for_end(reader, writer, int(keeper), stop)
+                    return await self._wait_for_end(reader, writer, int(keeper), stop)
             except TimeoutError:  # an agent suspended the host
                 await asyncio.to_thread(self.close)
             finally:
                 writer.close()
-            await asyncio.sleep(AGAIN_S)  # an agent killed the host, or the process limit is reached
+            await asyncio.sleep(self._again_s)  # an agent killed the host, or the process limit is reached
         return Ended(None, f"no process could be started for it: {why}")
 
-    def _fork(self) -> socket.socket:
+    async def _wait_for_end(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keeper: int, stop: asyncio.Event
+    ) -> Ended:
+        """Return what the keeper reports once its agent has ended, or was terminated because of `stop`."""
+        answer = asyncio.ensure_future(_read_line(reader))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                writer.write_eof()
+                await asyncio.wait([answer], timeout=self._end_s)
+            if not answer.done():  # the agent suspended its keeper, and dies with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(keeper, signal.SIGKILL)
+            elif answer.result():
+                return msgspec.json.decode(answer.result(), type=Ended)
+        finally:
+            answer.cancel()
+            stopping.cancel()
+        return Ended(None, "its process was killed")
+
+    def fork(self) -> socket.socket:
         """Have the host fork a keeper and return the socket to it. Raises NoAgent, OSError."""
         for _ in range(2):
             self.start()
@@ -164,32 +193,10 @@ class AgentHost:
     def _close(self) -> None:
         if self._control is not None:
             self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._control = self._process = None
-
-
-async def _wait_for_end(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keeper: int, stop: asyncio.Event
-) -> Ended:
-    """Return what the keeper reports once its agent has ended, or was terminated because of `stop`."""
-    answer = asyncio.ensure_future(_read_line(reader))
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait([answer, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            writer.write_eof()
-            await asyncio.wait([answer], timeout=END_S)
-        if not answer.done():  # the agent suspended its keeper, and dies with it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(keeper, signal.SIGKILL)
-        elif answer.result():
-            return msgspec.json.decode(answer.result(), type=Ended)
-    finally:
-        answer.cancel()
-        stopping.cancel()
-    return Ended(None, "its process was killed")
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self._control = self.process = None
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:

@@ -58,6 +58,9 @@ class AgentRunner:
         limits: limits of each session.
         heartbeat: reports whether the trainer waits or generates.
         may_go_on: raises Fenced or LeaveNow if the trainer must exit.
+
+    Attributes:
+        loop: the event loop of its thread.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class AgentRunner:
         self._gateway, self._host, self._limits = gateway, host, limits
         self._heartbeat, self._may_go_on = heartbeat, may_go_on
         self._forwarder = Forwarder(gateway)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
         self._at_once = asyncio.Semaphore(SESSIONS_AT_ONCE)
         self._has_started = False
         self._reported: set[str] = set()  # failures whose output has been logged
@@ -89,7 +92,7 @@ class AgentRunner:
         """Stop every agent and the forwarder."""
         if self._thread.is_alive():
             self._submit(self._close()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
         self._host.close()
 
@@ -258,7 +261,7 @@ class AgentRunner:
         if not self._thread.is_alive():
             work.close()
             raise GenerationFailed(THREAD_ENDED)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
 
 def _is_cut(trace: Trace, tokens_max: int) -> bool:

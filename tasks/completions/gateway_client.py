@@ -151,7 +151,7 @@ class GatewayClient:
         raise unserved
 
     def _complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
-        call = _Call(batch, arrived)
+        call = GatewayCall(batch, arrived)
         while not call.finished:
             try:
                 url = self._address()
@@ -178,7 +178,7 @@ class GatewayClient:
             raise GatewayLost("the store names no gateway yet")
         return address.url
 
-    def _lines(self, url: str, call: _Call) -> Iterator[BatchLine]:
+    def _lines(self, url: str, call: GatewayCall) -> Iterator[BatchLine]:
         """Request the missing completions and yield the lines of the answer.
 
         Raises GatewayLost, GenerationFailed, httpx.TransportError.
@@ -200,7 +200,7 @@ class GatewayClient:
                 except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors
                     raise GatewayLost(f"it sent {line[:80]!r}: {error}") from error
 
-    def _report(self, call: _Call, error: Exception | None = None) -> None:
+    def _report(self, call: GatewayCall, error: Exception | None = None) -> None:
         self._heartbeat.check()
         self._interrupt()
         self._say("generating" if call.served else "waiting")
@@ -217,18 +217,24 @@ class GatewayClient:
             )
 
 
-class _Call:
+class GatewayCall:
     """The state of one batch over all its connections."""
 
-    def __init__(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        arrived: Callable[[Completion], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.batch = batch
+        self._clock = clock
         self._arrived = arrived
         self.done: dict[int, Completion] = {}
         self._cut: list[Completion] = []
         self.served = True  # whether a node can serve it, by the latest report
         self._discarded = 0  # over the finished connections
         self._wait_s = 0.0
-        self._counted_s = self._progress_s = self._logged_s = time.monotonic()
+        self._counted_s = self._progress_s = self._logged_s = clock()
         self._latest = NOTHING  # of this connection
         self._lost = (0, 0)  # of the previous connection: tokens reported as discarded, tokens in flight
         self._moves = 0  # kept across connections, because a new connection is no progress
@@ -241,7 +247,7 @@ class _Call:
     @property
     def idle_s(self) -> float:
         """Seconds since the last token, or the last progress of a joining node."""
-        return time.monotonic() - self._progress_s
+        return self._clock() - self._progress_s
 
     def missing(self) -> Batch:
         """Return the batch with only the unfinished requests."""
@@ -302,7 +308,7 @@ class _Call:
 
     def _count_wait(self) -> None:
         """Count the time since the gateway's last line as a wait if no node could serve."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._wait_s += 0.0 if self.served else now_s - self._counted_s
         self._counted_s = now_s
 

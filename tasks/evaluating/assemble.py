@@ -111,7 +111,7 @@ def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> 
     generator: Completes = (
         GatewayClient(store, env.token, start.heartbeat, start.leaving.check)
         if own_generation is None
-        else _InPieces(own_generation, config.per_device_eval_batch_size)
+        else InPieces(own_generation, config.per_device_eval_batch_size)
     )
     return RolloutSource(
         store,
@@ -126,7 +126,7 @@ def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> 
     )
 
 
-class _InPieces:
+class InPieces:
     """Completes a batch with the trainer's own model, in pieces that fit its memory and are stored as they finish.
 
     The piece size is halved when memory runs out.

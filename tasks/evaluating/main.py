@@ -78,7 +78,7 @@ def _run(env: NodeEnv) -> End:
         record = read_run_here(store, env.token)
         await_predecessor(store, env, frozenset(LAST_WORDS.values()))
         heartbeat.start()
-        code, why = _evaluate(env, record, store, heartbeat, leaving)
+        code, why = run_evaluation(env, record, store, heartbeat, leaving)
         if code in LAST_WORDS:
             heartbeat.stop(LAST_WORDS[code])
         return code, why
@@ -92,7 +92,8 @@ def _run(env: NodeEnv) -> End:
         return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
 
 
-def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+    """Evaluate the policies that have no result yet. Returns the exit code and its reason."""
     check_versions(TRAINER)
     evaluation = record.evaluation
     if evaluation is None:
@@ -129,7 +130,7 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
             # Not OUT_OF_MEMORY: a run handles that with a new timeline, which changes only training settings.
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
-    _unpin(evaluation)
+    unpin(evaluation)
     evaluations.drop_kept(store)
     return exit_codes.OK, f"evaluated {', '.join(subject.name for subject in evaluation.subjects)}"
 
@@ -183,7 +184,7 @@ def _checkpoint_of(subject: Subject) -> Checkpoint:
     return Checkpoint(subject.name, subject.manifest, subject.digest, 0.0, 0)
 
 
-def _unpin(evaluation: Evaluation) -> None:
+def unpin(evaluation: Evaluation) -> None:
     """Unpin checkpoints that were pinned for this evaluation and that no other one needs.
 
     The retention policy of their run applies to them again. Raises StoreError.

@@ -35,7 +35,7 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
     made = trainer.completions_of(rows)
     scores = trainer.scores_of(rows, made)
     judge = judge_of(evaluator.rewards)
-    reported = _readable_by_judge(evaluator, judge, made)
+    reported = readable_by_judge(evaluator, judge, made)
     forms = forms_of(evaluator.rewards, judge)
     by_form = [[row_scores[name] for row_scores in scores] for name in forms]
     readable = told_readable(len(rows), reported, by_form)
@@ -99,7 +99,7 @@ def forms_of(rewards: Mapping[str, Reward], judge: str) -> list[str]:
     return [name for name, reward in rewards.items() if hasattr(reward, "is_form") and name != judge]
 
 
-def _readable_by_judge(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
+def readable_by_judge(evaluator: Evaluator, judge: str, made: Made) -> list[bool] | None:
     """Return whether each completion was readable for `judge`; None if that function does not report it."""
     function: Any = getattr(evaluator.rewards[judge], "readable", None)
     if function is None:

@@ -80,7 +80,7 @@ def end_descendants(grace_s: float, marked: tuple[str, str] | None = None) -> No
     deadline_s = time.monotonic() + grace_s
     number = signal.SIGTERM
     signalled: set[psutil.Process] = set()
-    while living := _descendants(marked):
+    while living := descendants(marked):
         for process in living - signalled:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -90,7 +90,7 @@ def end_descendants(grace_s: float, marked: tuple[str, str] | None = None) -> No
         time.sleep(0.02)  # poll, since the kernel does not notify of a grandchild's end
 
 
-def _descendants(marked: tuple[str, str] | None) -> set[psutil.Process]:
+def descendants(marked: tuple[str, str] | None) -> set[psutil.Process]:
     """Return all living descendants, or the marked ones."""
     processes = psutil.Process().children(recursive=True)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,14 +21,28 @@ class SpoolFull(Exception):
     """A checkpoint does not fit into the spool. The message tells the user what to change."""
 
 
-def make_spool(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Spool:
+def free_bytes_in(folder: Path) -> int:
+    """Return the free space of a folder; in memory at most the machine's available memory."""
+    free_bytes = shutil.disk_usage(folder).free
+    if not folder.is_relative_to(MEMORY):
+        return free_bytes
+    return min(free_bytes, int(psutil.virtual_memory().available))
+
+
+def make_spool(
+    workdir: Path,
+    spec: CheckpointsSpec,
+    slot_bytes: int,
+    free_bytes_of: Callable[[Path], int] = free_bytes_in,
+) -> Spool:
     """Open the machine's spool. A new one is in the folder of run.yaml, else in memory if it fits, else on disk.
 
-    `slot_bytes` is the expected size of a checkpoint. Raises SpoolFull.
+    `slot_bytes` is the expected size of a checkpoint; `free_bytes_of` returns the free space of a folder. Raises
+    SpoolFull.
     """
     link = workdir / SPOOL
-    folder = link.resolve() if _has_target(link) else _new_folder(workdir, spec, slot_bytes)
-    free_bytes = _free_bytes(folder) + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    folder = link.resolve() if _has_target(link) else _new_folder(workdir, spec, slot_bytes, free_bytes_of)
+    free_bytes = free_bytes_of(folder) + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     budget_bytes = int(spec.spool_gib * GIB) if spec.spool_gib is not None else free_bytes // 2
     if slot_bytes > budget_bytes:
         key = "spool_gib" if spec.spool_gib is not None else "spool"
@@ -62,21 +77,15 @@ def _has_target(link: Path) -> bool:
     return link.is_symlink() and link.is_dir()
 
 
-def _new_folder(workdir: Path, spec: CheckpointsSpec, slot_bytes: int) -> Path:
+def _new_folder(
+    workdir: Path, spec: CheckpointsSpec, slot_bytes: int, free_bytes_of: Callable[[Path], int]
+) -> Path:
     if spec.spool:
         base = Path(spec.spool)
     else:
-        base = MEMORY if MEMORY.is_dir() and slot_bytes <= _free_bytes(MEMORY) // 2 else workdir
+        base = MEMORY if MEMORY.is_dir() and slot_bytes <= free_bytes_of(MEMORY) // 2 else workdir
     try:
         base.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=SPOOL_PREFIX, dir=base))
     except OSError as error:
         raise SpoolFull(f"checkpoints.spool: {base}: {error.strerror}; choose a writable folder") from error
-
-
-def _free_bytes(folder: Path) -> int:
-    """Return the free space of a folder; in memory at most the machine's available memory."""
-    free_bytes = shutil.disk_usage(folder).free
-    if not folder.is_relative_to(MEMORY):
-        return free_bytes
-    return min(free_bytes, int(psutil.virtual_memory().available))

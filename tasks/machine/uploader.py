@@ -54,12 +54,14 @@ def main() -> int:
         return exit_codes.BAD_SPEC
     while (spool := find_spool(Path(env.workdir))) is None:
         time.sleep(LOOK_S)
-    retire, tidy = _retention(store, spec), _tidying(store, spec)
+    retire, tidy = retention(store, spec), _tidying(store, spec)
     Uploader(store, spool, env.node, retire, lambda at: is_replaced(store, env, at), tidy).run()
     return 0
 
 
-def _retention(store: Store, spec: CheckpointsSpec) -> Retire:
+def retention(store: Store, spec: CheckpointsSpec) -> Retire:
+    """Return the rule that names the checkpoints to retire."""
+
     def retire(listed: Sequence[Checkpoint], newest: Seal | None) -> Sequence[PolicyVersion]:
         stored = [StoredCheckpoint(checkpoint.at, checkpoint.pinned) for checkpoint in listed]
         # Read the forks after the list: checkpoints of a timeline without a fork yet are kept.

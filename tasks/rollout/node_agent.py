@@ -27,23 +27,18 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.node_contract import NOTICE
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import member_of
-from grpo_orch.policies.serving.fitness import AGAIN_S
 from grpo_orch.policies.serving.wire import PolicyRef, PolicyStages
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.gateway_link import GatewayLink
 from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from grpo_orch.tasks.rollout.policy_loader import PolicyLoader, Ready
-from grpo_orch.tasks.rollout.rollout_engine import EngineSlot, GaveUp, RolloutEngine
+from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineSlot, GaveUp, RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 
 log = structlog.get_logger()
 
-RETRY_S = 0.5  # before the store, or an engine that failed with a policy, is tried again
 NOTICE_POLL_S = 0.25
-# Engines read the same file at the same time. One that loads this much longer than the others is ended, since it
-# delays their next policy.
-LATE_S = 60.0
 
 
 class Agent:
@@ -51,6 +46,8 @@ class Agent:
 
     Args:
         shares: the GPUs of each engine, see `policies.model.gpus.divided`.
+        gateway: the machine's client of the gateway; None: one that reads the gateway's address from the store.
+        timing: intervals and limits.
     """
 
     def __init__(
@@ -60,25 +57,29 @@ class Agent:
         store: Store,
         http: aiohttp.ClientSession,
         shares: Sequence[str] = ("",),
+        gateway: GatewayLink | None = None,
+        timing: Timing = TIMING,
     ) -> None:
         self._env = env
-        self._gateway = GatewayLink(store, env, http)
+        self._timing = timing
+        gateway = gateway or GatewayLink(store, env, http)
         self._folders = PolicyFolders(store, Path(env.workdir) / "policies")
         self._loader = PolicyLoader(self._folders)
-        self._files = EngineFiles(env, spec, store)
+        self.files = EngineFiles(env, spec, store)
         self._wanted: PolicyRef | None = None
         self._stages = PolicyStages("")  # of the policy fetched last
         self._work = asyncio.Event()  # there is a new server or a new wanted policy
         members = [member_of(env.node, engine, len(shares)) for engine in range(len(shares))]
-        self._engines = [
+        self.engines = [
             RolloutEngine(
                 EngineSlot(replace(env, node=member), gpus, len(shares)),
                 http,
-                self._gateway.for_member(member),
-                self._files,
+                gateway.for_member(member),
+                self.files,
                 self._folders,
                 self._want,
                 self._work.set,
+                timing,
             )
             for member, gpus in zip(members, shares, strict=True)
         ]
@@ -89,11 +90,11 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._load_wanted())
                 group.create_task(self._watch_for_notice())
-                group.create_task(self._files.store_compiled())
-                for engine in self._engines:
+                group.create_task(self.files.store_compiled())
+                for engine in self.engines:
                     group.create_task(self._run_engine(engine))
         finally:
-            self._files.close()
+            self.files.close()
 
     async def _run_engine(self, engine: RolloutEngine) -> None:
         """Run an engine. If it gives up, the others continue as long as they are at least half of all."""
@@ -101,8 +102,8 @@ class Agent:
             await engine.run()
         except* GaveUp as errors:
             engine.is_given_up = True
-            remaining = sum(not other.is_given_up for other in self._engines)
-            if 2 * remaining < len(self._engines):
+            remaining = sum(not other.is_given_up for other in self.engines)
+            if 2 * remaining < len(self.engines):
                 raise
             why = str(errors.exceptions[0])
             log.error("engine_given_up", engine=engine.name, why=why, remaining=remaining)
@@ -120,18 +121,18 @@ class Agent:
             wanted = self._wanted
             if wanted is None:
                 continue
-            for engine in self._engines:
+            for engine in self.engines:
                 if engine.policy == wanted.label:
                     engine.set_policy(wanted)
-            running = [engine for engine in self._engines if engine.server is not None]
+            running = [engine for engine in self.engines if engine.server is not None]
             lacking = [engine for engine in running if engine.policy != wanted.label]
             if not running and wanted.label != self._stages.policy:
-                lacking = self._engines  # fetch it before they are up
+                lacking = self.engines  # fetch it before they are up
             ready = [engine for engine in lacking if engine.should_try(wanted)]
             if ready:
                 await self._update(wanted, self._largest_group(ready))
             elif lacking:
-                await self._wait_for_work(AGAIN_S)
+                await self._wait_for_work(self._timing.again_s)
 
     def _largest_group(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
         """Return the largest group that can load a policy in one way: by deltas to the same policy, or whole."""
@@ -151,7 +152,7 @@ class Agent:
             await self._record_failures(engines, wanted, str(error), passes=True)
         except StoreError as error:
             log.error("policy_fetch_failed", policy=wanted.label, why=str(error))
-            await self._wait_for_work(RETRY_S)
+            await self._wait_for_work(self._timing.retry_s)
         except PolicyRefused as error:
             await self._record_failures(engines, wanted, str(error), passes=False)
 
@@ -177,7 +178,7 @@ class Agent:
             while pending and not any(load.done() and load.result() for load in loads):
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if pending:
-                await asyncio.wait(pending, timeout=LATE_S + time.monotonic() - begun_s)
+                await asyncio.wait(pending, timeout=self._timing.late_s + time.monotonic() - begun_s)
             for load, limit in zip(loads, limits, strict=True):
                 if not load.done():
                     with contextlib.suppress(RuntimeError):  # the load has failed and is ending its vLLM
@@ -188,7 +189,7 @@ class Agent:
         if len(done) == len(loads):
             self._work.set()
         else:
-            await self._wait_for_work(RETRY_S)
+            await self._wait_for_work(self._timing.retry_s)
 
     async def _load_into(
         self, engine: RolloutEngine, server: Server, wanted: PolicyRef, ready: Ready, limit: asyncio.Timeout
@@ -217,7 +218,7 @@ class Agent:
     ) -> Server | None:
         canary = ready.canary
         if ready.folder is not None:
-            verify = partial(self._files.check.verify, ready.folder, bare=engine.is_bare)
+            verify = partial(self.files.check.verify, ready.folder, bare=engine.is_bare)
             canary = await asyncio.to_thread(verify)
         if server is not engine.server or wanted != self._wanted or ready.base not in ("", engine.policy):
             return None  # superseded meanwhile
@@ -236,7 +237,7 @@ class Agent:
     ) -> None:
         for engine in engines:
             engine.record_failure(wanted, why, passes=passes)
-        await self._wait_for_work(RETRY_S)
+        await self._wait_for_work(self._timing.retry_s)
 
     async def _wait_for_work(self, timeout_s: float) -> None:
         """Wait for new work, at most `timeout_s`. Sets the event in either case."""
@@ -251,5 +252,5 @@ class Agent:
         while not notice.exists():
             await asyncio.sleep(NOTICE_POLL_S)
         log.warning("preemption_notice")
-        for engine in self._engines:
+        for engine in self.engines:
             engine.leave()

@@ -137,7 +137,7 @@ class PolicyFolders:
         self.fetched_bytes = 0  # by the last `fetch` or `stage`
         self.fetching: Stage | None = None  # progress of a whole policy
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
-        self._file = threading.Lock()  # for changes of the file of weights
+        self.file_lock = threading.Lock()  # for changes of the file of weights
         # By prefix. Staged deltas may be removed from the store before they are applied to the file.
         self._known = dict[str, Manifest]()
         self._applied = list[Path]()  # staged deltas applied to the file
@@ -156,7 +156,7 @@ class PolicyFolders:
             if not is_wanted():
                 raise Superseded
 
-        with self._file:
+        with self.file_lock:
             try:
                 if not folder.exists():
                     self._build(wanted, folder, check)

@@ -110,6 +110,11 @@ class PolicyLoader:
             self._is_settling_cancelled = False
             self._settling = asyncio.create_task(self._settle())
 
+    async def settled(self) -> None:
+        """Wait for the update of the file that `loaded` started, if there is one."""
+        if self._settling is not None:
+            await self._settling
+
     async def _test_deltas(self, server: Server, ready: Ready, folder: Path, staged: Staged) -> None:
         member = server.member
         # Replaced below, unless the test raises.
@@ -157,8 +162,7 @@ class PolicyLoader:
     async def _end_settling(self) -> None:
         """Stop the update of the file: a download at its next part, an overwrite at its end."""
         self._is_settling_cancelled, self._held = True, None
-        if self._settling is not None:
-            await self._settling
+        await self.settled()
 
 
 def _kinds_in(staged: Staged) -> frozenset[str]:

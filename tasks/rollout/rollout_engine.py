@@ -27,11 +27,34 @@ from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 
-RESTART_WAIT_S = 0.5  # doubled for each consecutive failed start
 RETRY_S = 0.5  # before the next request to the gateway
-ENGINE_POLL_S = 1.0
 WHY_CHARS_MAX = 500  # of an announced error
 PROCESS_STARTED_S = time.monotonic()  # not counting Python's own start
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Intervals and limits of a rollout machine's agent.
+
+    Attributes:
+        restart_wait_s: before vLLM is restarted; doubled for each consecutive failed start.
+        poll_s: between two looks at vLLM's statistics.
+        stage_s: between two reports of the machine's stage.
+        retry_s: before the store, or an engine that failed with a policy, is tried again.
+        again_s: before an engine that is unfit for a policy tries it again.
+        late_s: engines read the same file at the same time; one that loads this much longer than the others is
+            ended, since it delays their next policy.
+    """
+
+    restart_wait_s: float = 0.5
+    poll_s: float = 1.0
+    stage_s: float = HOLD_S
+    retry_s: float = 0.5
+    again_s: float = AGAIN_S
+    late_s: float = 60.0
+
+
+TIMING = Timing()
 
 
 class GaveUp(Exception):
@@ -53,6 +76,10 @@ class RolloutEngine:
     Args:
         on_wanted: called with the policy that the gateway wants.
         on_server: called when a new server is up.
+        timing: the machine's.
+
+    Attributes:
+        may_be_bare: vLLM may start without weights.
     """
 
     def __init__(
@@ -64,6 +91,7 @@ class RolloutEngine:
         folders: PolicyFolders,
         on_wanted: Callable[[PolicyRef | None], None],
         on_server: Callable[[], None],
+        timing: Timing = TIMING,
     ) -> None:
         self._slot = slot
         self._http = http
@@ -72,12 +100,13 @@ class RolloutEngine:
         self._folders = folders
         self._on_wanted = on_wanted
         self._on_server = on_server
+        self._timing = timing
         self.server: Server | None = None
         self.policy: str | None = None  # held by the server
         self.is_given_up = False
         self._had_policy = False  # the server was given a policy
         self._worked_s = 0.0  # time in which the server generated tokens
-        self._may_be_bare = True  # vLLM may start without weights
+        self.may_be_bare = True
         self.is_bare = False  # the server started without weights and still has none
         self._fitness = Fitness()
         self._failed_at_s = -math.inf
@@ -113,13 +142,13 @@ class RolloutEngine:
         """Keep a server running. Each start is a new boot, with base weights or without weights."""
         failures = ends = 0
         while True:
-            spec, bare = await self._files.prepare(may_be_bare=self._may_be_bare)
+            spec, bare = await self._files.prepare(may_be_bare=self.may_be_bare)
             try:
                 server = await self._start(spec, bare=bare)
             except Unfit as error:
                 self._files.mark_failed(self.name)
                 if bare:  # the missing weights may be the cause
-                    self._may_be_bare = False
+                    self.may_be_bare = False
                     log.warning("vllm_restarts_with_weights", engine=self.name, why=str(error))
                     continue
                 hint = "set rollout.recovery: exact in run.yaml"
@@ -128,7 +157,7 @@ class RolloutEngine:
             except ServerFailed as error:
                 failures += 1
                 self._files.mark_failed(self.name)
-                self._may_be_bare = False  # the next start gets all that it may need
+                self.may_be_bare = False  # the next start gets all that it may need
                 await self._wait_or_give_up(failures, str(error))
                 continue
             log.info("vllm_up", engine=self.name, boot_id=server.boot_id, address=server.address)
@@ -144,7 +173,7 @@ class RolloutEngine:
             await self._gateway.leave(server.boot_id)
             await server.stop()
             ends, failures = ends + 1, failures + 1 if failure else 0
-            self._may_be_bare &= self._had_policy  # else the next start gets all that it may need
+            self.may_be_bare &= self._had_policy  # else the next start gets all that it may need
             if not self._had_policy or ends > 1:  # a single end at work may be the machine's fault
                 self._files.mark_failed(self.name)
             if failure:
@@ -169,7 +198,7 @@ class RolloutEngine:
         log.error("vllm_failed", engine=self.name, start=failures, of=STARTS_MAX, why=why)
         if failures == STARTS_MAX:
             raise GaveUp(why)
-        await asyncio.sleep(RESTART_WAIT_S * 2**failures)
+        await asyncio.sleep(self._timing.restart_wait_s * 2**failures)
 
     async def _start(self, spec: RunSpec, *, bare: bool) -> Server:
         """Start vLLM. Raises ServerFailed, Unfit."""
@@ -211,17 +240,17 @@ class RolloutEngine:
         except GatewayUnreachable as error:
             log.debug("gateway_unreachable", why=str(error))  # the gateway may start after its nodes
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HOLD_S):
+            async with asyncio.timeout(self._timing.stage_s):
                 await self._changed.wait()
 
     async def _poll_stats(self) -> None:
-        """Fetch vLLM's statistics every ENGINE_POLL_S for the next announcement.
+        """Fetch vLLM's statistics every `poll_s` for the next announcement.
 
         Announces immediately when requests begin or cease to wait in the engine.
         """
         has_failed = False
         while True:
-            await asyncio.sleep(ENGINE_POLL_S)
+            await asyncio.sleep(self._timing.poll_s)
             server = self.server
             try:
                 stats = None if server is None else await server.fetch_stats()
@@ -236,7 +265,7 @@ class RolloutEngine:
             before, self._stats = self._stats, stats
             has_worked = before is not None and stats is not None and stats.tokens > before.tokens
             if has_worked and self.policy is not None:
-                self._worked_s += ENGINE_POLL_S
+                self._worked_s += self._timing.poll_s
             if (before is not None and before.waiting > 0) != (stats is not None and stats.waiting > 0):
                 self._changed.set()
 
@@ -260,7 +289,7 @@ class RolloutEngine:
 
     def should_try(self, wanted: PolicyRef) -> bool:
         """Return whether to try this policy now."""
-        if time.monotonic() - self._failed_at_s >= AGAIN_S:
+        if time.monotonic() - self._failed_at_s >= self._timing.again_s:
             self._fitness = self._fitness.after_time()
         return self._fitness.tries(attempt_key(wanted))
 
@@ -295,7 +324,7 @@ class RolloutEngine:
         if server is self.server:
             self.server = self.policy = None
         if with_weights:
-            self._may_be_bare = self.is_bare = False
+            self.may_be_bare = self.is_bare = False
         await server.stop()
         self._files.mark_failed(self.name)
 

@@ -126,6 +126,8 @@ class PolicyPublisher:
         by: the precedence of this trainer.
         served: the types to publish in.
         costs: records the time and size of each publication.
+        chain_max: maximum number of deltas after a whole policy.
+        uncompared: publications without a comparison after one in which almost all values changed.
     """
 
     def __init__(
@@ -136,11 +138,14 @@ class PolicyPublisher:
         by: Precedence,
         served: ServedTypes,
         costs: StepCosts,
+        chain_max: int = CHAIN_MAX,
+        uncompared: int = UNCOMPARED,
     ) -> None:
         self._store = store
         self._by = by
         self._served = served
         self._costs = costs
+        self.chain_max, self._uncompared_max = chain_max, uncompared
         self._extras = scratch / "extras"  # files stored with the weights, whole or delta
         shutil.rmtree(self._extras, ignore_errors=True)
         self._extras.mkdir(parents=True)
@@ -154,7 +159,12 @@ class PolicyPublisher:
         self._pool = ThreadPoolExecutor(delta.WORKERS, thread_name_prefix="weights")
         self._remover = PolicyRemover(store)
         self._remover_pool = ThreadPoolExecutor(1, thread_name_prefix="remove-policies")  # no step waits for it
-        self._removal: Future[bool] = self._remover_pool.submit(lambda: True)
+        self.removal: Future[bool] = self._remover_pool.submit(lambda: True)  # of older policies, the last begun
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot that is being stored, if there is one."""
+        return None if self._snapshot is None else self._snapshot[0]
 
     def publish(
         self,
@@ -212,11 +222,11 @@ class PolicyPublisher:
             encode_s = round(time.monotonic() - begun_s, 3)
             if (found := find(self._store, written.digest, known)) is not None:
                 return self._reuse(found, encode_s, written)
-            self._uncompared = UNCOMPARED if written.dense else max(0, self._uncompared - 1)
+            self._uncompared = self._uncompared_max if written.dense else max(0, self._uncompared - 1)
             self._put_canary(canary)
             published, sent = self._send(sending, version, prefix, written, last)
         self._last = published
-        if self._snapshot is None and published.chain and _is_long(published, 1, written.size_bytes):
+        if self._snapshot is None and published.chain and self._is_long(published, 1, written.size_bytes):
             self._snapshot = Snapshot(self._store, published.ref, self._weights, self._idle), published
         took_s = round(time.monotonic() - begun_s, 3)
         self._costs.publish(took_s, sent.size_bytes + snapshot_bytes, written.size_bytes, encode_s)
@@ -277,13 +287,13 @@ class PolicyPublisher:
 
     def _await_removal(self) -> None:
         try:
-            if not self._removal.result():  # started after the previous policy, so mostly done
+            if not self.removal.result():  # started after the previous policy, so mostly done
                 self._last = None  # a policy that nodes need is missing: publish a whole one
         except (Corrupt, StoreUnavailable) as error:  # the next removal includes these policies
             log.warning("older_policies_not_removed", why=str(error))
 
     def _remove_older(self, current: str, since_step: int | None) -> None:
-        self._removal = self._remover_pool.submit(self._remover.remove, current, since_step)
+        self.removal = self._remover_pool.submit(self._remover.remove, current, since_step)
 
     def _send(
         self,
@@ -303,7 +313,7 @@ class PolicyPublisher:
             followed = Published(
                 published.ref, last.chain + 1, last.chain_bytes + written.delta_bytes, last.snapshot
             )
-            if not _is_long(followed, 2, written.size_bytes):
+            if not self._is_long(followed, 2, written.size_bytes):
                 published = followed
                 meta |= {manifest.KIND: manifest.DELTA, manifest.SNAPSHOT: last.snapshot}
         if not published.chain:
@@ -313,6 +323,11 @@ class PolicyPublisher:
             self._store, prefix, sending.finish(files), version, time.time(), meta
         )
 
+    def _is_long(self, published: Published, factor: int, size_bytes: int) -> bool:
+        """Return whether the deltas since a whole policy exceed `factor` times the limits."""
+        chain_bytes_max = factor * CHAIN_SHARE * size_bytes
+        return published.chain > factor * self.chain_max or published.chain_bytes > chain_bytes_max
+
     def _plan(self, tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> dict[str, scratch.Tensor]:
         """Plan the tensors in the types to publish. Each is read, rounded and copied when it is written."""
         lazy = {
@@ -320,11 +335,6 @@ class PolicyPublisher:
         }
         trained = {name: Tensor(type_name(name, tensor.dtype), tensor.shape) for name, tensor in lazy.items()}
         return {name: _planned(lazy[name], dtype) for name, dtype in self._served.of(trained).items()}
-
-
-def _is_long(published: Published, factor: int, size_bytes: int) -> bool:
-    """Return whether the deltas since a whole policy exceed `factor` times the limits."""
-    return published.chain > factor * CHAIN_MAX or published.chain_bytes > factor * CHAIN_SHARE * size_bytes
 
 
 def _planned(tensor: LazyTensor, name: str) -> scratch.Tensor:

@@ -153,7 +153,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     except FORESEEN:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
-        return _unexpected_error(error, is_first=restored is None, when="before training")
+        return unexpected_error(error, is_first=restored is None, when="before training")
     if RANK == 0:
         log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
@@ -239,11 +239,11 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
         step = trainer.state.global_step
-        return _unexpected_error(error, is_first=step == 0, when=f"at step {step + 1}", trains=True)
-    return _end_of_training(trainer)
+        return unexpected_error(error, is_first=step == 0, when=f"at step {step + 1}", trains=True)
+    return end_of_training(trainer)
 
 
-def _end_of_training(trainer: Any) -> End:
+def end_of_training(trainer: Any) -> End:
     """Return OK only if every step was trained.
 
     transformers also ends without an error when the data gives no further batch.
@@ -271,7 +271,7 @@ def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
     return exit_codes.OK, why
 
 
-def _unexpected_error(error: Exception, *, is_first: bool, when: str, trains: bool = False) -> End:
+def unexpected_error(error: Exception, *, is_first: bool, when: str, trains: bool = False) -> End:
     """Return the outcome for an error that no specific handler covers.
 
     Args:

@@ -79,7 +79,7 @@ def keep_reports(trainer: Any, workdir: Path, timeline_id: str, *, is_first: boo
     kinds = tuple(_kinds(trainer.args))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, kinds):
-            _guard(callback, timeline_id, is_first=is_first)
+            guard_callback(callback, timeline_id, is_first=is_first)
     if not trainer.log_completions:
         return
     folder, link = workdir / REPORTS / COMPLETIONS, Path(trainer.args.output_dir, COMPLETIONS)
@@ -90,7 +90,7 @@ def keep_reports(trainer: Any, workdir: Path, timeline_id: str, *, is_first: boo
     log.info("completions_are_written", folder=str(folder), stored=False)
 
 
-def _guard(callback: Any, timeline_id: str, *, is_first: bool) -> None:
+def guard_callback(callback: Any, timeline_id: str, *, is_first: bool) -> None:
     """Make an error disable the service's callback instead of ending the training.
 
     The run's first trainer raises BadSpec if the service cannot start, because that is a mistake in run.yaml.

@@ -27,7 +27,7 @@ def requested(run: SmallRun) -> list[str]:
     return [e.node for r in journal.read(run.store) for e in r.decoded() if isinstance(e, NodeRequested)]
 
 
-def test_a_second_up_or_resume_says_who_holds_the_run(run: SmallRun) -> None:
+def test_second_up_or_resume_names_the_holder(run: SmallRun) -> None:
     run.start()
     pid = run.daemon_pid
     for command in (["up", str(run.yaml), "-y", "-d"], ["resume", run.url, "-d"], ["resume", str(run.yaml), "-d"]):
@@ -36,7 +36,7 @@ def test_a_second_up_or_resume_says_who_holds_the_run(run: SmallRun) -> None:
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: SmallRun) -> None:
+def test_resume_adopts_machines_after_daemon_was_killed(run: SmallRun) -> None:
     run.start()
     pids = {node: run.pids(node) for node in run.state.nodes}
     os.kill(run.daemon_pid, signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_resume_adopts_what_runs_after_the_daemon_was_killed(run: SmallRun) -> N
 
 
 @pytest.mark.parametrize("steered", [True, False])
-def test_down_leaves_no_process_and_resume_goes_on(run: SmallRun, *, steered: bool) -> None:
+def test_down_leaves_no_process_and_resume_continues(run: SmallRun, *, steered: bool) -> None:
     run.start()
     if not steered:
         os.kill(run.daemon_pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: SmallRun) -> None:
     assert run.pids("rollout-0-i1") == pids
 
 
-def test_machines_end_by_themselves_when_nobody_is_left(tmp_path: Path) -> None:
+def test_machines_end_without_daemon_and_gateway(tmp_path: Path) -> None:
     """The daemon is killed and no gateway works: nothing is left, also of what the work has started."""
     run = SmallRun(tmp_path, policies={"fleet": {"dead_man_min": 0.1}})
     try:

@@ -36,7 +36,7 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_base_against_trained_over_two_nodes_of_which_one_is_killed(tmp_path: Path) -> None:
+def test_evaluation_on_two_nodes_survives_a_killed_node(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny")
     changes = {**LONG, "max_steps": STEPS, "save_steps": STEPS, "eval_strategy": "no"}
     run = tiny_run(tmp_path / "run", tiny, replicas=2, **changes)

@@ -39,7 +39,7 @@ def was_asked(outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("name", HEALS)
-def test_a_node_that_comes_back_was_not_missed(lab: Lab, name: str) -> None:
+def test_returning_node_is_not_counted_as_missing(lab: Lab, name: str) -> None:
     lab.until_serving(2)
     print(f"SEED={SEED}")
     outcome = lab.disturb(FAULTS[name], random.Random(f"{SEED} {name}"))

@@ -141,14 +141,12 @@ def check(run: Run) -> None:
     assert report["rollbacks"]
 
 
-def test_a_run_that_diverges_goes_back_by_itself_and_ends_healthy(undisturbed: Outcome) -> None:
+def test_diverging_run_rolls_back_and_ends_healthy(undisturbed: Outcome) -> None:
     assert undisturbed.stages == STAGES
     assert [fork.timeline for fork in undisturbed.forks] == [1]
 
 
-def test_daemon_trainer_and_gateway_killed_at_each_stage_end_the_same(
-    undisturbed: Outcome, tiny: Path, tmp_path: Path
-) -> None:
+def test_kills_at_each_rollback_stage_end_the_same(undisturbed: Outcome, tiny: Path, tmp_path: Path) -> None:
     run = runaway(tmp_path / "run", tiny)
     try:
         run.cli("up", str(run.yaml), "-y", "-d")

@@ -55,7 +55,7 @@ def run(tmp_path: Path, proxy: FaultProxy) -> Iterator[S3Run]:
     made.end()
 
 
-def test_a_secret_reaches_the_processes_and_nothing_that_is_written(run: S3Run) -> None:
+def test_secret_reaches_processes_and_no_written_file(run: S3Run) -> None:
     run.start()
     for pid in (run.daemon_pid, *(pid for node in NODES for pid in run.pids(node))):
         assert json.loads(environment(run, pid)[OPTIONS_ENV]) == run.options
@@ -84,7 +84,7 @@ def environment(run: SmallRun, pid: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_on_another_machine_run_yaml_or_the_environment_is_needed(run: S3Run, proxy: FaultProxy) -> None:
+def test_another_machine_needs_run_yaml_or_environment(run: S3Run, proxy: FaultProxy) -> None:
     run.start()
     run.cli("down", run.url)
     here = run.env["GRPO_ORCH_HOME"]
@@ -104,7 +104,7 @@ def test_on_another_machine_run_yaml_or_the_environment_is_needed(run: S3Run, pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["up", "resume"])
-def test_a_store_that_is_refused_is_left_as_it_was(run: S3Run, proxy: FaultProxy, command: str) -> None:
+def test_refused_store_is_left_unchanged(run: S3Run, proxy: FaultProxy, command: str) -> None:
     if command == "resume":
         run.start()
         run.cli("down", run.url)

@@ -79,7 +79,7 @@ def processes_of(run: Run, boot_id: str) -> list[int]:
     return found
 
 
-def test_one_of_a_machines_two_engines_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_killed_engine_of_two_returns(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny")
     calm, run = two_engines(tmp_path / "calm", tiny), two_engines(tmp_path / "run", tiny)
     try:

@@ -31,7 +31,7 @@ def check_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=REPOSITORY, env=WITHOUT_GPU, capture_output=True, text=True, check=False)
 
 
-def test_all_that_is_here_passes_on_the_cpu() -> None:
+def test_all_checks_pass_on_the_cpu() -> None:
     done = check_gpu("--cpu", "-o", "json")
     said: dict[str, Any] = json.loads(done.stdout)
     assert {one["check"]: one["found"] for one in said["checks"] if one["outcome"] != "passed"} == {}
@@ -44,7 +44,7 @@ def test_all_that_is_here_passes_on_the_cpu() -> None:
     assert found["deltas, in place"] == "4 steps; 2% of the bytes travelled; digests and all bits agree"
 
 
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
+def test_missing_gpu_is_reported_in_one_line() -> None:
     done = check_gpu()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "check-gpu: torch sees no GPU on this machine; --cpu tries it all on the CPU\n"
@@ -70,21 +70,19 @@ def test_memory_beyond_arithmetic_is_found(lab: Lab, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("off", "said"), [(0, "0 differ"), (30, "30 differ, the earliest from token 47")])
-def test_what_differs_after_a_hand_over_is_counted(off: int, said: str) -> None:
+def test_differences_after_a_handover_are_counted(off: int, said: str) -> None:
     whole = [[(one * 7 + place) % 60 for place in range(TOKENS)] for one in range(COUNT)]
     rest = [[*row[CUT:-1], row[-1] + (one < off)] for one, row in enumerate(whole)]
     assert handing_over.judged(whole, rest) == f"of 32 completions, cut at token 24 of 48, {said}"
 
 
-def test_an_engine_that_does_not_go_on_from_the_tokens_so_far_is_found() -> None:
+def test_engine_that_does_not_continue_from_tokens_is_found() -> None:
     whole = [[(one * 7 + place) % 60 for place in range(TOKENS)] for one in range(COUNT)]
     with pytest.raises(Failed, match="only 3% went on with the same token; chance gives 3%"):
         handing_over.judged(whole, [[1] * (TOKENS - CUT)] * COUNT)
 
 
-def test_weights_after_a_kill_are_judged_by_what_two_calm_runs_differ_by(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_after_a_kill_are_judged_by_calm_runs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"killed": 1.0, "calm": 0.0, "calm-again": 0.0}
     monkeypatch.setattr(trainers.Run, "__init__", lambda self, _, name: setattr(self, "name", name))
     monkeypatch.setattr(trainers.Run, "trained", lambda self, *_: {"w": torch.tensor(ends[self.name])})

@@ -22,9 +22,7 @@ def installed() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_shipped_table_is_what_the_installed_package_says(
-    installed: dict[str, dict[str, Any]], file: str
-) -> None:
+def test_shipped_table_equals_the_installed_package(installed: dict[str, dict[str, Any]], file: str) -> None:
     shipped = json.loads((make.FOLDER / file).read_text())
     assert shipped == json.loads(json.dumps(installed[file])), "run python -m tests.generators.config_tables"
 
@@ -123,7 +121,7 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
         assert generating == list(range(window, 40, window)), grpo
 
 
-def test_the_nodes_set_what_the_documentation_says() -> None:
+def test_node_versions_equal_the_documentation() -> None:
     from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
     from grpo_orch.tasks.trl import trl_grpo
 

@@ -81,7 +81,7 @@ def test_saved_tensors_are_read_back(tmp_path: Path, size: int, old: str) -> Non
     assert torch.load(tmp_path / "object", weights_only=True) == [1, 2]
 
 
-def test_tied_weights_and_smaller_and_larger_models_through_transformers(tmp_path: Path) -> None:
+def test_tied_weights_of_several_models_through_transformers(tmp_path: Path) -> None:
     def model(layers: int) -> LlamaForCausalLM:
         config = LlamaConfig(
             vocab_size=1000,
@@ -152,7 +152,7 @@ def full_by_safetensors(_: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [full_by_torch, full_by_system, full_by_safetensors])
-def test_want_of_room_is_told_from_other_errors(tmp_path: Path, full: Callable[[Path], None]) -> None:
+def test_full_disk_is_distinguished_from_other_errors(tmp_path: Path, full: Callable[[Path], None]) -> None:
     assert not fits(lambda: full(tmp_path / "object"))
     assert fits(lambda: None)
     with pytest.raises(OSError, match="Permission denied"):

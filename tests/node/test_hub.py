@@ -104,7 +104,7 @@ def at_hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     server.server_close()
 
 
-def test_a_model_comes_with_its_progress_and_without_what_no_run_needs(at_hub: dict[str, str]) -> None:
+def test_model_download_reports_progress_and_skips_extras(at_hub: dict[str, str]) -> None:
     said = list[Stage]()
 
     def say(stage: Stage) -> None:
@@ -126,7 +126,7 @@ def test_a_download_that_does_not_get_on_is_ended(at_hub: dict[str, str]) -> Non
         hub.fetch("own/model", None, None, at_hub, lambda _: None, 0.0)
 
 
-def test_who_says_stop_ends_the_process(at_hub: dict[str, str]) -> None:
+def test_interrupt_of_a_download_ends_the_process(at_hub: dict[str, str]) -> None:
     def say(_: Stage) -> None:
         raise InterruptedError
 
@@ -145,14 +145,14 @@ def test_a_gated_model_needs_the_token(at_hub: dict[str, str]) -> None:
     assert (found / "config.json").exists()
 
 
-def test_what_was_fetched_counts_as_whole_though_the_hub_has_more(at_hub: dict[str, str], tmp_path: Path) -> None:
+def test_fetched_model_counts_as_whole_if_hub_has_more(at_hub: dict[str, str], tmp_path: Path) -> None:
     """The hub's client remembers which files there are, and takes a snapshot without some for cut off."""
     folder = hub.fetch("own/model", None, str(tmp_path / "cache"), at_hub, lambda _: None, HANG_S)
     assert model_folder("own/model", cache_dir=str(tmp_path / "cache")) == folder
 
 
 @pytest.mark.parametrize("call", ["hub_tensors", "model_config", "model_folder"])
-def test_a_hub_that_cannot_be_reached_is_no_error_for_what_only_looks(call: str, at_hub: dict[str, str]) -> None:
+def test_unreachable_hub_is_no_error_for_a_look(call: str, at_hub: dict[str, str]) -> None:
     """Each in a process: what the hub's client raises there is another library's in each of its versions."""
     nowhere = at_hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     asked = f"from grpo_orch.tasks.machine.base_model import {call}; print({call}('own/model'))"
@@ -190,7 +190,7 @@ INDEX = {"metadata": {}, "weight_map": {name: file for file, names in SHARDS.ite
     ],
     ids=["whole", "shards", "another format", "no such file", "no such index"],
 )
-def test_a_models_tensors_are_read_from_the_hub_without_its_weights(
+def test_tensors_of_a_model_are_read_from_hub_without_weights(
     files: dict[str, bytes], found: list[str], at_hub: dict[str, str]
 ) -> None:
     Hub.files = files

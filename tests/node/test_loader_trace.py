@@ -71,7 +71,7 @@ def drawn(draw: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_overwritten_is_what_would_have_been_loaded(rank: int, dtype: Any) -> None:
+def test_traced_writes_equal_a_real_load(rank: int, dtype: Any) -> None:
     draw, model = torch.Generator().manual_seed(rank), Model(rank, dtype)
     places = places_of(model, {name: (TYPES[name], shape) for name, shape in SHAPES.items()})
     assert all(not one.any() for one in model.parameters()), "nothing was loaded meanwhile"

@@ -44,7 +44,7 @@ def publish(publisher: PolicyPublisher, timeline: int, *steps: int, weights: flo
     return ref
 
 
-def test_a_replaced_publisher_takes_nothing_from_the_newer_one(world: World) -> None:
+def test_replaced_publisher_changes_nothing_of_the_newer(world: World) -> None:
     zombie = world.publisher(FIRST)
     publish(zombie, 0, 58, 59)
     newer = world.publisher(SECOND)
@@ -61,7 +61,7 @@ def test_a_replaced_publisher_takes_nothing_from_the_newer_one(world: World) -> 
     assert world.left() == ["0000/00000042-i2-a1", "0000/00000043-i2-a1"], "what the other one left goes with it"
 
 
-def test_what_older_timelines_published_goes(world: World) -> None:
+def test_older_timelines_policies_are_removed(world: World) -> None:
     publish(world.publisher(SECOND), 0, 98, 99)
     publish(world.publisher(FORKED), 1, 50)
     assert world.left() == ["0000/00000099-i2-a1", "0001/00000050-i2-a2"]
@@ -77,7 +77,7 @@ def test_remains_go_and_foreign_files_stay(world: World) -> None:
     assert world.left() == ["", "0000/00000005-i2-a1", "0000/00000006-i2-a1", "notes/mine"]
 
 
-def test_no_second_model_is_in_memory_while_one_is_published(world: World) -> None:
+def test_no_second_model_is_in_memory_while_publishing(world: World) -> None:
     """Each tensor is read when it is its turn, and let go of."""
     alive, most = set[int](), list[int]()
     elements = TENSOR_BYTES // 4

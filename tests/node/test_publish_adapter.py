@@ -48,7 +48,7 @@ class World:
         by, served = (0, 1, 1), ServedTypes(rounds_to)
         publisher = AdapterPublisher(self.store, config, "base", identity, scratch, by, served, StepCosts())
         ref = publisher.publish(PolicyVersion(0, step), adapter_tensors(model), None)
-        publisher._removal.result()
+        publisher.removal.result()
         return ref
 
     def fetched(self, ref: PolicyRef) -> Path:
@@ -68,7 +68,7 @@ def adapted(seed: int = 1, **config: Any) -> Any:
     return get_peft_model(model, LoraConfig(**{**LORA, **config}))
 
 
-def test_peft_reads_back_what_was_published_to_the_bit(world: World) -> None:
+def test_peft_reads_published_adapter_back_bit_for_bit(world: World) -> None:
     model = adapted().eval()
     folder = world.fetched(world.publish(model))
     assert manifest.load(world.store, "policies/0000/00000000-i1-a1").meta["kind"] == "adapter"
@@ -82,7 +82,7 @@ def test_peft_reads_back_what_was_published_to_the_bit(world: World) -> None:
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def test_a_name_says_tensors_configuration_and_base_model_and_nothing_else(world: World) -> None:
+def test_adapter_name_follows_tensors_config_and_base_alone(world: World) -> None:
     def digest(identity: str = "abc", step: int = 0, **config: Any) -> str:
         return world.publish(adapted(**config), step, identity).digest
 
@@ -96,14 +96,14 @@ def test_a_name_says_tensors_configuration_and_base_model_and_nothing_else(world
     assert len({same, *others}) == 4
 
 
-def test_adapters_of_a_bfloat16_model_keep_the_type_in_which_they_are_trained(world: World) -> None:
+def test_adapters_of_bfloat16_model_keep_their_training_type(world: World) -> None:
     model = get_peft_model(base(dtype=torch.bfloat16), LoraConfig(**LORA))
     tensors = load_file(world.fetched(world.publish(model)) / ADAPTER_WEIGHTS)
     trained = {weight.dtype for weight in model.parameters() if weight.requires_grad}
     assert {one.dtype for one in tensors.values()} == trained == {torch.float32}
 
 
-def test_what_an_engine_rounds_is_published_as_it_rounds_it(world: World) -> None:
+def test_adapter_is_published_in_the_engines_rounding(world: World) -> None:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -123,7 +123,7 @@ def test_what_an_engine_rounds_is_published_as_it_rounds_it(world: World) -> Non
     assert all(one[name].lora_b.equal(other[name].lora_b) for name in one)
 
 
-def test_the_same_model_is_recognised_however_its_files_are_divided(tmp_path: Path) -> None:
+def test_same_model_is_recognised_in_other_file_divisions(tmp_path: Path) -> None:
     model = base()
     model.save_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
@@ -142,9 +142,7 @@ def test_the_same_model_is_recognised_however_its_files_are_divided(tmp_path: Pa
     ("told", "alone"),
     [({}, True), ({"quantization_config": {}}, True), ({"quantization_config": {"bits": 4}}, False)],
 )
-def test_the_trainer_decides_by_the_file_that_nodes_read_whatever_transformers_made_of_it(
-    world: World, told: dict[str, Any], alone: bool
-) -> None:
+def test_trainer_decides_by_the_file_that_nodes_read(world: World, told: dict[str, Any], alone: bool) -> None:
     """Where it cannot compute in four bits it takes the quantisation out of model and configuration."""
     folder = world.folder / "base"
     base().save_pretrained(folder)

@@ -13,6 +13,6 @@ def test_this_environment_is_the_nodes_lock() -> None:
     assert torch.__version__.partition("+")[0] == locked_versions("node")["torch"]
 
 
-def test_what_is_installed_is_fit_for_a_trainer_and_a_rollout_node() -> None:
+def test_installed_versions_suit_trainer_and_rollout_node() -> None:
     check_versions(TRAINER)
     check_versions(ROLLOUT)

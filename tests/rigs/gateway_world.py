@@ -50,7 +50,7 @@ class Node(FakeVllm):
 
     def announce(self) -> None:
         """Have its agent announce it now."""
-        self.world.members._announcements.answer(self.name)
+        self.world.members.announcements.answer(self.name)
 
     def lose(self) -> None:
         """Its machine is gone, and the connection of its announcement with it."""
@@ -105,13 +105,10 @@ class World:
 
     async def __aenter__(self) -> World:
         self.session_log = SessionLog(self._folder and self._folder / "turns", self._store)
-        self.gateway, sock = Gateway("boot-of-gateway", TOKEN, self.session_log), listen("127.0.0.1", None)
-        self.members, self.ledger, self.completer = (
-            self.gateway.members,
-            self.gateway._ledger,
-            self.gateway._completer,
-        )
-        self.members._make_limits = lambda: self.limits()
+        self.gateway = Gateway("boot-of-gateway", TOKEN, self.session_log, lambda: self.limits())
+        sock = listen("127.0.0.1", None)
+        self.members, self.ledger = self.gateway.members, self.gateway.ledger
+        self.completer = self.gateway.completer
         self.watch = Watch(self.members, DRAIN_S)
         self.loop = asyncio.get_running_loop()
         self.port: int = sock.getsockname()[1]
@@ -158,6 +155,17 @@ class World:
         task = self.ask(job)
         await self.until(lambda: len(job.token_ids) == tokens)
         return task
+
+    def note_jobs(self) -> list[Job]:
+        """Return a list to which each job that begins from now on is added."""
+        jobs, complete = list[Job](), self.completer.complete
+
+        async def noted(job: Job) -> Finished:
+            jobs.append(job)
+            return await complete(job)
+
+        self.completer.complete = noted  # type: ignore[method-assign]
+        return jobs
 
     async def lines(self, batch: Batch) -> AsyncIterator[BatchLine]:
         """Send a batch as a trainer does, and yield the answer's lines as they come."""

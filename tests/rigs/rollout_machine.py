@@ -19,8 +19,8 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, EngineStats, PolicyRef
 from grpo_orch.tasks.machine.node_env import NodeEnv
-from grpo_orch.tasks.rollout import node_agent, rollout_engine
-from grpo_orch.tasks.rollout.rollout_engine import RolloutEngine
+from grpo_orch.tasks.rollout.node_agent import Agent
+from grpo_orch.tasks.rollout.rollout_engine import RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm import server as vllm_server
 from grpo_orch.tasks.rollout.vllm.server import EngineLimits, Server
 from tests.budget import HANG_S
@@ -110,11 +110,11 @@ class Machine:
         self.on_look: Callable[[Boot], EngineStats | None] = lambda _: None
         self.comes_up = asyncio.Event()
         self.comes_up.set()
-        self._heard = asyncio.Event()
+        self.heard = asyncio.Event()
         self._work: asyncio.Future[None] | None = None
+        self.spec = replace(spec_of(self.workdir), storage=self.store.url)
+        self.timing = Timing(retry_s=0.01, restart_wait_s=0.0)
         monkeypatch.setattr(vllm_server, "start", self._start)
-        monkeypatch.setattr(node_agent, "RETRY_S", 0.01)
-        monkeypatch.setattr(rollout_engine, "RESTART_WAIT_S", 0.0)
 
     async def __aenter__(self) -> Machine:
         return self
@@ -128,27 +128,20 @@ class Machine:
     @property
     def engine(self) -> RolloutEngine:
         """The first."""
-        return self.agent._engines[0]
+        return self.agent.engines[0]
 
     def publish(self, step: int, **options: int) -> PolicyRef:
         return publish(self.store, self.folder, step, **options)
 
-    def make(self, wanted: PolicyRef, shares: Sequence[str] = ("",), *, bare: bool = True) -> None:
-        """Make the agent: an engine for each share of GPUs, which start without weights if they may."""
+    def start(self, wanted: PolicyRef, shares: Sequence[str] = ("",), *, bare: bool = True) -> None:
+        """Start the agent: an engine for each share of GPUs, which start without weights if they may."""
         make_base(self.workdir)
         self.wanted = wanted
         env = NodeEnv(self.store.url, NODE, "token", 1, 0, str(self.workdir), "127.0.0.1")
-        spec = replace(spec_of(self.workdir), storage=self.store.url)
-        self.agent = node_agent.Agent(env, spec, self.store, cast("Any", None), shares=shares)
-        for engine in self.agent._engines:
-            engine._gateway = cast("Any", Gateway(self, engine.name))
-            engine._may_be_bare = engine._may_be_bare and bare
-
-    def start(self, wanted: PolicyRef, shares: Sequence[str] = ("",), *, bare: bool = True) -> None:
-        self.make(wanted, shares, bare=bare)
-        self.run()
-
-    def run(self) -> None:
+        gateway, http = cast("Any", Gateway(self, NODE)), cast("Any", None)
+        self.agent = Agent(env, self.spec, self.store, http, shares, gateway, self.timing)
+        for engine in self.agent.engines:
+            engine.may_be_bare = bare
         self._work = asyncio.ensure_future(self.agent.run())
 
     async def failure(self) -> BaseException | None:
@@ -165,8 +158,8 @@ class Machine:
         """The next announcement that is so."""
         looked = len(self.said)
         while True:
-            self._heard.clear()
-            await self.eventually(self._heard.is_set)
+            self.heard.clear()
+            await self.eventually(self.heard.is_set)
             for announcement in self.said[looked:]:  # of several engines
                 if ready(announcement):
                     return announcement
@@ -195,10 +188,13 @@ class Gateway:
     def __init__(self, machine: Machine, member: str) -> None:
         self.machine, self.member = machine, member
 
+    def for_member(self, member: str) -> Gateway:
+        return Gateway(self.machine, member)
+
     async def announce(self, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
         self.machine.said.append(said)
         self.machine.members[self.member] = said
-        self.machine._heard.set()
+        self.machine.heard.set()
         await asyncio.sleep(0.01)
         return AnnounceReply(drain=True) if said.draining else AnnounceReply(self.machine.wanted)
 

@@ -46,7 +46,7 @@ def test_one_process_killed_at_one_stage_ends_the_same(
         run.end()
 
 
-def test_a_run_without_any_budget_gives_up_and_leaves_its_healthy_weights(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_run_without_budget_gives_up_and_keeps_healthy_weights(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     run = runaway(tmp_path / "run", tiny, budget={"total": 0})
     try:
         told = run.cli("up", str(run.yaml), "-y", code=exit_codes.GAVE_UP, timeout_s=RUN_TIMEOUT_S)

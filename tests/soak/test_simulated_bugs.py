@@ -12,20 +12,22 @@ from unittest import mock
 import pytest
 
 from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
 from grpo_orch.orchestrator.control import actuate
+from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.controller import Controller
-from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.simulate import scenarios, work
+from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
 from grpo_orch.orchestrator.simulate.world import Broken
 from grpo_orch.policies.control import decide as deciding
-from grpo_orch.policies.control.decide import done
 from grpo_orch.policies.control.rollback import begin as rollback_begin
 from grpo_orch.policies.fleet import budget, market
 from grpo_orch.policies.ledger.retention import StoredCheckpoint
 from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.events import Event, RunCreated
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.tick.snapshot import Decision, Snapshot, Terminate
+from grpo_orch.policies.tick.snapshot import Action, Machine, Snapshot, Terminate
 from tests.stand_ins.world import spec
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quiet_log")]
@@ -34,29 +36,36 @@ STORIES = 400
 
 
 def _acts_before_it_journals() -> AbstractContextManager[object]:
-    def tick(self: Controller, now_s: float, steady_s: float) -> Decision:
-        self._settle(now_s)
-        snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
-        if snapshot.machines is None:
-            self.interrupt()
-        decision = self._decide(self.state, snapshot, self._spec)
-        self._actuator.submit(decision.actions, self.fence)
-        if decision.events:
-            self.record(now_s, decision.events)
-        self.finished = not decision.actions and done(self.state, snapshot)
-        return decision
+    late: list[tuple[Controller, float, tuple[Event, ...]]] = []
+    act, journal = Actuator.submit, Controller.record
 
-    return mock.patch.object(Controller, "_tick", tick)
+    def record(self: Controller, now_s: float, events: tuple[Event, ...]) -> None:
+        if isinstance(events[0], RunCreated):  # before the first tick
+            journal(self, now_s, events)
+        else:
+            late.append((self, now_s, events))
+
+    def submit(self: Actuator, actions: tuple[Action, ...], fence: Callable[[], None]) -> None:
+        act(self, actions, fence)
+        decided, late[:] = list(late), []
+        for controller, now_s, events in decided:
+            if controller.fence == fence:  # the others have died
+                journal(controller, now_s, events)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Controller, "record", record))
+    stack.enter_context(mock.patch.object(Actuator, "submit", submit))
+    return stack
 
 
 def _forgets_orphans() -> AbstractContextManager[object]:
-    before = deciding._actions
+    before = deciding.actions_of
 
     def actions(state: RunState, snapshot: Snapshot) -> tuple[object, ...]:
         known = before(state, snapshot)
         return tuple(one for one in known if not isinstance(one, Terminate) or one.node in state.nodes)
 
-    return mock.patch.object(deciding, "_actions", actions)
+    return mock.patch.object(deciding, "actions_of", actions)
 
 
 def _does_not_back_off() -> AbstractContextManager[object]:
@@ -94,12 +103,14 @@ def _rolls_back_to_the_newest() -> AbstractContextManager[object]:
 
 
 def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[object]:
-    def machines(self: object) -> dict[str, object]:
-        with contextlib.suppress(Exception):
-            return dict(self._cloud.machines())  # type: ignore[attr-defined]
+    list_machines = SimulatedCloud.machines
+
+    def machines(self: SimulatedCloud) -> dict[str, Machine]:
+        with contextlib.suppress(CloudUnavailable):
+            return list_machines(self)
         return {}
 
-    return mock.patch.object(Observer, "_machines", machines)
+    return mock.patch.object(SimulatedCloud, "machines", machines)
 
 
 def _does_not_count_its_money() -> AbstractContextManager[object]:

@@ -29,7 +29,7 @@ def logs(state: Path) -> list[str]:
     return [log.read_text() for log in state.glob("*/daemon.log")]
 
 
-def test_the_machines_work_on_new_ones_join_them_and_all_are_returned(
+def test_machines_work_new_ones_join_and_all_are_returned(
     sky_rig: SkyRig, sky_image: Path, tmp_path: Path
 ) -> None:
     run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"))

@@ -31,9 +31,7 @@ def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
     return made
 
 
-def test_up_buys_one_machine_whose_daemon_buys_the_others_while_the_laptop_is_off(
-    run: SkyRun, sky_rig: SkyRig
-) -> None:
+def test_up_buys_one_machine_whose_daemon_buys_the_others(run: SkyRun, sky_rig: SkyRig) -> None:
     said = run.cli("up", "--remote", "-y", "-d").stdout
     assert "The daemon for tiny is running on grpo-controller-tiny-" in said
     sky_rig.turn_off()

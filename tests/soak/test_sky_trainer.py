@@ -30,9 +30,7 @@ def rows(rig: SkyRig) -> list[Row]:
     return [from_json(line, Row, "metrics") for chunk in chunks for line in chunk.splitlines()]
 
 
-def test_another_machine_goes_on_from_the_newest_checkpoint_with_the_stored_completions(
-    sky_rig: SkyRig, tmp_path: Path
-) -> None:
+def test_new_trainer_machine_resumes_from_newest_checkpoint(sky_rig: SkyRig, tmp_path: Path) -> None:
     run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"), max_steps=STEPS)
     run.up()
     run.until(f"step {LOST_AT}", lambda: run.status()["step"] >= LOST_AT)

@@ -322,7 +322,7 @@ class SkyUser(Run):
         self.sit_at("first")
         hurry(monkeypatch)
         monkeypatch.setenv(OPTIONS_ENV, "")  # and put back: the command line sets it
-        monkeypatch.setattr(clouds, "_open_skypilot", lambda *_: self.sky)
+        monkeypatch.setattr(clouds, "open_skypilot", lambda *_: self.sky)
         # What the daemon says is said elsewhere.
         structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
         monkeypatch.setattr(structlog, "configure", lambda **_: None)

@@ -285,10 +285,10 @@ class FakeVllm:
         writer: asyncio.StreamWriter,
     ) -> None:
         if self.secret and headers.get("authorization") == f"Bearer {self.secret}":
-            writer.write(_response(*self._answer_agent(path, body)))
+            writer.write(http_response(*self._answer_agent(path, body)))
         elif path == "/health":
             await self._until(lambda: not self.deaf)
-            writer.write(_response(200 if headers.get("authorization") == f"Bearer {self.token}" else 401))
+            writer.write(http_response(200 if headers.get("authorization") == f"Bearer {self.token}" else 401))
         elif path in (RENDER, DERENDER):
             self.translated += 1
             request, status = json.loads(body), 200
@@ -304,7 +304,7 @@ class FakeVllm:
             if self.stumbles(request):
                 status, said = 500, {"error": {"message": "the template failed", "code": 500}}
             await self._until(lambda: not self.deaf)
-            writer.write(_response(status, self.nonsense or json.dumps(said).encode()))
+            writer.write(http_response(status, self.nonsense or json.dumps(said).encode()))
         else:
             request = json.loads(body)
             self.asked.append(request)
@@ -356,7 +356,7 @@ class FakeVllm:
                 await writer.drain()
                 raise ConnectionError
             if status != 200:
-                writer.write(_response(status, why))
+                writer.write(http_response(status, why))
             else:
                 await self._stream(body, reader, writer)
         finally:
@@ -412,7 +412,7 @@ class FakeVllm:
                 raise ConnectionError("the gateway left")
 
 
-def _response(status: int, body: bytes = b"") -> bytes:
+def http_response(status: int, body: bytes = b"") -> bytes:
     return f"HTTP/1.1 {status} .\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 

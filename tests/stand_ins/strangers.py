@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import ssl
 from datetime import UTC, datetime
-from unittest.mock import patch
 
 from grpo_orch.checkpoint.security import identity
 from tests.budget import HANG_S
@@ -29,8 +28,7 @@ def strangers(secret: str) -> dict[str, ssl.SSLContext | None]:
 
 
 def _expired(secret: str) -> ssl.SSLContext:
-    with patch.object(identity, "_NOT_AFTER", datetime(2001, 1, 1, tzinfo=UTC)):
-        return identity.client_context(secret)
+    return identity.client_context(secret, not_after=datetime(2001, 1, 1, tzinfo=UTC))
 
 
 def knock(host: str, port: int, token: str, tls: ssl.SSLContext | None) -> bytes:

@@ -241,7 +241,7 @@ class World:
         state = self.state
         seen = Snapshot(
             now_s=self.now_s,
-            machines=None if self.away else {name: self._seen(one) for name, one in self.machines.items()},
+            machines=None if self.away else {name: self.report(one) for name, one in self.machines.items()},
             prices=self.most,
             pools=self.offers,
             measured=Measured(self.shape),
@@ -261,7 +261,7 @@ class World:
         )
         return self.sees(seen)
 
-    def _seen(self, machine: Machine) -> Machine:
+    def report(self, machine: Machine) -> Machine:
         """The machine with what the cloud tells of its market, its pool and its price."""
         if self.paid is None:
             return machine
@@ -290,7 +290,7 @@ class World:
         match action:
             case Launch():
                 role = role_of(action.slot)
-                if self._refuses(action):
+                if self.refuses(action):
                     self.answers.setdefault(action.node, self.now_s + self.refused_after_s)
                     return
                 if role is Role.TRAINER and self.one_trainer:
@@ -324,7 +324,7 @@ class World:
             case Export():
                 self.exports.add(action.version)
 
-    def _refuses(self, launch: Launch) -> bool:
+    def refuses(self, launch: Launch) -> bool:
         is_rollout, on_spot = role_of(launch.slot) is Role.ROLLOUT, launch.market is Market.SPOT
         if self.refusing or (self.no_spot and on_spot):
             return True
@@ -340,7 +340,7 @@ class World:
         for older in [m for m in self._trainers() if m is not trainer]:
             self.exit(older.node, exit_codes.FENCED)
         if trainer is not None and not self.cut_off:
-            self._advance_trainer(trainer, dt_s)
+            self.advance_trainer(trainer, dt_s)
 
     def _boot_machines(self) -> None:
         for node, machine in list(self.machines.items()):
@@ -350,7 +350,7 @@ class World:
             if code is not None and self._works(self.machines[node]):
                 self.exit(node, code)
 
-    def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
+    def advance_trainer(self, trainer: Machine, dt_s: float) -> None:
         timeline = self.timelines[trainer.node, trainer.attempt]
         if any(fork.timeline > timeline for fork in self.forks):
             self.exit(trainer.node, exit_codes.FENCED)

@@ -58,7 +58,7 @@ class Members:
         self._time_slices = TimeSlices()
         self._table = Membership()
         self._places = Places(self._table, self._connect, self._answer_if_drained)
-        self._announcements = Announcements()
+        self.announcements = Announcements()
         self._version_spreads = VersionSpreads()
         self.joining_nodes = JoiningNodes()
         self._last_replies: dict[str, AnnounceReply] = {}  # by boot
@@ -77,6 +77,16 @@ class Members:
     def recovery(self) -> Recovery:
         """The run's recovery mode, from the last batch or session."""
         return self._recovery
+
+    @property
+    def open_requests(self) -> dict[str, int]:
+        """The number of open requests by the label of their policy."""
+        return self._demand.open_requests
+
+    @property
+    def session_nodes(self) -> Mapping[Hashable, str]:
+        """The node of each session's last turn."""
+        return self._table.session_nodes
 
     @property
     def time_slices(self) -> TimeSlices:
@@ -195,7 +205,7 @@ class Members:
             targets |= self._demand.targets(self._table.able())
         changed = self._table.aim(targets)
         for node in changed:
-            self._announcements.answer(node)
+            self.announcements.answer(node)
         if changed:
             self._places.note_change()
             self._places.assign()
@@ -216,7 +226,7 @@ class Members:
 
     async def announce(self, node: str, announcement: Announce) -> AnnounceReply:
         """Apply an announcement. Return the reply when it differs from that boot's last, or after HOLD_S."""
-        self._announcements.answer(node)  # an earlier announcement that is still held is superseded
+        self.announcements.answer(node)  # an earlier announcement that is still held is superseded
         before = self._table.row(node)
         tokens = before.engine.tokens if before is not None and before.engine is not None else None
         self._apply(self._table.announce(node, announcement, time.monotonic()))
@@ -235,7 +245,7 @@ class Members:
             self.joining_nodes.update(node, announcement.stage, time.monotonic())
         self._places.assign()
         if self._reply(node) == self._last_replies.get(announcement.boot_id):
-            await self._announcements.hold(
+            await self.announcements.hold(
                 node, lambda: self._apply(self._table.connection_lost(node, announcement.boot_id))
             )
         reply = self._last_replies[announcement.boot_id] = self._reply(node)
@@ -251,14 +261,14 @@ class Members:
         rows = self._table.on(node)
         self._apply(self._table.remove(node))
         for row in rows:
-            self._announcements.answer(row.node)
+            self.announcements.answer(row.node)
         return bool(rows)
 
     def drain(self, node: str) -> None:
         """Send no new requests to the node, or to a machine's members; each leaves after its last request."""
         self._apply(self._table.drain(node))
         for row in self._table.on(node):
-            self._announcements.answer(row.node)
+            self.announcements.answer(row.node)
 
     def suspect(self, link: Link, why: str, *, whole: bool = False) -> None:
         """Send the member nothing new until its next announcement, for a failed request; `whole`: all have failed.
@@ -266,7 +276,7 @@ class Members:
         The held announcement is answered immediately, so that the next one comes soon.
         """
         self._apply(self._table.doubt(link.node, link.term, why, whole=whole))
-        self._announcements.answer(link.node)
+        self.announcements.answer(link.node)
 
     def mark_unresponsive(self, link: Link, why: str) -> None:
         """Move the member's requests to others, and send it nothing until it answers again."""
@@ -319,7 +329,7 @@ class Members:
     def _answer_if_drained(self, node: str) -> None:
         """Called when a job leaves a node; a draining node may leave after its last."""
         if self._table.draining(node) and self._reply(node).drain:
-            self._announcements.answer(node)
+            self.announcements.answer(node)
 
     def _connect(self, row: Row) -> Link:
         pool = Pool(row.address, self._tls)
@@ -348,13 +358,19 @@ class Members:
 
 
 class Announcements:
-    """Announcements that are held open until their reply changes; at most one per node."""
+    """Announcements that are held open until their reply changes, up to `hold_s`; at most one per node."""
 
     def __init__(self) -> None:
+        self.hold_s = HOLD_S
         self._held: dict[str, asyncio.Future[None]] = {}
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The nodes whose announcements are held."""
+        return frozenset(self._held)
+
     async def hold(self, node: str, lost: Callable[[], None]) -> None:
-        """Return when the announcement is to be answered, after HOLD_S at the latest.
+        """Return when the announcement is to be answered, after `hold_s` at the latest.
 
         Args:
             node: the sender, whose earlier announcement must have been answered.
@@ -363,7 +379,7 @@ class Announcements:
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held[node] = held
         try:
-            await asyncio.wait({held}, timeout=HOLD_S)
+            await asyncio.wait({held}, timeout=self.hold_s)
         except asyncio.CancelledError:
             if self._held.get(node) is held:
                 lost()

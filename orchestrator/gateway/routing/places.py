@@ -30,6 +30,7 @@ class Places:
     def __init__(
         self, table: Membership, connect: Callable[[Row], Link], on_release: Callable[[str], None]
     ) -> None:
+        self.share_limit_s = SHARE_LIMIT_S
         self._table = table
         self._connect = connect
         self._on_release = on_release
@@ -127,9 +128,9 @@ class Places:
     def assign(self) -> None:
         """Give free places to waiting jobs, after members joined or changed."""
         if self._share_limit_until_s is None and self._wanted and self._table.serving(self._wanted):
-            # The first member with a new policy gets only its share; others may follow within SHARE_LIMIT_S.
-            self._share_limit_until_s = time.monotonic() + SHARE_LIMIT_S
-            asyncio.get_running_loop().call_later(SHARE_LIMIT_S, self._assign_places)
+            # The first member with a new policy gets only its share; others may follow within `share_limit_s`.
+            self._share_limit_until_s = time.monotonic() + self.share_limit_s
+            asyncio.get_running_loop().call_later(self.share_limit_s, self._assign_places)
         self._assign_places()
 
     def _assign_places(self) -> None:

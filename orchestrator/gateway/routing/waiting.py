@@ -60,9 +60,14 @@ class Queue:
 
 
 class Waiting:
-    """Counts the waiting jobs and enforces the queue's limits."""
+    """Counts the waiting jobs and enforces the queue's limits.
+
+    Attributes:
+        jobs_max: the largest number of them.
+    """
 
     def __init__(self) -> None:
+        self.jobs_max = WAITING_MAX
         self._count = 0
         self._size_bytes = 0
 
@@ -78,7 +83,7 @@ class Waiting:
 
     def check_capacity(self, size_bytes: int = 0) -> None:
         """Raise QueueFull if a job with a prompt of `size_bytes` cannot wait."""
-        if self._count >= WAITING_MAX or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
+        if self._count >= self.jobs_max or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
             raise QueueFull(
                 f"the queue is full: {self._count} requests ({self._size_bytes >> 20} MiB) wait for a node; "
                 "retry later"

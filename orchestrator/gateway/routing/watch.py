@@ -18,10 +18,10 @@ from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requ
 from grpo_orch.policies.serving.silence import MOST_S
 
 CHECK_S = 0.1
-HOUSEKEEPING_S = 1.0  # between checks for idle connections and stuck attempts
+HOUSEKEEPING_S = 1.0
 # A cloud gives notice of 30 s or more. Requests that do not finish in the first half of it move, if they can.
 DRAIN_S = 15.0
-SPEED_S = 1.0  # between two measurements of a member's speed
+SPEED_S = 1.0
 # A rebalancing pass reads the remaining tokens of each request, in about 1 us. A pause of this length per request
 # (0.15 s for 2,000 requests, 1.5 s for 20,000) keeps that below 2 % of the event loop's time.
 REQUEST_S = 75e-6
@@ -35,14 +35,20 @@ class Watch:
     Args:
         members: the gateway's.
         drain_s: how long a draining member may keep requests that others can serve.
+
+    Attributes:
+        housekeeping_s: between checks for idle connections and stuck attempts.
+        stuck_s: an attempt without an event for so long is stuck.
+        balancer: balances the load.
     """
 
     def __init__(self, members: Members, drain_s: float = DRAIN_S) -> None:
         self._members = members
         self._drain_s = drain_s
+        self.housekeeping_s, self.stuck_s = HOUSEKEEPING_S, MOST_S
         self._drained_at_s: dict[int, float] = {}  # by term
         self._housekeeping_at_s = 0.0
-        self._balancer = Balancer(members)
+        self.balancer = Balancer(members)
 
     async def run(self) -> None:
         """Check the members, forever."""
@@ -68,14 +74,14 @@ class Watch:
         self._clear_drained(now_s)
         if self._members.serves_several_policies:
             self._members.divide()
-        self._balancer.rebalance(now_s)
-        if now_s - self._housekeeping_at_s >= HOUSEKEEPING_S:
+        self.balancer.rebalance(now_s)
+        if now_s - self._housekeeping_at_s >= self.housekeeping_s:
             self._housekeeping_at_s = now_s
             for link in links:
                 link.pool.close_idle(now_s)
                 row = self._members.row(link.node)
                 queued = row is not None and row.engine is not None and row.engine.waiting > 0
-                _end_stuck(link, queued, now_s)
+                _end_stuck(link, queued, now_s, self.stuck_s)
 
     def _check_silence(self, link: Link, now_s: float) -> None:
         silent_s = now_s - link.last_event_s
@@ -115,19 +121,24 @@ class Watch:
         self._drained_at_s = seen
 
 
-def _end_stuck(link: Link, engine_full: bool, now_s: float) -> None:
-    """End attempts without an event for MOST_S, unless they wait in the engine's queue."""
+def _end_stuck(link: Link, engine_full: bool, now_s: float, stuck_s: float) -> None:
+    """End attempts without an event for `stuck_s`, unless they wait in the engine's queue."""
     for attempt in list(link.running):
         if engine_full or link.may_be_queued(attempt):
             attempt.last_queued_s = now_s
-        elif now_s - max(attempt.last_event_s, attempt.last_queued_s) > MOST_S:
-            attempt.fail(NodeFailed(HandoverReason.SILENT, f"no token for {MOST_S:g} s"))
+        elif now_s - max(attempt.last_event_s, attempt.last_queued_s) > stuck_s:
+            attempt.fail(NodeFailed(HandoverReason.SILENT, f"no token for {stuck_s:g} s"))
 
 
 class Balancer:
-    """Moves requests to members with less load."""
+    """Moves requests to members with less load.
+
+    Attributes:
+        speed_s: between two measurements of a member's speed.
+    """
 
     def __init__(self, members: Members) -> None:
+        self.speed_s = SPEED_S
         self._members = members
         self._rebalancing: set[str] = set()  # policies whose requests are being moved
         self._measured_s = 0.0
@@ -135,7 +146,7 @@ class Balancer:
 
     def rebalance(self, now_s: float) -> None:
         """Measure the members' speeds and move requests, each at its own interval."""
-        if now_s - self._measured_s >= SPEED_S:
+        if now_s - self._measured_s >= self.speed_s:
             self._measured_s = now_s
             for link in self._members.links.values():
                 link.measure(now_s)

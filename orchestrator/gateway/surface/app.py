@@ -31,6 +31,7 @@ from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
+from grpo_orch.policies.serving.silence import SilenceLimits
 from grpo_orch.policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
@@ -46,18 +47,25 @@ class Gateway:
         boot_id: identifies this process.
         token: the run's secret.
         session_log: records the turns of sessions.
+        limits: makes the silence limits of a member.
     """
 
-    def __init__(self, boot_id: str, token: str, session_log: SessionLog) -> None:
+    def __init__(
+        self,
+        boot_id: str,
+        token: str,
+        session_log: SessionLog,
+        limits: Callable[[], SilenceLimits] = SilenceLimits,
+    ) -> None:
         self.boot_id = boot_id
-        self.members = Members(token, identity.client_context(token))
+        self.members = Members(token, identity.client_context(token), limits)
         self._expected = f"Bearer {token}".encode()
-        self._ledger = Ledger()
-        self._metrics = Metrics(self.members, self._ledger)
-        self._completer = Completer(self.members, self._ledger, self._metrics.observe)
-        self.orphans = OrphanedRequests(self.members, self._completer, self._ledger)
+        self.ledger = Ledger()
+        self._metrics = Metrics(self.members, self.ledger)
+        self.completer = Completer(self.members, self.ledger, self._metrics.observe)
+        self.orphans = OrphanedRequests(self.members, self.completer, self.ledger)
         self._translator = Translator(self.members)
-        self.sessions = Sessions(self.members, self._completer, self._ledger, self._translator, session_log)
+        self.sessions = Sessions(self.members, self.completer, self.ledger, self._translator, session_log)
         self._started_at_s = time.monotonic()
 
     def app(self) -> web.Application:
@@ -75,8 +83,8 @@ class Gateway:
                 *SessionHandlers(self.sessions).routes(),
                 *OpenAI(
                     self.members,
-                    self._completer,
-                    self._ledger,
+                    self.completer,
+                    self.ledger,
                     self._translator,
                     self.sessions,
                     int(time.time()),
@@ -93,11 +101,11 @@ class Gateway:
             policy=None if wanted is None else wanted.label,
             members=members,
             requests_waiting=self.members.waiting.count,
-            tokens_delivered=self._ledger.delivered,
-            tokens_discarded=self._ledger.discarded,
-            handovers=self._ledger.handovers,
-            tokens_saved=self._ledger.saved,
-            tokens_replayed=self._ledger.replayed,
+            tokens_delivered=self.ledger.delivered,
+            tokens_discarded=self.ledger.discarded,
+            handovers=self.ledger.handovers,
+            tokens_saved=self.ledger.saved,
+            tokens_replayed=self.ledger.replayed,
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
@@ -170,7 +178,7 @@ class Gateway:
         batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self._completer, self._ledger, self.orphans)
+        run = BatchRun(batch, prompts, self.members, self.completer, self.ledger, self.orphans)
         # If the trainer disconnects, this handler is cancelled or its next write fails; both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:

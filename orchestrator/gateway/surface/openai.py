@@ -127,7 +127,7 @@ class OpenAI:
         for job in jobs:
             job.recovery = self._members.recovery
         answer_format, headers = AnswerFormat(client_request, policy), {HEADER_POLICY: policy}
-        async with _Run(jobs, self._completer, self._ledger) as run:
+        async with Run(jobs, self._completer, self._ledger) as run:
             await run.until_news()  # an error before the first token gets an HTTP status
             if client_request.stream and not is_parsed:
                 return await _stream(request, answer_format, run, headers)
@@ -151,7 +151,7 @@ class OpenAI:
         return self._members.wanted.label
 
 
-class _Run:
+class Run:
     """A request's running jobs. Leaving the block cancels them and counts tokens as delivered or discarded."""
 
     def __init__(self, jobs: list[Job], completer: Completer, ledger: Ledger) -> None:
@@ -162,7 +162,7 @@ class _Run:
         self._news = asyncio.Event()
         self.is_delivered = False  # the client was sent everything
 
-    async def __aenter__(self) -> _Run:
+    async def __aenter__(self) -> Run:
         for job in self._jobs:
             job.on_progress = self._news.set
             task = asyncio.ensure_future(self._completer.complete(job))
@@ -249,7 +249,7 @@ async def _stream_whole(
 
 
 async def _stream(
-    request: web.Request, answer_format: AnswerFormat, run: _Run, headers: dict[str, str]
+    request: web.Request, answer_format: AnswerFormat, run: Run, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Stream the tokens of all jobs as they arrive. An error becomes the last event."""
     response = await _events(request, headers)

@@ -95,7 +95,7 @@ class _SavedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _OrphanedBatch:
+class OrphanedBatch:
     """The requests that a trainer left of one batch."""
 
     batch: Batch
@@ -110,27 +110,28 @@ class OrphanedRequests:
     Running requests continue. Finished ones stay too, since a trainer may die before it has stored their lines. A
     trainer that makes the same request takes it over.
 
-    Requests are dropped after ORPHAN_TTL_S, or SUPERSEDED_TTL_S after a newer policy is requested; and immediately
+    Requests are dropped after `ttl_s`, or `superseded_ttl_s` after a newer policy is requested; and immediately
     when another timeline is requested, or other weights of the same version.
     """
 
     def __init__(self, members: Members, completer: Completer, ledger: Ledger) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
-        self._batches: list[_OrphanedBatch] = []
+        self.ttl_s, self.superseded_ttl_s = ORPHAN_TTL_S, SUPERSEDED_TTL_S
+        self.batches: list[OrphanedBatch] = []
         self._ending: set[asyncio.Task[None]] = set()
 
     def keep(self, batch: Batch, requests: list[BatchRequest]) -> None:
         """Keep these requests. The caller has counted the running ones in the policy's demand."""
         running = {request for request in requests if not request.task.done()}
-        orphaned = _OrphanedBatch(batch, {request.key: request for request in requests}, running)
+        orphaned = OrphanedBatch(batch, {request.key: request for request in requests}, running)
         for request in running:
             request.task.add_done_callback(partial(self._done, orphaned, request))
-        self._batches.append(orphaned)
-        self._end_after(orphaned, ORPHAN_TTL_S)
+        self.batches.append(orphaned)
+        self._end_after(orphaned, self.ttl_s)
 
     def take(self, key: Hashable) -> BatchRequest | None:
         """Remove and return a request; the caller counts it in the demand."""
-        for orphaned in self._batches:
+        for orphaned in self.batches:
             if (request := orphaned.requests.pop(key, None)) is not None:
                 self._finish(orphaned, {request})
                 if request.task.done() and request.task.exception() is not None:
@@ -141,7 +142,7 @@ class OrphanedRequests:
     def expire_superseded(self, policy: str) -> None:
         """Shorten the time to live of requests that the newly requested `policy` supersedes."""
         requested = labelled_version(policy)
-        for orphaned in list(self._batches):
+        for orphaned in list(self.batches):
             label = orphaned.batch.policy.label
             version = labelled_version(label)
             if not orphaned.requests:
@@ -149,11 +150,11 @@ class OrphanedRequests:
             elif version.timeline != requested.timeline or (version == requested and label != policy):
                 self._end_after(orphaned, 0.0)
             elif version < requested:
-                self._end_after(orphaned, SUPERSEDED_TTL_S)
+                self._end_after(orphaned, self.superseded_ttl_s)
 
     def save(self, path: Path) -> None:
         """Save all requests for the next gateway. Only logs a warning if that fails."""
-        saved = [request for orphaned in self._batches for request in _saved(orphaned)]
+        saved = [request for orphaned in self.batches for request in _saved(orphaned)]
         try:
             path.write_bytes(msgspec.msgpack.encode(saved))
         except OSError as error:
@@ -165,7 +166,7 @@ class OrphanedRequests:
         try:
             age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
             path.unlink()
-            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < ORPHAN_TTL_S else []
+            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < self.ttl_s else []
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
@@ -202,20 +203,20 @@ class OrphanedRequests:
             self._ledger.discarded += job.discarded
         return begin(self._completer, key, job)
 
-    def _end_after(self, orphaned: _OrphanedBatch, seconds: float) -> None:
+    def _end_after(self, orphaned: OrphanedBatch, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         at_s = loop.time() + seconds
         if orphaned.timer is not None:
             at_s = min(at_s, orphaned.timer.when())
             orphaned.timer.cancel()
-        orphaned.timer = loop.call_at(at_s, self._end, orphaned)
+        orphaned.timer = loop.call_at(at_s, self.end, orphaned)
 
-    def _forget(self, orphaned: _OrphanedBatch) -> None:
+    def _forget(self, orphaned: OrphanedBatch) -> None:
         if orphaned.timer is not None:
             orphaned.timer.cancel()
-        self._batches.remove(orphaned)
+        self.batches.remove(orphaned)
 
-    def _end(self, orphaned: _OrphanedBatch) -> None:
+    def end(self, orphaned: OrphanedBatch) -> None:
         """Drop the requests that no trainer took over. The next batch reports their tokens as discarded."""
         requests = list(orphaned.requests.values())
         orphaned.requests.clear()
@@ -230,10 +231,10 @@ class OrphanedRequests:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    def _done(self, orphaned: _OrphanedBatch, request: BatchRequest, _: asyncio.Future[Finished]) -> None:
+    def _done(self, orphaned: OrphanedBatch, request: BatchRequest, _: asyncio.Future[Finished]) -> None:
         self._finish(orphaned, {request})
 
-    def _finish(self, orphaned: _OrphanedBatch, requests: set[BatchRequest]) -> None:
+    def _finish(self, orphaned: OrphanedBatch, requests: set[BatchRequest]) -> None:
         """Remove finished or taken requests from the policy's demand."""
         if counted := orphaned.open & requests:
             orphaned.open -= counted
@@ -261,7 +262,7 @@ async def _cancel_and_empty(requests: list[BatchRequest]) -> None:
         del request.job.body["prompt"][:]
 
 
-def _saved(orphaned: _OrphanedBatch) -> Iterator[_SavedRequest]:
+def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
     batch = replace(orphaned.batch, requests=[])
     for request in orphaned.requests.values():
         job, task = request.job, request.task

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 UPLOAD_S = 2.0
 HEAD_SIZE = 4  # before each record: its size
-COMPACT_SIZE = 256 * 1024 * 1024  # rewrite the file above this, or above twice its size after the last rewrite
+COMPACT_SIZE = 256 * 1024 * 1024
 
 
 class Made(msgspec.Struct, tag=True):
@@ -102,9 +102,13 @@ class SessionLog:
         path: the file on this machine; None: keep records in the store only.
         store: the run's, without retries; None: keep records on this machine only.
         timeline: the trainer's; sessions of earlier timelines are over.
+        compact_size: the file is rewritten above this size, or above twice its size after the last rewrite.
     """
 
-    def __init__(self, path: Path | None, store: Store | None, timeline: int = 0) -> None:
+    def __init__(
+        self, path: Path | None, store: Store | None, timeline: int = 0, compact_size: int = COMPACT_SIZE
+    ) -> None:
+        self._min_compact_size = compact_size
         self._path, self._store, self._timeline = path, store, timeline
         self._file: int | None = None
         self._size = self._compact_size = 0
@@ -114,6 +118,11 @@ class SessionLog:
         self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
         self._is_failing = False
+
+    @property
+    def session_names(self) -> frozenset[str]:
+        """The sessions that have records."""
+        return frozenset(self._open) | frozenset(self._parts)
 
     def load(self) -> list[Record]:
         """Return the records that earlier gateways made of open sessions, and continue with them."""
@@ -242,7 +251,7 @@ class SessionLog:
             os.replace(new, self._path)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             self._size = os.fstat(self._file).st_size
-            self._compact_size = max(COMPACT_SIZE, 2 * self._size)
+            self._compact_size = max(self._min_compact_size, 2 * self._size)
         except OSError as error:
             self._disable_file(error)
 

@@ -52,8 +52,8 @@ log = structlog.get_logger()
 
 # A restarted trainer loads its model before it opens its sessions again.
 SESSION_TTL_S = 1800.0
-POLICY_HELD_S = 300.0  # how long after its last request members hold a session's policy
-PART_S = 0.25  # between two records of unfinished turns
+POLICY_HELD_S = 300.0
+PART_S = 0.25
 SEED_BITS = 63
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -163,6 +163,11 @@ class Sessions:
         ledger: the gateway's counts.
         translator: translates messages to tokens and back.
         session_log: records the turns.
+
+    Attributes:
+        ttl_s: how long an unused session stays.
+        policy_held_s: how long after its last request members hold a session's policy.
+        part_s: between two records of unfinished turns.
     """
 
     def __init__(
@@ -175,11 +180,17 @@ class Sessions:
     ) -> None:
         self._members, self._completer, self._ledger = members, completer, ledger
         self._translator, self._log = translator, session_log
+        self.ttl_s, self.policy_held_s, self.part_s = SESSION_TTL_S, POLICY_HELD_S, PART_S
         self._sessions: dict[str, _Session] = {}
         self._turn_tasks: dict[asyncio.Task[None], tuple[_Session, _Turn]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def turn_tasks(self) -> frozenset[asyncio.Task[None]]:
+        """The tasks of the unfinished turns."""
+        return frozenset(self._turn_tasks)
 
     def load(self, timeline: int) -> None:
         """Restore the sessions that earlier gateways recorded on `timeline`."""
@@ -191,19 +202,19 @@ class Sessions:
                 continue
             session.count_answers()
             # Its policy is not held until an agent uses the session, which may be over.
-            self._schedule(session, SESSION_TTL_S, self._expire)
+            self._schedule(session, self.ttl_s, self._expire)
         if self._sessions:
             log.info("sessions_restored", sessions=len(self._sessions))
 
     async def run(self) -> None:
         """Record the tokens of unfinished turns, forever."""
         while True:
-            await asyncio.sleep(PART_S)
-            self._record_parts()
+            await asyncio.sleep(self.part_s)
+            self.record_parts()
 
     def close(self) -> None:
         """Record the unfinished turns and close the log."""
-        self._record_parts()
+        self.record_parts()
         self._log.close()
 
     def open(self, name: str, parameters: OpenSession) -> None:
@@ -239,6 +250,10 @@ class Sessions:
     def drop(self, name: str) -> None:
         """End a session and drop its record. Raises ApiError."""
         self._end(self._get(name))
+
+    def open_requests(self, name: str) -> int:
+        """Return how many requests of the session's agent are open. Raises ApiError."""
+        return self._get(name).running
 
     def trace(self, name: str) -> Trace:
         """Return the turns answered since the session was opened, as branches. Raises ApiError."""
@@ -484,7 +499,8 @@ class Sessions:
         elif isinstance(record, Made) and record.opening == session.opening:
             session.turns.setdefault((record.key, record.number), _restored_turn(session, record))
 
-    def _record_parts(self) -> None:
+    def record_parts(self) -> None:
+        """Record the new tokens of the unfinished turns."""
         for session, turn in self._turn_tasks.values():
             job = turn.job
             start = turn.recorded if job.token_ids is turn.recorded_ids else 0
@@ -495,8 +511,8 @@ class Sessions:
             turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
     def _touch(self, session: _Session) -> None:
-        """Count the session in its policy's demand for POLICY_HELD_S, and end it SESSION_TTL_S from now."""
-        self._schedule(session, POLICY_HELD_S, self._release)
+        """Count the session in its policy's demand for `policy_held_s`, and end it `ttl_s` from now."""
+        self._schedule(session, self.policy_held_s, self._release)
         if not session.is_open:
             session.is_open = True
             self._members.want(session.opened.policy, 1, session.opened.recovery)
@@ -512,10 +528,10 @@ class Sessions:
             self._touch(session)
             return
         self._finish(session)
-        self._schedule(session, SESSION_TTL_S - POLICY_HELD_S, self._expire)
+        self._schedule(session, self.ttl_s - self.policy_held_s, self._expire)
 
     def _expire(self, session: _Session) -> None:
-        log.warning("session_expired", session=session.name, after_s=SESSION_TTL_S)
+        log.warning("session_expired", session=session.name, after_s=self.ttl_s)
         self._end(session)
 
     def _finish(self, session: _Session) -> None:

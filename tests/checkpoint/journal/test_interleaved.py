@@ -106,7 +106,7 @@ class Seen:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.integers(2, 8))
-def test_one_line_whatever_happens_between_two_operations(data: st.DataObject, count: int) -> None:
+def test_journal_is_one_line_after_any_interleaving(data: st.DataObject, count: int) -> None:
     store = Store(f"memory://interleaved-{next(names)}", retry_s=0.0)
     seen = Seen(store)
     actors: list[Actor] = []

@@ -29,7 +29,7 @@ def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> Non
     assert journal.recover(store).state.money.cap_usd == 5.0
 
 
-def test_a_take_over_after_an_epoch_is_refused_once_there_is_another(store: Store) -> None:
+def test_late_take_over_after_another_epoch_is_refused(store: Store) -> None:
     Journal(store, "a").take_over(1.0, "h", 1, "up", 0)
     Journal(store, "b").take_over(2.0, "h", 2, "resume", 1)
     with pytest.raises(Fenced, match="epoch 2 instead of 1"):
@@ -65,7 +65,7 @@ class Doubtful:
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_an_entry_of_unknown_outcome_is_settled_and_its_writer_goes_on(store: Store, done: bool) -> None:
+def test_entry_of_unknown_outcome_is_settled_by_its_writer(store: Store, done: bool) -> None:
     doubtful = Doubtful(store)
     writer = Journal(doubtful, "a")  # type: ignore[arg-type]  # a stand-in for a store over a bad network
     writer.take_over(1.0, "h", 1, "up")

@@ -102,9 +102,7 @@ def test_history_is_read_through_segments_from_anywhere(after: int) -> None:
 @pytest.mark.parametrize(
     ("error", "by_next"), [(StoreUnavailable("away"), False), (StoreDenied("not there"), True)]
 )
-def test_a_segment_that_cannot_be_stored_costs_nothing_and_is_stored_later(
-    error: Exception, by_next: bool
-) -> None:
+def test_failed_segment_costs_nothing_and_is_stored_later(error: Exception, by_next: bool) -> None:
     store = Noting()
     store.fails = lambda key: error if key.startswith(layout.SEGMENTS) else None
     writer = written(store, SEGMENT_ENTRIES + 2)
@@ -233,7 +231,7 @@ def check_survives(state: RunState) -> None:
     assert all(type(node.role) is Role for node in back.nodes.values())
 
 
-def test_who_changes_the_state_raises_its_schema() -> None:
+def test_changed_state_raises_its_schema() -> None:
     """Else a version to which it means something else would continue a stored state."""
     schema = msgspec.json.schema(RunState)
 

@@ -58,12 +58,12 @@ def taken_over(world: World) -> TookOver:
     return event
 
 
-def test_who_takes_over_journals_how_long_ago_the_last_event_was_by_the_stores_clock(world: World) -> None:
+def test_take_over_journals_age_of_last_event_by_store_clock(world: World) -> None:
     world.date(layout.journal_entry(2), 3600.5)
     assert world.seconds_may_be(taken_over(world).since_told_s, 3600.0)
 
 
-def test_an_entry_without_events_tells_of_no_time(world: World) -> None:
+def test_entry_without_events_gives_no_time(world: World) -> None:
     world.first.append(1000.0, ())
     world.date(layout.journal_entry(2), 3600.5)
     assert world.seconds_may_be(taken_over(world).since_told_s, 3600.0)
@@ -84,7 +84,7 @@ def test_a_date_in_the_future_is_none_of_the_past(world: World) -> None:
         (4000.5, 5000.0, 4000.0),  # the store was away when it began
     ],
 )
-def test_by_how_much_a_stores_clock_was_set_ahead_a_gateway_knows(
+def test_gateway_reports_how_far_store_clock_was_set_ahead(
     world: World, began_ago_s: float, up_s: float, since_s: float
 ) -> None:
     world.gateway(began_ago_s, 0.5, up_s)
@@ -92,7 +92,7 @@ def test_by_how_much_a_stores_clock_was_set_ahead_a_gateway_knows(
     assert world.seconds_may_be(seconds_since(world.store, 2), since_s)
 
 
-def test_a_gateway_whose_word_is_damaged_or_of_another_boot_says_nothing(world: World) -> None:
+def test_damaged_or_foreign_gateway_status_is_ignored(world: World) -> None:
     world.date(layout.journal_entry(2), 4000.5)
     world.gateway(5000.5, 0.5, 100.0)
     documents.gateway(GATEWAY).write(world.store, GatewayAddress("http://10.0.0.1:1", "another boot"))

@@ -20,7 +20,7 @@ def test_a_run_without_rollbacks_has_none(store: Store) -> None:
     assert (read_forks(store), newest_timeline(store)) == ((), 0)
 
 
-def test_what_is_written_is_read_in_order(store: Store) -> None:
+def test_written_forks_are_read_in_order(store: Store) -> None:
     # Numbers may be left out, and the eleventh comes after the second.
     later = [Fork(2, None, {"beta": 0.16}, FIRST.skipped), Fork(11, "2-40"), Fork(12, "1-130")]
     for fork in (later[2], FIRST, later[1], later[0]):
@@ -51,7 +51,7 @@ def test_another_fork_of_that_number_is_refused(store: Store, other: Fork) -> No
     assert read_forks(store) == (FIRST,)
 
 
-def test_what_others_put_there_is_left_alone(store: Store) -> None:
+def test_foreign_objects_are_left_alone(store: Store) -> None:
     write_fork(store, FIRST)
     for name in ("note.txt", "0002.json.bak", "2.json"):
         store.put(f"{layout.TIMELINES}/{name}", b"{}")

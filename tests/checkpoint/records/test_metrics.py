@@ -71,7 +71,7 @@ def test_row_with_an_impossible_time_or_count_is_left_out(row: Row) -> None:
     assert list(unreadable.found) == [key]
 
 
-def test_a_row_tells_the_detector_what_the_guard_was_told() -> None:
+def test_row_gives_detector_the_guards_input() -> None:
     """The row of a step gets more than the log that the guard saw: of an evaluation, of the end of training."""
     logged = {"kl": 0.25, "reward": 1.5, "orch/nonfinite/grad_norm": 1.0}
     added = {

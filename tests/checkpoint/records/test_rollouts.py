@@ -56,7 +56,7 @@ def test_unreadable_record_is_left_out() -> None:
     assert unused_windows(store, 0) == (1, 5)
 
 
-def test_sessions_come_back_and_count_what_the_policy_made() -> None:
+def test_stored_sessions_count_the_policys_tokens() -> None:
     store = stored()
     branch = Branch([1, 2, 3, 4], 1, [0, 1, 0, 1], [0.0, -1.0, 0.0, -2.0], [Turn(1, 2, "stop", "n")], [])
     short = replace(branch, token_ids=[1, 2], mask=[0, 1], logprobs=[0.0, -1.0])

@@ -48,7 +48,7 @@ def test_texts_are_cut_in_their_middle_to_one_length(texts: list[str], chars: in
         assert one.text == whole[: len(one.text) - one.after] + whole[len(whole) - one.after :]
 
 
-def test_of_each_call_the_newest_trainers_is_read_and_all_go_with_the_completions(tmp_path: Path) -> None:
+def test_newest_trainers_samples_are_read_and_deleted_with_call(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}")
     for call, by in ((0, (0, 1, 1)), (1, (0, 1, 1)), (0, (0, 1, 2))):
         samples.write_samples(store, head(call), [group("p", "c")], by)
@@ -60,7 +60,7 @@ def test_of_each_call_the_newest_trainers_is_read_and_all_go_with_the_completion
 
 
 @pytest.mark.parametrize("damage", [lambda it: it[: len(it) // 2], lambda _: b"", lambda _: b"{}"])
-def test_what_is_not_whole_is_said(tmp_path: Path, damage: object) -> None:
+def test_incomplete_sample_is_marked(tmp_path: Path, damage: object) -> None:
     store = Store(f"file://{tmp_path}")
     samples.write_samples(store, head(), [group("p", "c" * 1000)], (0, 1, 1))
     key = samples.stored_calls(store)[PolicyVersion(0, 4)][0]

@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.records.metrics import (
 VALUES = {WAIT_S: 3.0, GENERATE_S: 10.0, REWARDS_S: 1.0, PUBLISH_S: 2.0, STORE_S: 4.0}
 
 
-def test_what_is_not_told_is_training() -> None:
+def test_unattributed_time_is_training() -> None:
     (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 2, 130.0, 1, VALUES)])
     assert one.steps == 1
     assert one.seconds == {
@@ -48,7 +48,7 @@ def test_between_two_lives_it_is_the_new_start(timeline: int, attempt: int) -> N
 
 
 @pytest.mark.parametrize("took_s", [-5.0, 0.0, 4.0, 11.0, 200.0])
-def test_parts_are_the_whole_whatever_was_logged(took_s: float) -> None:
+def test_parts_add_up_to_the_step_for_any_log(took_s: float) -> None:
     values = {**VALUES, WAIT_S: -7.0}
     (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 5, 100.0 + took_s, 1, values)])
     assert sum(one.seconds.values()) == max(0.0, took_s)

@@ -34,7 +34,7 @@ def test_each_step_between_two_rows() -> None:
     assert step_times(rows) == [MeasuredStep(10, 4, 2, 100), MeasuredStep(12, 4, 3, 100)]
 
 
-def test_what_is_generated_ahead_is_told_from_what_the_trainer_waits_for() -> None:
+def test_generation_ahead_is_separate_from_waiting() -> None:
     rows = [row(number, 10.0 * number) for number in range(1, 4)]
     rows[1].values[AHEAD_S] = 3.0
     rows[2].values[AHEAD_S] = 99.0  # more than there was is none
@@ -54,7 +54,7 @@ def test_a_generation_that_serves_two_steps_is_theirs_by_half() -> None:
     assert step_times(rows) == [MeasuredStep(10, 4, 2, 50)] * 2
 
 
-def test_what_lies_between_two_lives_of_a_trainer_is_no_step_and_neither_is_one_replayed() -> None:
+def test_gap_between_trainers_and_replayed_steps_do_not_count() -> None:
     rows = [row(1, 10.0), row(2, 20.0), row(3, 900.0, attempt=2), row(4, 910.0)]
     assert step_times(rows) == [MeasuredStep(10, 4, 2, 100)]
     replayed = row(3, 21.0, generate_s=0.0, replayed=True)
@@ -64,7 +64,7 @@ def test_what_lies_between_two_lives_of_a_trainer_is_no_step_and_neither_is_one_
     ]
 
 
-def test_a_step_that_the_trainer_generated_itself_is_one_of_its_own() -> None:
+def test_step_by_own_generation_counts_separately() -> None:
     own = row(2, 20.0, nodes=0)
     own.values[OWN_GENERATE_S] = 4.0
     rows = [row(1, 10.0), own, row(3, 32.0), row(4, 40.0)]
@@ -77,12 +77,12 @@ def test_step_without_logged_node_seconds_has_no_nodes() -> None:
     assert [step.nodes for step in step_times(rows)] == [0.0, 2.0]
 
 
-def test_what_the_trainer_waited_before_it_generated_itself_is_no_part_of_such_a_step() -> None:
+def test_wait_before_own_generation_is_no_part_of_its_step() -> None:
     own = row(2, 320.0, nodes=0)
     own.values.update({OWN_GENERATE_S: 4.0, WAIT_S: 300.0})
     rows = [row(1, 10.0), own, row(3, 332.0), row(4, 340.0)]
     assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, own_s=4)
 
 
-def test_rows_without_a_generation_tell_nothing() -> None:
+def test_rows_without_generation_give_no_timing() -> None:
     assert step_times([Row(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []

@@ -46,7 +46,7 @@ def test_another_secret_makes_another_key_and_no_secret_is_in_it(tmp_path: Path)
     assert SECRET.encode() not in x509.load_pem_x509_certificate(mine).public_bytes(Encoding.DER)
 
 
-def test_the_file_is_for_its_owner_alone_whatever_was_there(tmp_path: Path) -> None:
+def test_key_file_is_private_even_over_an_existing_one(tmp_path: Path) -> None:
     path, bait = tmp_path / "identity.pem", tmp_path / "bait"
     bait.write_text("")
     path.symlink_to(bait)
@@ -84,7 +84,7 @@ def test_both_sides_demand_a_certificate_and_the_newest_tls(make: Callable[[str]
     assert context.cert_store_stats()["x509"] == 1, "it is the only one that is trusted"
 
 
-def test_an_ordinary_client_can_be_told_the_name_and_check_it_strictly(tmp_path: Path) -> None:
+def test_ordinary_client_can_check_the_name_strictly(tmp_path: Path) -> None:
     """As OpenSSL's command line, curl and later versions of Python do by default."""
     pem_of(SECRET, tmp_path)
     client = ssl.create_default_context(cafile=str(tmp_path / "identity.pem"))

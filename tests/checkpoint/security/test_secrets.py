@@ -60,7 +60,7 @@ def run_spec(folder: Path | str = "", **grpo: Any) -> RunSpec:
         ({"report_to": "none"}, ["HF_TOKEN"], ["HF_TOKEN"]),
     ],
 )
-def test_the_usual_ones_go_along_where_they_are_needed(
+def test_usual_secrets_are_passed_where_needed(
     tmp_path: Path, grpo: dict[str, Any], trainer: list[str], rollout: list[str]
 ) -> None:
     run = run_spec(tmp_path, **grpo)
@@ -85,7 +85,7 @@ def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path) -> None
     ) == (["HF_TOKEN"], [])
 
 
-def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: Path) -> None:
+def test_secrets_named_in_run_yaml_are_required_others_optional(tmp_path: Path) -> None:
     run = replace(run_spec(tmp_path), secrets=("LICENCE", "HF_TOKEN"))
     assert missing(run, HERE) == ""
     assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, but listed in `secrets` of run.yaml"
@@ -93,7 +93,7 @@ def test_what_run_yaml_names_must_be_there_and_what_is_usual_need_not(tmp_path: 
     assert missing(replace(run, secrets=()), {}) == ""
 
 
-def test_skypilot_is_given_them_apart_whatever_their_names(tmp_path: Path) -> None:
+def test_secrets_of_any_name_reach_skypilot_separately(tmp_path: Path) -> None:
     environment = {"GRPO_ORCH_RUN": "s3://b/r", **secret_environment(all_secrets(run_spec(tmp_path), HERE))}
     order = Order("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
     work = work_for(order, run_spec(tmp_path), tmp_path / "0123" / "w.whl", None)
@@ -110,13 +110,13 @@ class OneLaunch:
         self.environment: dict[str, str] = {}
         self.refusing = threading.Event()
         self._asked = threading.Event()  # for its pools, without which nothing is bought
-        self._stop = stop
+        self.stop = stop
         self._looks = 0
 
     def machines(self) -> dict[str, Machine]:
         self._looks += self.refusing.is_set() and self._asked.is_set()
         if self._looks > 3:
-            self._stop.set()
+            self.stop.set()
         return {}
 
     def offers(self) -> list[Offer]:
@@ -161,7 +161,7 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     store, cloud = steered
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
-    daemon.steer(store, "up", cloud._stop)
+    daemon.steer(store, "up", cloud.stop)
     assert cloud.environment.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
     assert "OTHER_TOKEN" not in cloud.environment
     refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
@@ -169,13 +169,13 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     assert all(REPLACEMENT in said and cloud.environment["GRPO_ORCH_TOKEN"] not in said for said in refusals)
 
 
-def test_a_daemon_without_one_buys_nothing_and_says_which(
+def test_daemon_without_a_secret_buys_nothing_and_names_it(
     steered: tuple[Store, OneLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, cloud = steered
     monkeypatch.delenv("LICENCE", raising=False)
     cloud.refusing.set()
-    daemon.steer(store, "resume", cloud._stop)
+    daemon.steer(store, "resume", cloud.stop)
     assert cloud.environment == {}
     assert "LICENCE is not set here" in str([record.events for record in journal.read(store)])
 
@@ -225,7 +225,7 @@ def test_a_value_is_blanked_however_it_is_quoted(quoted: Callable[[str], str]) -
     assert not any(part in told for part in ("MIIabc", "def", "ghi", "PRIVATE"))
 
 
-def test_the_longest_is_blanked_first_and_what_is_short_is_no_secret() -> None:
+def test_longest_secret_is_redacted_first_and_short_ones_never() -> None:
     assert Redactor(["abcdefgh", "abcdefgh-more", "yes", ""])("yes abcdefgh-more abcdefgh") == (
         f"yes {REPLACEMENT} {REPLACEMENT}"
     )
@@ -253,7 +253,7 @@ SECRETS = "storage: ./run\n"
         ("secrets: [1]\n", "run.yaml:3: secrets: expected a list of strings"),
     ],
 )
-def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_secret_list_is_refused_without_quoting_it(tmp_path: Path, text: str, problem: str) -> None:
     run_yaml = furnish(tmp_path)
     run_yaml.write_text(changed((SECRETS, SECRETS + text)))
     with pytest.raises(ConfigError) as caught:
@@ -262,13 +262,13 @@ def test_a_list_that_is_none_of_names_is_refused_and_not_quoted(tmp_path: Path, 
     assert not any(value in str(caught.value) for value in HERE.values())
 
 
-def test_one_text_stands_for_a_list_of_one(tmp_path: Path) -> None:
+def test_one_text_is_a_list_of_one_secret(tmp_path: Path) -> None:
     run_yaml = furnish(tmp_path)
     run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: HF_TOKEN\n")))
     assert load(run_yaml).spec.secrets == ("HF_TOKEN",)
 
 
-def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path: Path) -> None:
+def test_possible_secret_in_env_gives_notice_without_its_value(tmp_path: Path) -> None:
     run_yaml = furnish(tmp_path)
     env = "env: {VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: 1}"
     given = f"env: {{TOKENIZERS_PARALLELISM: false, JUDGE_API_KEY: abc, OTHER: {HF}}}\n  setup: login {HF}"
@@ -303,11 +303,11 @@ def test_what_looks_like_one_in_env_is_a_notice_that_does_not_quote_it(tmp_path:
         ("VLLM_LOGGING_LEVEL", "WARNING", False),
     ],
 )
-def test_what_looks_like_a_secret(name: str, value: str, *, secret: bool) -> None:
+def test_secret_detection_by_name_and_value(name: str, value: str, *, secret: bool) -> None:
     assert looks_like_secret(name, value) is secret
 
 
-def test_up_and_resume_say_in_a_line_which_one_is_missing(
+def test_up_and_resume_name_the_missing_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))

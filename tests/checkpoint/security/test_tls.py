@@ -51,7 +51,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.stop()
 
 
-def test_a_run_under_tls_completes_its_batches_and_its_gateway_tells_strangers_nothing(rig: Rig) -> None:
+def test_run_under_tls_completes_and_rejects_strangers(rig: Rig) -> None:
     rig.gateway()
     assert rig.url.startswith("https://")
     rig.node("rollout-0", host=HOST)
@@ -70,7 +70,7 @@ async def answer(scope: dict[str, Any], _receive: object, send: Any) -> None:
         await send({"type": "http.response.body", "body": b"up"})
 
 
-def test_the_server_below_vllm_tells_strangers_nothing_with_the_flags_of_a_node(tmp_path: Path) -> None:
+def test_server_below_vllm_rejects_strangers_with_node_flags(tmp_path: Path) -> None:
     identity.write_pem(TOKEN, tmp_path / "identity.pem")
     trainer = TrainerSpec(model="model", dataset=Dataset(path="json"), reward_funcs=())
     spec = RunSpec(name="t", storage="memory://t", trainer=trainer, grpo={}, workdir="", rollout=RolloutSpec())
@@ -177,7 +177,7 @@ def ask_as_the_gateway(port: int, _folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_as_the_trainer, ask_as_a_node, ask_as_the_gateway])
-def test_who_is_not_of_the_run_is_not_told_its_secret(ask: Callable[[int, Path], None], tmp_path: Path) -> None:
+def test_stranger_does_not_learn_the_secret(ask: Callable[[int, Path], None], tmp_path: Path) -> None:
     told = {}
     shown = {
         "nothing": None,

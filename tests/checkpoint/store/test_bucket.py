@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.store import bucket
 from grpo_orch.checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.doctor import lifecycle
@@ -77,7 +76,7 @@ TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 
     ],
     ids=["plain", "versioned", "versioned for days", "a date and an archive", "tagged or off"],
 )
-def test_what_a_bucket_does_by_itself_is_told_with_its_cost(
+def test_bucket_rules_are_reported_with_their_cost(
     store: Store,
     moto: S3Server,
     versioned: bool,
@@ -99,7 +98,7 @@ def test_what_a_bucket_does_by_itself_is_told_with_its_cost(
     ("prefix", "expected"),
     [("", 30), ("runs/", 30), ("runs/one", 30), ("runs/one/blobs/", 30), ("runs/another/", None), ("ru", 30)],
 )
-def test_a_bucket_that_deletes_what_a_run_needs(
+def test_bucket_that_deletes_needed_objects_is_reported(
     store: Store, moto: S3Server, prefix: str, expected: int | None
 ) -> None:
     expire(moto, store, {"Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}})
@@ -125,13 +124,10 @@ class Answers:
 
 @pytest.mark.parametrize("limit", ["ObjectSizeGreaterThan", "ObjectSizeLessThan"])
 @pytest.mark.parametrize("together", [False, True])
-def test_chunks_are_large_and_entries_small(
-    monkeypatch: pytest.MonkeyPatch, limit: str, *, together: bool
-) -> None:
+def test_chunks_are_large_and_entries_small(limit: str, *, together: bool) -> None:
     limits = {"And": {"Prefix": "runs/", limit: 1 << 20}} if together else {limit: 1 << 20}
     ends = {"Expiration": {"Days": 30}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}}
-    monkeypatch.setattr(bucket, "_client", lambda _: Answers({"Filter": limits, **ends}))
-    found = rules_of("s3://ours/runs/one", {})
+    found = rules_of("s3://ours/runs/one", {}, Answers({"Filter": limits, **ends}))
     assert found == BucketRules(versioned=True, expires_days=30), "versions of the other sizes stay for ever"
 
 
@@ -142,7 +138,7 @@ def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:
     assert any("locks each object for 14 days" in line and "216 TB at rest" in line for line in told(store))
 
 
-def test_what_cannot_be_asked_is_told_with_where_to_look(moto: S3Server) -> None:
+def test_unreadable_bucket_rules_say_where_to_look(moto: S3Server) -> None:
     missing = Store("s3://no-such-bucket/run", options=moto.options())
     with pytest.raises(RulesUnknown, match="GetBucketVersioning of the bucket 'no-such-bucket' was refused: NoS"):
         rules_of(missing.url, missing.options)

@@ -85,7 +85,7 @@ def test_any_bytes_can_be_written_and_nothing_keeps_hold_of_them(store: Store) -
             view.release()  # closing the map fails while anyone holds a part of it
 
 
-def test_a_large_object_comes_back_whole(store: Store) -> None:
+def test_large_object_is_read_back_whole(store: Store) -> None:
     data = os.urandom(40_000_000)
     store.put("large", data)
     buffer = store.get_buffer("large")
@@ -93,7 +93,7 @@ def test_a_large_object_comes_back_whole(store: Store) -> None:
     assert buffer == data
 
 
-def test_an_object_of_many_parts_comes_back_whole_also_at_a_second_try(store: Store) -> None:
+def test_object_of_many_parts_is_whole_after_a_retry(store: Store) -> None:
     parts = [bytes([number]) * (3 << 20) for number in range(12)]  # more than twice what one request takes
     store.put_parts("folder/parts", lambda: iter(parts))
     assert store.get("folder/parts") == b"".join(parts)
@@ -115,7 +115,7 @@ def test_a_listing_is_of_whole_names_in_order(store: Store) -> None:
     assert store.entries("j", after="j/3") == []
 
 
-def test_how_long_ago_something_was_written_is_told_by_the_stores_own_dates(store: Store) -> None:
+def test_age_of_an_object_is_by_the_stores_dates(store: Store) -> None:
     began_s = time.monotonic()
     store.create(layout.journal_entry(1), b"{}")
     told_s = until("a second by the store's clock", lambda: seconds_since(store, 1))
@@ -142,7 +142,7 @@ def test_the_probe_passes_and_leaves_nothing(store: Store) -> None:
     assert store.entries("") == []
 
 
-def test_of_many_creators_one_wins(store: Store) -> None:
+def test_one_of_many_creators_wins(store: Store) -> None:
     def creates(number: int) -> int | None:
         try:
             store.create("contested", b"%d" % number)

@@ -118,7 +118,7 @@ def test_a_read_outlasts_a_passing_fault(
     assert len(proxy.seen) >= 2
 
 
-def test_a_store_that_is_away_is_waited_for(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_unreachable_store_is_awaited(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     store = through(moto.at(proxy.endpoint), tmp_path.name, "", HANG_S)
     store.put("a", b"1")
     proxy.inject(Away())
@@ -150,9 +150,7 @@ def test_nothing_below_retries_on_its_own(open_store: Callable[..., Store], prox
         assert len(proxy.seen) == 1
 
 
-def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
-    moto: S3Server, proxy: FaultProxy, tmp_path: Path
-) -> None:
+def test_hanging_read_is_abandoned_and_slow_read_is_not(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     options = moto.at(proxy.endpoint).options(read_timeout="1s", timeout=f"{2 * HANG_S:.0f}s")
     store = Store(moto.url(tmp_path.name), retry_s=HANG_S, options=options)
     store.put("a", b"1")
@@ -177,7 +175,7 @@ def test_a_read_that_hangs_is_given_up_long_before_one_that_is_slow(
     ],
     ids=str,
 )
-def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
+def test_users_mistake_is_reported_immediately_without_secrets(
     open_store: Callable[..., Store],
     proxy: FaultProxy,
     answer: Answer,
@@ -198,7 +196,9 @@ def test_what_only_the_user_can_mend_is_told_at_once_and_without_secrets(
 
 
 @pytest.mark.parametrize("answer", [Answer(403, "QuotaExceeded"), Answer(507, "InsufficientStorage")], ids=str)
-def test_a_full_store_says_what_to_do(open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer) -> None:
+def test_full_store_error_gives_the_remedy(
+    open_store: Callable[..., Store], proxy: FaultProxy, answer: Answer
+) -> None:
     store = open_store(retry_s=1.0)
     store.put("a", b"0")  # a client's first request takes long, and tries are counted here
     proxy.inject(answer)
@@ -220,7 +220,7 @@ def test_a_large_write_is_one_put_and_never_a_multipart_upload(
     assert "Uploads" not in moto.client().list_multipart_uploads(Bucket=moto.bucket)
 
 
-def test_two_creators_at_once_are_told_apart_by_the_store(
+def test_store_distinguishes_two_simultaneous_creators(
     open_store: Callable[..., Store], proxy: FaultProxy
 ) -> None:
     """AWS answers 409 ConditionalRequestConflict until it has decided who won: nobody has lost yet."""
@@ -242,7 +242,7 @@ def test_slow_is_not_dead(open_store: Callable[..., Store], proxy: FaultProxy) -
     assert proxy.seen.count("GET") == 1
 
 
-def test_wrong_bytes_pass_because_digests_are_for_the_layer_above(
+def test_wrong_bytes_pass_since_digests_are_checked_above(
     open_store: Callable[..., Store], proxy: FaultProxy
 ) -> None:
     store = open_store()
@@ -285,7 +285,7 @@ def test_every_reader_waits_through_the_same_fault(open_store: Callable[..., Sto
     assert found == [b"x" * 1000] * 8
 
 
-def test_a_folder_that_is_gone_is_away_and_is_not_begun_anew(tmp_path: Path) -> None:
+def test_missing_folder_counts_as_outage_and_is_not_recreated(tmp_path: Path) -> None:
     """As one that is no longer mounted: a journal in its place would be another run's, and the first one's is back
     in a minute."""
     folder, elsewhere = tmp_path / "mounted" / "run", tmp_path / "elsewhere"
@@ -328,7 +328,7 @@ def test_a_write_and_a_create_make_one_object(
 
 
 @pytest.mark.parametrize("options", ["options", "fsspec_options"])
-def test_ceph_says_that_a_quota_is_used_up_and_denies_a_wrong_secret(
+def test_ceph_reports_full_quota_and_denies_wrong_secret(
     ceph_users: tuple[S3Server, S3Server], options: str
 ) -> None:
     ceph, full = ceph_users

@@ -45,9 +45,7 @@ def store() -> Store:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_a_library_raises_is_an_error_of_the_store(
-    store: Store, error: Exception, told: type[StoreError]
-) -> None:
+def test_library_errors_become_store_errors(store: Store, error: Exception, told: type[StoreError]) -> None:
     Broken.error = error
     with pytest.raises(told, match="read a in broken://run"):
         store.get("a")

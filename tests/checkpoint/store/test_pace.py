@@ -31,7 +31,7 @@ class Time:
         self.now_s += for_s
 
 
-def test_writes_to_one_name_are_spaced_out_and_those_to_others_are_not() -> None:
+def test_writes_to_one_name_are_spaced_and_others_are_not() -> None:
     fake = Time()
     held = Pace(1.0, fake.clock, fake.sleep)
     written: list[tuple[str, float]] = []
@@ -90,9 +90,7 @@ def google() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-def test_what_a_trainer_overwrites_is_spaced_out(
-    google: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainers_overwrites_are_spaced_out(google: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(run_store.Pace.__init__, "__defaults__", (lambda: 100.0, slept.append))
     key = {"gcs_base_url": f"http://127.0.0.1:{google.server_port}", "disable_oauth": True}

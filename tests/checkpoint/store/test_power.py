@@ -107,7 +107,7 @@ def test_acknowledged_entries_and_revisions_outlive_a_power_cut(
     assert rollouts.read_rollout(left, left.entries(layout.ROLLOUTS)[0].key) == rollout
 
 
-def test_a_document_that_is_written_over_is_the_old_or_the_new_one(store: Store, cut: Callable[[], Store]) -> None:
+def test_overwritten_document_is_the_old_or_the_new_one(store: Store, cut: Callable[[], Store]) -> None:
     for number in range(3):
         store.put("lease.json", b"%d" % number)
     assert cut().get("lease.json") == b"2"
@@ -118,7 +118,7 @@ TORN = [b"", b"\0" * 300, b'{"schema":1,"number":4,"epo']
 
 @pytest.mark.parametrize("left", TORN)
 @pytest.mark.parametrize("torn", [1, 3])
-def test_entries_that_a_power_cut_has_torn_are_set_aside_by_who_takes_over(left: bytes, torn: int) -> None:
+def test_torn_entries_are_set_aside_by_the_next_take_over(left: bytes, torn: int) -> None:
     store = Store(f"memory://torn-entries-{torn}-{len(left)}", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
@@ -138,7 +138,7 @@ def test_entries_that_a_power_cut_has_torn_are_set_aside_by_who_takes_over(left:
     assert journal.recover(store).number == 8
 
 
-def test_a_torn_entry_that_comes_back_to_life_stays_set_aside() -> None:
+def test_torn_entry_that_reappears_stays_set_aside() -> None:
     """For instance from a copy of the store. Whoever has read the run without it must not find another past."""
     store = Store("memory://torn-alive", retry_s=0.0)
     writer = Journal(store, "a/1")
@@ -151,7 +151,7 @@ def test_a_torn_entry_that_comes_back_to_life_stays_set_aside() -> None:
     assert journal.recover(store).state.name == ""
 
 
-def test_a_torn_entry_that_others_have_gone_on_from_is_damage() -> None:
+def test_torn_entry_with_successors_is_damage() -> None:
     store = Store("memory://torn-inside", retry_s=0.0)
     writer = Journal(store, "a/1")
     writer.take_over(1.0, "h", 1, "up")
@@ -162,7 +162,7 @@ def test_a_torn_entry_that_others_have_gone_on_from_is_damage() -> None:
         journal.recover(store)
 
 
-def test_what_a_newer_version_wrote_is_not_taken_for_torn() -> None:
+def test_newer_versions_entry_is_not_torn() -> None:
     store = Store("memory://torn-newer", retry_s=0.0)
     Journal(store, "a/1").take_over(1.0, "h", 1, "up")
     store.put(layout.journal_entry(1), b'{"schema":2}')

@@ -83,7 +83,7 @@ class LooksFirst(Store):
         self.put(key, data)
 
 
-def test_a_store_on_which_two_win_at_the_same_moment_is_refused() -> None:
+def test_store_with_two_winners_is_refused() -> None:
     store = LooksFirst("memory://probe-looks-first")
     with pytest.raises(
         StoreUnusable, match=r"[2-8] of 8 concurrent create-only writes of one object succeeded: two controllers"
@@ -92,7 +92,7 @@ def test_a_store_on_which_two_win_at_the_same_moment_is_refused() -> None:
     assert store.entries(FOLDER) == []
 
 
-def test_an_fsspec_filesystem_without_a_create_only_write_is_refused_without_a_race() -> None:
+def test_fsspec_without_create_only_writes_is_refused() -> None:
     class Other(AbstractFileSystem):
         """Inherits everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
 
@@ -118,7 +118,7 @@ def test_an_fsspec_filesystem_without_a_create_only_write_is_refused_without_a_r
     ],
     ids=str,
 )
-def test_a_fault_is_what_it_is_and_a_lost_answer_is_no_lie(
+def test_probe_passes_faults_on_and_tolerates_lost_answers(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path, fault: Fault, error: AbstractContextManager[object]
 ) -> None:
     server = moto.at(proxy.endpoint)

@@ -131,7 +131,7 @@ class Steered:
         to_json(Command(COMMAND_ID, BUDGET)),
     ],
 )
-def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_is_taken(data: bytes) -> None:
+def test_unreadable_command_is_reported_once_and_moved_aside(data: bytes) -> None:
     run = Steered()
     run.store.put(COMMAND_KEY, data)
     run.ticks()
@@ -144,7 +144,7 @@ def test_a_command_that_cannot_be_read_is_told_once_and_moved_and_the_next_one_i
     assert [one["key"] for one in view_json(run_view(run.store, NOW_S, None))["set_aside"]] == [COMMAND_KEY]
 
 
-def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
+def test_torn_row_is_reported_once_and_others_are_followed() -> None:
     run = Steered()
     whole = OPTIONAL[ROWS_KEY].splitlines()
     run.store.put(ROWS_KEY, b"\n".join([whole[0], whole[1][:30], *whole[2:]]))
@@ -157,7 +157,7 @@ def test_a_torn_row_is_told_once_and_those_around_it_are_followed() -> None:
     assert ([point.step for point in view.recent], view.kl) == ([1, 3, 4], 0.1)
 
 
-def test_tick_goes_on_where_steps_cannot_be_measured() -> None:
+def test_tick_continues_without_step_measurements() -> None:
     run = Steered()
     values = {metrics.GENERATE_S: 5e-324, metrics.GENERATE_NODE_S: 1.0}
     run.store.put(ROWS_KEY, b"".join(to_json(Row(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))
@@ -181,7 +181,7 @@ def test_a_row_that_belongs_to_another_object_is_left_out() -> None:
     assert metrics.read_metrics(store) == ROWS
 
 
-def test_a_report_of_one_machine_that_is_damaged_keeps_no_other_from_being_heard() -> None:
+def test_damaged_report_of_a_machine_hides_no_other() -> None:
     store, unreadable = Store(f"memory://unreadable-{next(names)}"), Unreadable()
     good = MachineReport("rollout-1-i1", 1, None, False)
     documents.machine(good.node).write(store, good)
@@ -230,7 +230,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.booleans())
-def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st.DataObject, ended: bool) -> None:
+def test_tick_continues_with_any_unreadable_optional_data(data: st.DataObject, ended: bool) -> None:
     run = Steered(ended_diverged=ended)
     run.ticks(1)
     bad = data.draw(st.sets(st.sampled_from(sorted(OPTIONAL)), min_size=1, max_size=2), label="damaged")
@@ -249,7 +249,7 @@ def test_whatever_stands_in_the_place_of_optional_data_the_tick_goes_on(data: st
     assert run.controller.state.phase in (RunPhase.STOPPING, RunPhase.STOPPED, RunPhase.FAILED)
 
 
-def test_nothing_is_told_of_a_run_in_which_all_can_be_read() -> None:
+def test_readable_run_reports_nothing() -> None:
     run = Steered(ended_diverged=True)
     for key, whole in OPTIONAL.items():
         if key != COMMAND_KEY:

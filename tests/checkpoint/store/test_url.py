@@ -31,13 +31,13 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("s3:///no-bucket", "names no bucket"),
     ],
 )
-def test_a_url_that_is_no_store_is_one_clear_line(url: str, told: str) -> None:
+def test_invalid_store_url_is_one_clear_line(url: str, told: str) -> None:
     with pytest.raises(StoreUnusable, match=told) as caught:
         Store(url)
     assert not any(word in str(caught.value) for word in ("\n", "hunter2"))
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_line_at_the_first_write() -> None:
+def test_unwritable_folder_is_one_line_at_the_first_write() -> None:
     store = Store("file:///proc/nowhere/run")
     assert store.get_or_none("run.json") is None
     with pytest.raises(StoreUnusable, match="name a folder that can be written") as caught:
@@ -46,9 +46,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line_at_the_first_write() -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"driver": "fsspec"}])
-def test_whoever_only_looks_makes_no_folder_and_the_first_write_does(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_reading_makes_no_folder_and_the_first_write_does(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = tmp_path / "typo" / "run"
     looks, writes = (Store(f"file://{folder}", options=options) for _ in range(2))
     assert looks.get_or_none("run.json") is None
@@ -144,7 +142,7 @@ def test_keys_in_the_environment_go_before_the_default_profile(
     assert works(ceph)
 
 
-def test_what_a_killed_writer_left_in_a_folder_is_swept_once_it_is_old(tmp_path: Path) -> None:
+def test_killed_writers_leftovers_are_deleted_once_old(tmp_path: Path) -> None:
     store = Store((tmp_path / "run").as_uri())
     store.put("blobs/one", b"1")
     for name in ("two#1", "three#12", "notes#me"):

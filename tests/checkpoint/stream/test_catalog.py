@@ -134,7 +134,7 @@ TURNS = st.lists(
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(BODIES, min_size=0, max_size=4), TURNS)
-def test_listed_checkpoints_are_whole_whatever_happens_between_two_operations(
+def test_listed_checkpoints_are_whole_after_any_interruption(
     folder: Path, more: list[tuple[Any, ...]], turns: list[tuple[int, int, Fate]]
 ) -> None:
     world = World(folder)
@@ -185,7 +185,7 @@ def collect_all(store: Store) -> None:
     Collector(store, Catalog(store, "c"), functools.partial(going, 1)).collect(NOW_S)
 
 
-def test_what_a_killed_upload_had_stored_is_not_sent_again(folder: Path) -> None:
+def test_stored_parts_of_a_killed_upload_are_not_resent(folder: Path) -> None:
     store = DictStore()
 
     def die() -> None:
@@ -224,7 +224,7 @@ def test_foreign_objects_are_passed_over_and_left_alone(folder: Path, key: str) 
     assert store.objects[key] == b"somebody's"
 
 
-def test_a_damaged_checkpoint_blocks_collection_only_until_it_is_retired(folder: Path) -> None:
+def test_damaged_checkpoint_blocks_collection_until_retired(folder: Path) -> None:
     store = DictStore()
     upload(store, folder, "ab", 1)
     damaged = revisions(store)[-1].checkpoints[0].manifest
@@ -250,9 +250,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_chunk_noted(folder: Path, t
     assert restore_newest(store, (1,), tmp_path / "restored", None) is None, "of another timeline"
 
 
-def test_a_restorer_whose_checkpoints_were_all_retired_meanwhile_finds_the_newer_ones(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_restorer_finds_newer_checkpoints_when_its_own_retire(folder: Path, tmp_path: Path) -> None:
     class Slow(DictStore):
         done = False
 

@@ -93,7 +93,7 @@ def test_files_of_any_size_come_back(wire: Wire, source: Path, tmp_path: Path) -
     assert not chunks.same(files[0], source / files[1].name)
 
 
-def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path) -> None:
+def test_stored_chunks_are_not_sent_again(wire: Wire, source: Path) -> None:
     stored: dict[str, str] = {}
     first = send(wire, "root", manifest.files_below(source), stored=stored, suffix=".1")
     assert len(wire.puts) == 10
@@ -103,7 +103,7 @@ def test_what_is_stored_is_not_sent_again(wire: Wire, source: Path) -> None:
     assert {chunk for file in second for chunk in file.chunks} == {c for file in first for c in file.chunks}
 
 
-def test_a_download_goes_on_where_an_earlier_one_ended(wire: Wire, source: Path, tmp_path: Path) -> None:
+def test_download_resumes_where_an_earlier_one_ended(wire: Wire, source: Path, tmp_path: Path) -> None:
     files = sent(wire, source)
     target = tmp_path / "target"
     receive(wire, "root", files, target)

@@ -73,7 +73,7 @@ def exported(store: Store) -> dict[str, bytes]:
     return {key.removeprefix(prefix): store.get(key) for key in keys}
 
 
-def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: CuttingStore) -> None:
+def test_export_has_weights_and_no_trainer_state(store: CuttingStore) -> None:
     assert transfer.export_of(AT).read(store) is None
     done = transfer.export_weights(store, AT)
     assert done == Export("1-8", "exports/1-8")
@@ -81,7 +81,7 @@ def test_weights_are_exported_and_what_only_a_trainer_needs_is_not(store: Cuttin
     assert exported(store) == EXPORTED
 
 
-def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: CuttingStore) -> None:
+def test_interrupted_export_does_not_count_and_is_repeated(store: CuttingStore) -> None:
     store.cuts = 1
     with pytest.raises(StoreUnavailable):
         transfer.export_weights(store, AT)
@@ -90,7 +90,7 @@ def test_an_export_that_was_cut_off_does_not_count_and_is_made_again(store: Cutt
     assert exported(store) == EXPORTED
 
 
-def test_a_damaged_checkpoint_is_told_and_not_exported(store: CuttingStore) -> None:
+def test_damaged_checkpoint_is_reported_and_not_exported(store: CuttingStore) -> None:
     for entry in store.entries(layout.BLOBS):
         store.put(entry.key, b"damaged")
     done = transfer.export_weights(store, AT)

@@ -65,7 +65,7 @@ def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str)
     assert sorted(p.name for p in tmp_path.iterdir() if "part" in p.name) == []
 
 
-def test_what_was_there_or_left_half_done_is_replaced_at_once(store: Store, tmp_path: Path) -> None:
+def test_leftovers_of_a_fetch_are_replaced_at_once(store: Store, tmp_path: Path) -> None:
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / ".dst.part", model=b"older and longer", extra=b"not in this one")
     folder(tmp_path / "dst", model=b"old", stale=b"old")
@@ -84,7 +84,7 @@ def test_the_digest_names_the_content(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["0-12", "0-12@1f2e3d4c5b6a", f"0-12@{'1f' * 16}"])
-def test_a_label_is_read_whatever_the_length_of_its_digest(label: str) -> None:
+def test_label_is_read_with_a_digest_of_any_length(label: str) -> None:
     assert labelled_version(label) == PolicyVersion(0, 12)
 
 

@@ -22,7 +22,6 @@ from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.tick.snapshot import Trainer
-from grpo_orch.tasks.machine import spooling
 from grpo_orch.tasks.machine.spooling import GIB, SpoolFull, find_spool, make_spool, remove_spool
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.saving import CheckpointSaver, wait_until_stored
@@ -56,7 +55,7 @@ def steps(spool: Spool) -> list[int]:
     return [seal.at.step for seal, _ in spool.sealed()]
 
 
-def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool) -> None:
+def test_second_slot_is_used_and_a_third_does_not_fit(spool: Spool) -> None:
     spool.prepare({"model": 3 * SIZE})
     assert list(spool.folder.iterdir()) == [], "no memory is allocated in advance that does not fit"
     first, second = save(spool, 5), save(spool, 100)
@@ -73,7 +72,7 @@ def test_a_second_slot_is_begun_and_a_third_has_no_room(spool: Spool) -> None:
     assert (second / "model").read_bytes() == bytes([100]) * SIZE
 
 
-def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool) -> None:
+def test_files_missing_from_a_save_are_not_kept(spool: Spool) -> None:
     """Such as the shards of a checkpoint that had more of them."""
     slot = save(spool, 5, model=10, shard=10, empty=0)
     assert slot is not None
@@ -85,7 +84,7 @@ def test_what_a_save_does_not_write_is_not_handed_on(spool: Spool) -> None:
     assert sorted(path.name for path in again.rglob("*") if path.is_file()) == ["empty", "model", "more"]
 
 
-def test_memory_allocated_in_advance_and_not_used_is_not_handed_on(spool: Spool) -> None:
+def test_preallocated_unused_memory_is_not_reused(spool: Spool) -> None:
     spool.prepare({"model": SIZE // 2, "optimizer": SIZE})
     slot = spool.claim(3)
     assert slot is not None
@@ -121,9 +120,7 @@ def killing(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_slot(
-    tmp_path: Path, prepared: bool
-) -> None:
+def test_killed_trainer_loses_nothing_sealed_and_frees_a_slot(tmp_path: Path, prepared: bool) -> None:
     number = 0
     while True:
         number += 1
@@ -154,7 +151,7 @@ def test_a_trainer_killed_at_any_point_loses_nothing_sealed_and_leaves_a_free_sl
     assert number > 8, "hardly anything was killed, so this proves little"
 
 
-def test_a_slot_that_is_released_while_one_looks_is_no_error(spool: Spool) -> None:
+def test_slot_released_during_a_look_is_no_error(spool: Spool) -> None:
     """The trainer looks while the uploader, another process, gives slots back."""
     slot, looked = spool.folder / "checkpoint-1", threading.Event()
     slot.mkdir()
@@ -238,14 +235,11 @@ def test_a_spool_is_found_again_and_given_back(tmp_path: Path) -> None:
     assert not again.folder.exists()
 
 
-def test_a_checkpoint_that_cannot_fit_is_refused_with_the_key_to_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_too_large_for_spool_names_the_key_to_change(tmp_path: Path) -> None:
     with pytest.raises(SpoolFull, match=r"checkpoints\.spool_gib: a checkpoint takes about 1\.00 GiB"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path), spool_gib=0.5), GIB)
-    monkeypatch.setattr(spooling, "_free_bytes", lambda _: GIB)
     with pytest.raises(SpoolFull, match=r"checkpoints\.spool: a checkpoint takes about 1\.00 GiB"):
-        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB)
+        make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path)), GIB, lambda _: GIB)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SpoolFull, match="choose a writable folder"):
         make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "file" / "below")), 1)
@@ -266,7 +260,7 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointS
     )
 
 
-def test_how_far_an_upload_is_is_told_while_it_is_waited_for(spool: Spool) -> None:
+def test_upload_progress_is_reported_while_waiting(spool: Spool) -> None:
     save(spool, 4)
     said, happens = (
         list[Stage](),
@@ -292,7 +286,7 @@ def test_how_far_an_upload_is_is_told_while_it_is_waited_for(spool: Spool) -> No
     assert said == [Stage("storing checkpoint 0-4", done, 100) for done in (0, 40)]
 
 
-def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spool: Spool) -> None:
+def test_abandoned_timelines_checkpoints_are_not_counted(spool: Spool) -> None:
     checkpoints = checkpoints_of(spool, 1, Verdict())
     checkpoints.begin_from(20, logging_steps=1)
     spool.report(UploaderState(stored="0-30"))
@@ -305,7 +299,7 @@ def test_what_an_abandoned_timeline_stored_is_not_taken_for_the_present_ones(spo
     ("verdict", "before"),
     [(Verdict(), 60), (Verdict(Health.WATCH, 100, onset_step=93), 93), (Verdict(Health.TRIPPED, 99, 95, 99), 95)],
 )
-def test_a_seal_says_from_before_which_step_one_must_stay(spool: Spool, verdict: Verdict, before: int) -> None:
+def test_seal_names_the_step_before_which_one_must_stay(spool: Spool, verdict: Verdict, before: int) -> None:
     checkpoints = checkpoints_of(spool, 0, verdict)
     checkpoints.begin_from(0, logging_steps=2)
     slot = checkpoints.open(100, last=False)

@@ -64,7 +64,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_lost_or_cut_chunk_of_the_base_model_is_stored_again_for_all_checkpoints(machine: Machine) -> None:
+def test_lost_base_model_chunk_is_stored_again_for_all(machine: Machine) -> None:
     machine.saves(10)
     machine.saves(20)
     first, second, third = machine.shared()
@@ -91,9 +91,7 @@ def test_wrong_bytes_of_the_right_size_are_found_in_turn(
     assert machine.damage() == {}
 
 
-def test_what_a_restore_found_damaged_is_stored_again_at_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_found_by_a_restore_is_repaired_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
     machine.saves(10)
     wrong = machine.shared()[0].partition("/")[2]
@@ -105,7 +103,7 @@ def test_what_a_restore_found_damaged_is_stored_again_at_once(
 
 
 @pytest.mark.parametrize("now", ["changed", "cut", "gone"])
-def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now: str) -> None:
+def test_changed_source_is_not_stored(machine: Machine, now: str) -> None:
     machine.saves(10)
     lost = machine.shared()[0]
     machine.store.delete([lost])
@@ -121,7 +119,7 @@ def test_a_source_that_is_no_longer_the_same_is_not_stored(machine: Machine, now
         machine.store.get(lost)
 
 
-def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_shared_by_checkpoints_are_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
     names = [f"{number:064x}.0" for number in range(500)]
 
@@ -150,7 +148,7 @@ def test_what_a_hundred_checkpoints_share_is_remembered_once(monkeypatch: pytest
     assert held_bytes < 4 << 20, "each has 500 names of 120 bytes, and their places"
 
 
-def test_a_listing_tells_which_checkpoints_lack_what(machine: Machine) -> None:
+def test_listing_reports_missing_chunks_of_checkpoints(machine: Machine) -> None:
     machine.saves(10)
     machine.saves(20)
     listed = machine.catalog.newest().checkpoints
@@ -164,7 +162,7 @@ def test_a_listing_tells_which_checkpoints_lack_what(machine: Machine) -> None:
     assert found == {"0-10": [cut], "0-20": [f"{layout.BLOBS}/{own} of model.safetensors is missing", cut]}
 
 
-def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine: Machine, tmp_path: Path) -> None:
+def test_all_checkpoints_damaged_is_an_error_and_no_fresh_start(machine: Machine, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         machine.saves(step)
     machine.store.delete([machine.shared()[1]])
@@ -179,7 +177,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error_and_no_beginning(machine:
     )
 
 
-def test_a_timeline_whose_start_is_gone_does_not_begin_anew(machine: Machine, tmp_path: Path) -> None:
+def test_timeline_with_lost_start_does_not_start_over(machine: Machine, tmp_path: Path) -> None:
     error = "continues from 0-10, and the store has neither it nor an older checkpoint"
     with pytest.raises(NothingWhole, match=error):
         restore_newest(machine.store, lineage((Fork(1, "0-10"),), 1), tmp_path / "restored", None)

@@ -21,7 +21,7 @@ from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.machine.node_env import NodeEnv
-from grpo_orch.tasks.machine.uploader import _retention, is_replaced
+from grpo_orch.tasks.machine.uploader import is_replaced, retention
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ from grpo_orch.tasks.machine.uploader import _retention, is_replaced
         ("of a run that began anew", [None], ("trainer-0-i1", 0), "0-20", True),
     ],
 )
-def test_what_is_replaced(
+def test_replaced_checkpoints_by_forks_and_heartbeat(
     says: str, forks: list[str | None], beat: tuple[str, int] | None, version: str, replaced: bool, tmp_path: Path
 ) -> None:
     store = Store(f"file://{tmp_path}/store")
@@ -53,10 +53,10 @@ def test_what_is_replaced(
     assert is_replaced(store, env, PolicyVersion.parse(version)) == replaced, says
 
 
-def test_it_retires_as_the_simulated_worlds_store_does(tmp_path: Path) -> None:
+def test_uploader_retires_as_the_simulated_store_does(tmp_path: Path) -> None:
     store, spec = Store(f"file://{tmp_path}/store"), CheckpointsSpec(keep_last=1)
     forks = (Fork(1, "0-300", from_step=330), Fork(2, "1-350", from_step=380))
-    retire, numbers = _retention(store, spec), [(0, 10, 330), (1, 310, 380), (2, 360, 600)]
+    retire, numbers = retention(store, spec), [(0, 10, 330), (1, 310, 380), (2, 360, 600)]
     listed: list[PolicyVersion] = []
     for timeline, first, last in numbers:
         for fork in forks[timeline - 1 : timeline] if timeline else ():

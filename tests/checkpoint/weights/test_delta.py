@@ -57,7 +57,7 @@ def changes(draw: st.DrawFn) -> tuple[Weights, Weights]:
 
 @settings(max_examples=300, deadline=None)
 @given(changes())
-def test_a_delta_makes_the_next_weights_to_the_bit_and_may_be_applied_again(
+def test_delta_restores_next_weights_exactly_and_is_repeatable(
     versions: tuple[Weights, Weights],
 ) -> None:
     before, after = versions
@@ -78,7 +78,7 @@ def test_a_delta_makes_the_next_weights_to_the_bit_and_may_be_applied_again(
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.5, 1.0])
-def test_a_piece_comes_back_whatever_share_of_it_has_changed(item_bytes: int, share: float) -> None:
+def test_piece_is_restored_for_any_changed_share(item_bytes: int, share: float) -> None:
     draw = np.random.default_rng(3)
     old = draw.integers(0, 256, 40_000 + 3 * item_bytes, np.uint8)
     new = np.where(np.repeat(draw.random(len(old) // item_bytes) < share, item_bytes), ~old, old)
@@ -168,7 +168,7 @@ def test_a_damaged_delta_changes_nothing(tmp_path: Path) -> None:
         assert weights.read_bytes() == before
 
 
-def test_a_damaged_piece_is_refused_where_its_digest_was_made_of_the_damage() -> None:
+def test_damaged_piece_with_matching_digest_is_refused() -> None:
     old = np.arange(64, dtype=np.uint8)
     new = np.where(np.arange(64) % 9 == 0, 255, old).astype(np.uint8)
     whole = delta.encode_piece(old, new, 2)
@@ -221,7 +221,7 @@ def test_other_tensors_are_written_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_a_delta_that_does_not_pay_is_given_up_and_the_weights_are_whole(
+def test_unprofitable_delta_is_abandoned_and_weights_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch, "PAYS_BELOW", 0.5)
@@ -264,20 +264,20 @@ def test_a_write_that_fails_leaves_no_delta(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("writes", [3, 9, 10], ids=["a tensor", "the index", "the digest"])
-def test_no_room_for_a_delta_is_no_reason_not_to_write_the_weights(
+def test_full_disk_for_a_delta_does_not_stop_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     before: Weights = {f"t{n}": ("F32", bytes(400)) for n in range(8)}
     after: Weights = {name: ("F32", bytes([1]) * 400) for name in before}
     first = rewrite(tmp_path / "w", before, "", tmp_path / "d")
-    calls, add = iter(range(1000)), DeltaWriter._add
+    calls, add = iter(range(1000)), DeltaWriter.append
 
     def full(writer: DeltaWriter, data: bytes) -> None:
         if next(calls) >= writes:
             raise OSError(28, "No space left on device")
         add(writer, data)
 
-    monkeypatch.setattr(DeltaWriter, "_add", full)
+    monkeypatch.setattr(DeltaWriter, "append", full)
     second = rewrite(tmp_path / "w", after, first.digest, tmp_path / "d")
     assert (second.delta_bytes, second.digest) == (None, digest_of(tmp_path / "w"))
     assert content(tmp_path / "w") == bytes_of(after)
@@ -285,7 +285,7 @@ def test_no_room_for_a_delta_is_no_reason_not_to_write_the_weights(
 
 
 @pytest.mark.parametrize("bad", [b"", b"\xff" * 8, b"\2\0\0\0\0\0\0\0{}{}", b'\x0a\0\0\0\0\0\0\0{"a": 123}'])
-def test_what_is_no_safetensors_file_is_named(tmp_path: Path, bad: bytes) -> None:
+def test_invalid_safetensors_file_is_named(tmp_path: Path, bad: bytes) -> None:
     (tmp_path / "w").write_bytes(bad)
     if bad[8:10] == b"{}":
         assert safetensors.layout_of(tmp_path / "w") == {}

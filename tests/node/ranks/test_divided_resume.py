@@ -45,7 +45,7 @@ ZERO2 = {"distributed_type": "DEEPSPEED", "deepspeed_config": OFFLOADED}
         pytest.param(ZERO2, True, id="zero2-offloaded-lora"),
     ],
 )
-def test_it_goes_on_with_the_same_weights(accelerate: dict[str, Any], adapted: bool, tmp_path: Path) -> None:
+def test_resumed_trainer_has_the_same_weights(accelerate: dict[str, Any], adapted: bool, tmp_path: Path) -> None:
     if accelerate["distributed_type"] == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     calm, again = tmp_path / "calm", tmp_path / "again"

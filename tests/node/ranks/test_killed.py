@@ -22,7 +22,7 @@ from tests.node.trainer.rig import open_rig
 @pytest.mark.parametrize(
     ("way", "max_staleness", "windows"), [("ddp", 0, 1), ("ddp", 1, 2), ("zero3", 0, 2), ("zero3", 1, 1)]
 )
-def test_a_rank_that_is_killed_changes_no_weight(
+def test_killed_rank_changes_no_weight(
     way: str, max_staleness: int, windows: int, tiny: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(10**6)

@@ -40,7 +40,7 @@ def step(optimizer: Any, number: int) -> None:
     optimizer.ds_opt_adam.adam_update(0, number, 1e-3, *BETAS, 1e-8, 0.0, True, none, none, none, none)
 
 
-def test_the_powers_of_its_betas_are_those_of_one_that_was_never_restarted() -> None:
+def test_beta_powers_match_an_uninterrupted_optimizer() -> None:
     calm, restarted, late = optimizer_at(0), optimizer_at(TAKEN), optimizer_at(TAKEN)
     for number in range(1, TAKEN + 2):
         step(calm, number)

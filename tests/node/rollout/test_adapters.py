@@ -109,9 +109,7 @@ def greedy_of(node: Node, label: str) -> list[int]:
     return tokens
 
 
-def test_each_version_computes_what_its_trainer_does_and_nothing_of_the_one_before(
-    node: Node, trainer: Trainer
-) -> None:
+def test_each_adapter_version_computes_what_its_trainer_does(node: Node, trainer: Trainer) -> None:
     first, second = trainer.publish(1), trainer.publish(2)
     assert first[0] != second[0]
     for policy in (first, second, first):  # the last one as after a rollback
@@ -122,7 +120,7 @@ def test_each_version_computes_what_its_trainer_does_and_nothing_of_the_one_befo
     assert node.asked(second[0]) == 409
 
 
-def test_bare_weights_are_nobodys_to_ask(node: Node, trainer: Trainer) -> None:
+def test_bare_weights_serve_no_requests(node: Node, trainer: Trainer) -> None:
     policy = trainer.publish(3)
     serve(node, policy)
     assert node.completion(policy[0], {"prompt": PROMPT, "max_tokens": 1})[0] == 200
@@ -155,7 +153,7 @@ def of_another_rank(tensors: Tensors) -> Tensors:
         (lambda tensors: {name: one.to(torch.int8) for name, one in tensors.items()}, "quantised weights"),
     ],
 )
-def test_tensors_that_are_no_adapter_for_the_model_never_reach_the_engine(
+def test_unsuitable_adapter_tensors_never_reach_the_engine(
     node: Node, trainer: Trainer, change: Callable[[Tensors], Tensors], why: str
 ) -> None:
     held = trainer.publish(4)
@@ -169,9 +167,7 @@ def test_tensors_that_are_no_adapter_for_the_model_never_reach_the_engine(
     assert greedy_of(node, held[0]) == trainer.greedy(held[0])
 
 
-def test_what_the_engine_computes_otherwise_is_refused_and_the_next_one_needs_no_new_server(
-    node: Node, trainer: Trainer
-) -> None:
+def test_adapter_computed_otherwise_is_refused_without_restart(node: Node, trainer: Trainer) -> None:
     (first, there), (second, _) = trainer.publish(7), trainer.publish(8)
     canary = canary_of(trainer.models[second], "no")
     boot_id = node.server.boot_id

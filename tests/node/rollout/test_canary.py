@@ -60,7 +60,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node.stop()
 
 
-def test_a_bfloat16_node_serves_what_a_float32_or_bfloat16_trainer_publishes(dense: Node, tmp_path: Path) -> None:
+def test_bfloat16_node_serves_float32_and_bfloat16_trainers(dense: Node, tmp_path: Path) -> None:
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         folder = policy(tmp_path / str(number), dense_model(tmp_path / "made", seed=1 + number).to(dtype))
         canary = dense.check.verify(folder)
@@ -80,7 +80,7 @@ def test_a_bfloat16_node_serves_what_a_float32_or_bfloat16_trainer_publishes(den
         (lambda tensors: {**tensors, DOWN: tensors[DOWN] * torch.nan}, "the engine failed to compute the canary"),
     ],
 )
-def test_what_is_not_the_trainers_is_refused_by_name_and_never_asked(
+def test_wrong_weights_are_refused_by_name_and_never_served(
     dense: Node, tmp_path: Path, change: Callable[[Tensors], Tensors], why: str
 ) -> None:
     folder = policy(tmp_path / "policy", dense_model(tmp_path / "made", seed=5), change)
@@ -92,7 +92,7 @@ def test_what_is_not_the_trainers_is_refused_by_name_and_never_asked(
     assert dense.asked("0-5") == 409
 
 
-def test_a_node_follows_its_trainer_by_deltas_and_serves_what_it_loaded(dense: Node, tmp_path: Path) -> None:
+def test_node_follows_trainer_by_deltas(dense: Node, tmp_path: Path) -> None:
     store, before = Store(f"memory://{tmp_path}"), ""
     model, served = dense_model(tmp_path / "made", seed=9), ServedTypes("BF16", "F32")
     publisher = PolicyPublisher(store, model.config, tmp_path / "scratch", (0, 1, 1), served, StepCosts())

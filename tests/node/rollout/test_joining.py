@@ -14,7 +14,7 @@ from grpo_orch.tasks.trl.canary import canary_of
 from tests.node.rollout.engines import Node, dense_model, policy, without_a_layer
 
 
-def test_a_worker_tells_which_parameters_have_had_no_weights() -> None:
+def test_worker_lists_parameters_without_weights() -> None:
     loaded: list[str] = []
 
     def load_weights(weights: list[str]) -> set[str]:
@@ -38,7 +38,7 @@ def test_a_worker_tells_which_parameters_have_had_no_weights() -> None:
     assert loaded == ["a", "b", "head"]
 
 
-def test_an_engine_without_weights_serves_nobody_before_it_has_all_of_them(tmp_path: Path) -> None:
+def test_engine_without_weights_serves_only_after_all_arrived(tmp_path: Path) -> None:
     """Were the files not looked at: a policy that lacks tensors leaves it without, and the next one does not."""
     (tmp_path / "base").mkdir()
     dense_model(tmp_path / "base", seed=0)

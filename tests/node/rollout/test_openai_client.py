@@ -84,7 +84,7 @@ def test_a_stream_over_a_killed_node(chat: bool) -> None:
     serve(story)
 
 
-def test_errors_are_those_that_a_client_knows() -> None:
+def test_errors_have_the_types_of_openais_client() -> None:
     async def story(served: World) -> None:
         await served.node("a", policy="0-7")
         async with client(served) as ai, client(served, "another key") as stranger:

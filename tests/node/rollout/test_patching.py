@@ -90,8 +90,7 @@ class Following:
             canary = ready.canary if ready.folder is None else self.node.check.verify(ready.folder)
             await self.loader.load(self.node.server, ready, canary)
             await self.loader.loaded(ready, [self.node.server])
-            if self.loader._settling is not None:
-                await self.loader._settling
+            await self.loader.settled()
             return ready.folder is None
 
         with capture_logs() as logs:
@@ -117,9 +116,7 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     following.node.stop()
 
 
-def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_matrices_cause_full_reload_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters are empty then; a head that is the embedding is not."""
     monkeypatch.setitem(vllm_flags.FIXED, "worker-extension-cls", "tests.stand_ins.packed_linears.Extension")
     following = Following(tmp_path, tied_qwen(), {})
@@ -138,7 +135,7 @@ def test_where_matrices_are_packed_away_all_is_reloaded_and_that_is_said_once(
         following.node.stop()
 
 
-def test_overwritten_parameters_are_those_of_a_whole_reload(plain: Following) -> None:
+def test_overwritten_parameters_equal_a_whole_reload(plain: Following) -> None:
     by_changes = [plain.follow(plain.publish())[0]]
     for _ in range(4):
         plain.train()

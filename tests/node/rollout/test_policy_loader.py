@@ -25,7 +25,6 @@ from grpo_orch.tasks.rollout import policy_loader
 from grpo_orch.tasks.rollout.policy_folders import PolicyFolders, Staged
 from grpo_orch.tasks.rollout.policy_loader import PolicyLoader
 from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed
-from grpo_orch.tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check
 
 CANARY = Canary([1, 2], [0.0], "float32", 2)
@@ -39,11 +38,11 @@ class Engine:
     def __init__(self, folder: Path, boot: int) -> None:
         self.boot_id, self.policy, self.does = f"boot-{boot}", "", list[str]()
         self.why, self.broken, self.stopped = "", False, False
-        self._weights = folder / f"{self.boot_id}.safetensors"
+        self.file = folder / f"{self.boot_id}.safetensors"
 
     async def load(self, version: str, folder: Path, _canary: Canary | None = None) -> None:
         self.does.append("whole")
-        shutil.copy(folder / layout.MODEL, self._weights)
+        shutil.copy(folder / layout.MODEL, self.file)
         self.policy = version
 
     async def overwrite(self, version: str, base: str, staged: Staged, _canary: Canary | None) -> None:
@@ -54,7 +53,7 @@ class Engine:
             raise ServerFailed("half of it is done")
         with ThreadPoolExecutor(1) as pool:
             for path, before in zip(staged.deltas, staged.digests, strict=False):
-                delta.apply([path], self._weights, before, pool)
+                delta.apply([path], self.file, before, pool)
         self.policy = version
 
     async def try_deltas(
@@ -67,7 +66,7 @@ class Engine:
 
     async def prove(self, version: str, folder: Path, _first: int, _step: int) -> bool:
         if version == self.policy:
-            check_same(folder / layout.MODEL, self._weights)
+            check_same(folder / layout.MODEL, self.file)
         return version == self.policy
 
     async def stop(self) -> None:
@@ -75,7 +74,7 @@ class Engine:
 
     @property
     def weights(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", load_file(self._weights))
+        return cast("dict[str, Any]", load_file(self.file))
 
 
 def check_same(ours: Path, theirs: Path) -> None:
@@ -107,8 +106,8 @@ class Node:
         assert self.engine.policy == ref.label
         wanted = self.world.made[ref.label]
         assert all(one.equal(wanted[name]) for name, one in self.engine.weights.items())
-        if settles and self.loader._settling is not None:
-            await self.loader._settling
+        if settles:
+            await self.loader.settled()
             assert not self.engine.stopped
         for held in self.world.root.glob("[!.]*"):
             if settles:
@@ -121,7 +120,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     return Node(World(tmp_path), monkeypatch)
 
 
-def test_each_kind_of_tensor_is_tried_once_a_boot_and_then_changes_suffice(node: Node) -> None:
+def test_each_tensor_kind_is_tested_once_per_boot(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -144,7 +143,7 @@ def test_each_kind_of_tensor_is_tried_once_a_boot_and_then_changes_suffice(node:
     asyncio.run(story())
 
 
-def test_where_changes_come_to_something_else_all_is_reloaded_and_that_is_said_once(node: Node) -> None:
+def test_deltas_that_differ_cause_full_reload_reported_once(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -175,9 +174,7 @@ def test_a_trial_that_ends_the_engine_is_not_made_again(node: Node) -> None:
     asyncio.run(story())
 
 
-def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_runs_ahead_of_file_that_follows_in_one_pass(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     world, publisher = node.world, node.world.publisher()
     passes, apply = list[int](), delta.apply
 
@@ -190,13 +187,12 @@ def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
         await node.follow(world.publish(publisher, 0))
         await node.follow(world.steps(publisher, 1)[0])
         monkeypatch.setattr(delta, "apply", counted)
-        with node.folders._file:  # the disk takes its time
+        with node.folders.file_lock:  # the disk takes its time
             refs = world.steps(publisher, 2, 3, 4)
             assert [await node.follow(ref, settles=False) for ref in refs] == ["changes"] * 3
             prefixes = [ref.prefix for ref in refs[:2]]
             world.store.delete([f"{prefix}/{layout.MANIFEST}" for prefix in prefixes])  # the publisher's retention
-        assert node.loader._settling is not None
-        await node.loader._settling
+        await node.loader.settled()
         [held] = world.root.glob("[!.]*")
         assert held.name == refs[-1].label
         check(held, world.made[held.name])
@@ -219,7 +215,7 @@ def test_the_engine_goes_ahead_of_a_file_that_follows_all_in_one_pass(
         ("vLLM started again", "whole"),
     ],
 )
-def test_what_the_next_policy_comes_by(node: Node, monkeypatch: pytest.MonkeyPatch, then: str, by: str) -> None:
+def test_next_policy_is_loaded_whole_or_by_deltas(node: Node, then: str, by: str) -> None:
     world, publisher = node.world, node.world.publisher()
 
     async def story() -> None:
@@ -242,7 +238,7 @@ def test_what_the_next_policy_comes_by(node: Node, monkeypatch: pytest.MonkeyPat
                 keys = [one.key for one in world.store.entries(lost.prefix)]
                 world.store.delete(keys)
             case "an anchor":
-                monkeypatch.setattr(publish, "CHAIN_MAX", 0)
+                publisher.chain_max = 0
                 ref = world.steps(publisher, 2)[0]
             case _:
                 ref = world.steps(publisher, 2)[0]
@@ -261,12 +257,10 @@ def test_what_the_next_policy_comes_by(node: Node, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_the_engine_holds_what_its_label_names(
-    node: Node, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_engine_holds_the_labelled_weights_after_any_faults(node: Node, seed: int) -> None:
     """Steps, restarts of either side, rollbacks, lost objects and policies that a node misses, in any order."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 3)
     world, draw, attempt = node.world, random.Random(seed), 1
+    world.chain_max = 3
     publisher, did = world.publisher((0, 1, 1)), list[str]()
 
     async def story() -> None:
@@ -304,8 +298,7 @@ async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
     ready = await node.loader.fetch(servers, ref, engines[0].policy or None, lambda: True)
     await asyncio.gather(*(node.loader.load(one, ready, CANARY) for one in servers))
     await node.loader.loaded(ready, servers)
-    if node.loader._settling is not None:
-        await node.loader._settling
+    await node.loader.settled()
     wanted = node.world.made[ref.label]
     for engine in engines:
         assert engine.policy == ref.label
@@ -313,7 +306,7 @@ async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
     return [one.does[-1] for one in engines]
 
 
-def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trials(node: Node) -> None:
+def test_engines_share_fetches_and_have_their_own_tests(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)
     a.member, b.member = "rollout-0-i1.0", "rollout-0-i1.1"
@@ -342,7 +335,7 @@ def test_engines_of_one_machine_share_what_is_fetched_and_each_has_its_own_trial
     asyncio.run(story())
 
 
-def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
+def test_engine_that_differs_from_its_file_is_restarted(node: Node) -> None:
     """And no other of its machine."""
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)
@@ -351,7 +344,7 @@ def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
     async def story() -> None:
         for step in range(3):
             await given(node, world.steps(publisher, step)[0], a, b)
-        with node.folders._file:
+        with node.folders.file_lock:
             [ref] = world.steps(publisher, 3)
             ready = await node.loader.fetch([cast("Server", a)], ref, a.policy, lambda: True)
             for one in (a, b):
@@ -359,9 +352,8 @@ def test_an_engine_that_is_not_what_its_file_holds_is_ended(node: Node) -> None:
             await node.loader.loaded(ready, [cast("Server", a), cast("Server", b)])
             weights = a.weights
             weights["model.norm.weight"][3] += 1  # a bit of its memory
-            save_file(weights, a._weights)
-        assert node.loader._settling is not None
-        await node.loader._settling
+            save_file(weights, a.file)
+        await node.loader.settled()
         assert (a.stopped, b.stopped) == (True, False)
 
     asyncio.run(story())

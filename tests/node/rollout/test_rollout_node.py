@@ -46,7 +46,7 @@ def test_a_node_serves_each_published_policy_exactly(lab: Lab) -> None:
     assert kept[0].name == "0-1"
 
 
-def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
+def test_nodes_port_admits_only_the_run(lab: Lab) -> None:
     member = until("a member", lab.member)
     check_closed(HOST, int(member.address.rpartition(":")[2]), TOKEN)
     node = f"https://{member.address}"
@@ -94,7 +94,7 @@ def test_the_nodes_door_lets_nobody_else_in(lab: Lab) -> None:
     http.close()
 
 
-def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> None:
+def test_damaged_policy_is_refused_and_repaired_one_served(lab: Lab) -> None:
     policy = lab.publish("0-3", seed=4)
     boot_id = until("a member", lab.member).boot_id
     files = manifest.load(lab.store, policy.prefix).files
@@ -110,7 +110,7 @@ def test_a_damaged_policy_is_never_served_and_a_repaired_one_is(lab: Lab) -> Non
     assert until("a member", lab.member).boot_id == boot_id  # vLLM never saw the damaged file
 
 
-def test_a_policy_that_lacks_a_tensor_is_never_served_and_the_next_one_is(lab: Lab) -> None:
+def test_policy_lacking_a_tensor_is_skipped_for_the_next(lab: Lab) -> None:
     until("a member", lab.member)
     completions(list(lab.ask(lab.publish("0-4", seed=4))))  # a first policy that lacks one costs a start
     boot_id = until("a member", lab.member).boot_id
@@ -123,7 +123,7 @@ def test_a_policy_that_lacks_a_tensor_is_never_served_and_the_next_one_is(lab: L
     assert until("a member", lab.member).boot_id == boot_id  # vLLM never saw it
 
 
-def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) -> None:
+def test_killed_vllm_serves_again_only_with_the_policy(lab: Lab) -> None:
     policy = lab.publish("0-7", seed=7)
     completions(list(lab.ask(policy)))
     before = until("a member", lab.member)
@@ -145,7 +145,7 @@ def test_a_killed_vllm_is_a_new_boot_that_serves_only_with_the_policy(lab: Lab) 
     assert left == {}  # the engine and its workers went with the server
 
 
-def test_a_notice_takes_the_node_out_and_its_death_leaves_nothing(lab: Lab) -> None:
+def test_notice_removes_node_and_its_end_leaves_nothing(lab: Lab) -> None:
     (lab.workdir / "notice").touch()
     until("no member", lambda: lab.member() is None)
     assert lab.agent.poll() is None

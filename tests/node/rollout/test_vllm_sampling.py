@@ -100,7 +100,7 @@ def requests(chance: random.Random) -> list[Asked]:
     return made
 
 
-def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: Sampled) -> None:
+def test_continued_completion_equals_an_uncut_one(node: Sampled) -> None:
     chance = random.Random(SEED)
     asked = requests(chance)
     whole = node.make(asked)
@@ -118,7 +118,7 @@ def test_a_completion_goes_on_behind_any_token_as_if_it_had_not_been_cut(node: S
     assert max(differences) < 1e-4
 
 
-def test_a_seed_means_the_same_beside_others_and_alone(node: Sampled) -> None:
+def test_seed_gives_the_same_alone_and_in_a_batch(node: Sampled) -> None:
     asked = requests(random.Random(SEED + 1))[:6]
     assert [node.make([one])[0].tokens for one in asked] == [made.tokens for made in node.make(asked)]
 
@@ -131,7 +131,7 @@ def test_another_seed_and_another_position_draw_otherwise(node: Sampled) -> None
         assert len(set(one.tokens)) > 10  # of 84
 
 
-def test_positions_are_those_of_splitmix64() -> None:
+def test_draws_by_position_follow_splitmix64() -> None:
     # The first numbers of the published reference implementation, seeded with 1234567.
     first = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert numbers_at([1234567] * 3, [0, 1, 2]).tolist() == first

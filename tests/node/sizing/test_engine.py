@@ -28,7 +28,7 @@ LATENT: dict[str, Any] = {
 
 @pytest.mark.parametrize("config", [known.QWEN_2_5_32B, known.LLAMA_3_2_1B, known.QWEN_3_30B_A3B, LATENT])
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_block_is_as_large_as_vllm_says(config: dict[str, Any], gpus: int) -> None:
+def test_kv_block_size_is_vllms(config: dict[str, Any], gpus: int) -> None:
     shape = shape_of(config)
     block: dict[str, Any] = {"block_size": BLOCK_TOKENS, "dtype": torch.bfloat16}
     spec = (

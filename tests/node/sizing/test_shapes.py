@@ -36,7 +36,7 @@ WITH_EYES = {"qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - WITH_EYES))
-def test_parameters_are_those_of_transformers_model(kind: str) -> None:
+def test_parameters_equal_transformers_model(kind: str) -> None:
     for other in ({}, *OTHERS.get(kind, [])):
         config = AutoConfig.for_model(kind, **{**SIZES, **other})
         with torch.device("meta"):

@@ -39,6 +39,6 @@ def case(name: str, grpo: dict[str, Any], peft: dict[str, Any] | None = None, **
     ],
     ids=lambda one: one.name,
 )
-def test_planned_is_what_is_allocated(one: Case) -> None:
+def test_planned_memory_equals_allocated_memory(one: Case) -> None:
     found = compared(one)
     assert found.ratio == pytest.approx(1, abs=WITHIN), found

@@ -98,12 +98,12 @@ class StandInGateway:
 
             def do_POST(self) -> None:
                 if self.path.startswith(f"{SESSIONS}/"):
-                    gateway._answer_session(self)
+                    gateway.answer_session(self)
                 else:
-                    gateway._answer(self)
+                    gateway.answer(self)
 
             def do_PUT(self) -> None:
-                gateway._answer_session(self)
+                gateway.answer_session(self)
 
             do_GET = do_DELETE = do_PUT
 
@@ -122,7 +122,7 @@ class StandInGateway:
             self._server.server_close()
             self._server = None
 
-    def _answer_session(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer_session(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers["Content-Length"] or 0))
         if handler.headers["Authorization"] != f"Bearer {TOKEN}":
             handler.send_error(401, "who are you?")
@@ -160,7 +160,7 @@ class StandInGateway:
         self.sessions = StandInSessions(encode, decode, sample)
         return self.sessions
 
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers["Content-Length"]))
         if handler.headers["Authorization"] != f"Bearer {TOKEN}":
             handler.send_error(401, "who are you?")

@@ -45,7 +45,7 @@ def take(source: RolloutSource, prompts: list[list[int]] = PROMPTS) -> rollouts.
     return source.complete(NEXT, prompts, 2, SAMPLING, training=True, policies=no_policy, policy=NOW)
 
 
-def test_begun_call_is_stored_before_it_is_taken_and_not_made_again(world: World) -> None:
+def test_begun_call_is_stored_before_use_and_not_repeated(world: World) -> None:
     world.gateway.open()
     source = world.source()
     source.begin([ahead()], ref)
@@ -66,7 +66,7 @@ def test_begun_call_is_stored_before_it_is_taken_and_not_made_again(world: World
     assert world.costs.take()["orch/replayed"] == 0  # one of the two was not
 
 
-def test_call_that_is_asked_for_otherwise_is_made_as_it_comes(world: World) -> None:
+def test_unforeseen_call_is_made_when_it_comes(world: World) -> None:
     world.gateway.open()
     source = world.source()
     source.begin([ahead([[1, 2]])], ref)
@@ -77,7 +77,7 @@ def test_call_that_is_asked_for_otherwise_is_made_as_it_comes(world: World) -> N
     assert rollouts.read_rollout(world.store, layout.rollout(NEXT, 0, BY)) == got
 
 
-def test_what_ends_a_begun_call_is_raised_where_it_is_taken(world: World) -> None:
+def test_error_of_a_begun_call_is_raised_where_it_is_taken(world: World) -> None:
     """Whichever thread or queue it was in: nothing is waited for that cannot come."""
     world.gateway.open()
     source = world.source(token="wrong")
@@ -87,9 +87,7 @@ def test_what_ends_a_begun_call_is_raised_where_it_is_taken(world: World) -> Non
     world.gateway.close()
 
 
-def test_store_that_fails_in_the_background_is_an_error_of_the_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_failure_in_background_is_the_steps_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise StoreUnavailable("no bucket")
 
@@ -102,7 +100,7 @@ def test_store_that_fails_in_the_background_is_an_error_of_the_step(
     world.gateway.close()
 
 
-def test_trainer_that_is_to_leave_does_not_wait_for_a_begun_call(world: World) -> None:
+def test_leaving_trainer_does_not_wait_for_a_begun_call(world: World) -> None:
     def leave() -> None:
         raise LeaveNow
 
@@ -127,7 +125,7 @@ def test_refused_prompt_is_judged_before_it_is_stored(world: World) -> None:
     assert rollouts.read_rollout(Store(world.store.url), layout.rollout(NEXT, 0, BY)) == got
 
 
-def test_time_without_a_serving_node_counts_while_the_trainer_works(world: World) -> None:
+def test_time_without_serving_node_counts_while_trainer_works(world: World) -> None:
     world.gateway.members = 0
     world.gateway.open()
     source = world.source()
@@ -146,7 +144,7 @@ def test_time_without_a_serving_node_counts_while_the_trainer_works(world: World
     assert (found["orch/wait_s"], found["orch/staleness"]) == (0, 1)
 
 
-def test_nothing_is_replayed_behind_a_turn_that_is_made_anew_after_a_window_ahead_was(world: World) -> None:
+def test_nothing_is_replayed_behind_a_remade_turn(world: World) -> None:
     """A tool answers otherwise than before: the weights behind that step are not those of the records."""
     behind = PolicyVersion(0, 5)
 

@@ -30,7 +30,7 @@ class Told(Store):
         return super().get_or_none(key)
 
 
-def test_a_trainer_that_goes_on_reads_the_row_of_its_step_and_not_those_of_the_whole_run() -> None:
+def test_resumed_trainer_reads_only_the_row_of_its_step() -> None:
     store = Told("memory://goes-on")
     writer = MetricsWriter(store)
     for step in range(50, STEPS + 1, 50):
@@ -46,7 +46,7 @@ def test_a_trainer_that_goes_on_reads_the_row_of_its_step_and_not_those_of_the_w
     assert last.values | {"reward": 1.0, "eval_reward": 0.5, "eval_loss": 0.25} == last.values
 
 
-def test_what_transformers_keeps_of_its_logs_does_not_grow_with_the_run(tmp_path: Any) -> None:
+def test_transformers_logs_in_memory_do_not_grow_with_the_run(tmp_path: Any) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path))
     state, control = TrainerState(), TrainerControl()
     callback = CheckpointCallback(lambda: False, lambda: None)

@@ -20,7 +20,7 @@ def model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **config)).train()
 
 
-def test_it_is_the_models_own_and_leaves_no_trace() -> None:
+def test_canary_uses_the_model_and_leaves_no_trace() -> None:
     trained = model(attention_dropout=0.5)
     trained.model.layers[1].eval()  # as a part that is frozen
     modes = [module.training for module in trained.modules()]
@@ -55,11 +55,11 @@ def test_adapters_count_as_they_do_merged() -> None:
     ("mixed_precision", "dtype"),
     [("no", "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("fp8", "float8")],
 )
-def test_it_says_what_it_was_computed_in(mixed_precision: str, dtype: str) -> None:
+def test_canary_names_its_dtype(mixed_precision: str, dtype: str) -> None:
     assert canary_of(model().bfloat16(), mixed_precision).dtype == dtype
 
 
-def test_weights_that_are_no_numbers_give_a_canary_that_no_node_can_meet() -> None:
+def test_weights_with_nan_give_a_canary_no_node_can_meet() -> None:
     broken = model()
     broken.model.norm.weight.data.fill_(torch.nan)
     canary = canary_of(broken, "no")

@@ -22,7 +22,7 @@ from grpo_orch.policies.serving.seeds import request_seed
 from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.completions import gateway_client
-from grpo_orch.tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
+from grpo_orch.tasks.completions.gateway_client import RETRY_S, GatewayCall, GatewayClient, GenerationFailed
 from grpo_orch.tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
@@ -94,7 +94,7 @@ def batch(count: int = 6, deadline_s: float = HANG_S) -> Batch:
     return Batch(PolicyRef("0-3", "policies/0000/00000003"), SAMPLING, requests, deadline_s)
 
 
-def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
+def test_interrupted_batch_requests_only_missing_completions(world: World) -> None:
     world.gateway.cut_after = 2
     got = world.client().complete(batch())
     assert [one.index for one in got.completions] == list(range(6))
@@ -103,9 +103,7 @@ def test_a_cut_batch_is_finished_with_what_is_missing(world: World) -> None:
     assert got.wait_s > 0
 
 
-def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batch_is_requested_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_client, "split_batches", functools.partial(split_batches, requests_max=4))
     world.gateway.cut_after = 2
     arrived: list[int] = []
@@ -116,7 +114,7 @@ def test_more_than_a_gateway_takes_at_once_is_asked_for_in_parts(
     assert world.client().complete(batch(count=0)).completions == []
 
 
-def test_a_prompt_without_a_token_is_refused_and_keeps_no_other_from_the_gateway(world: World) -> None:
+def test_prompt_without_tokens_is_refused_and_others_are_sent(world: World) -> None:
     asked = batch()
     empty = [replace(one, prompt_token_ids=[]) if one.index in (0, 3) else one for one in asked.requests]
     began_s = time.monotonic()
@@ -127,7 +125,7 @@ def test_a_prompt_without_a_token_is_refused_and_keeps_no_other_from_the_gateway
     assert (got.discarded, got.wait_s) == (0, 0.0), f"served at once, of {time.monotonic() - began_s} s"
 
 
-def test_a_gateway_that_is_not_there_yet_is_waited_for(world: World) -> None:
+def test_missing_gateway_is_awaited(world: World) -> None:
     world.gateway.close()
     opened: list[bool] = []
 
@@ -149,22 +147,23 @@ def test_nothing_until_the_deadline_is_an_error(world: World) -> None:
         world.client().complete(batch(deadline_s=0.5))
 
 
-def test_a_node_that_gets_on_is_waited_for_and_a_new_connection_is_no_such_thing() -> None:
-    call = _Call(batch())
+def test_progress_extends_the_wait_and_new_connection_does_not() -> None:
+    now_s = 0.0
+    call = GatewayCall(batch(), clock=lambda: now_s)
     for moves, moved in ((0, False), (1, True), (1, False), (3, True), (0, False), (1, True)):
-        before_s = call._progress_s = -1.0
+        now_s += 10.0
         call.process(BatchLine(progress=Progress(0, 0, 0, 6, moves)))
-        assert (call._progress_s > before_s) is moved, moves
+        assert (call.idle_s == 0.0) is moved, moves
     call.cut()
-    call._progress_s = -1.0
+    now_s += 10.0
     call.process(BatchLine(progress=Progress(0, 0, 0, 6, 1)))
-    assert call._progress_s == -1.0
+    assert call.idle_s == 10.0
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(0, 30 + 4), (10, 20), (30, 0)])
-def test_what_a_gateway_has_kept_of_a_broken_connection_is_not_lost(kept: int, lost: int) -> None:
+def test_tokens_kept_by_gateway_at_broken_connection_not_lost(kept: int, lost: int) -> None:
     """A gateway that has kept something tells itself what it had discarded."""
-    call = _Call(batch(count=1))
+    call = GatewayCall(batch(count=1))
     call.process(BatchLine(progress=Progress(30, 4, 1, 0)))
     call.cut()
     call.process(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))
@@ -205,7 +204,7 @@ def test_a_record_of_other_requests_is_not_taken(change: str, world: World) -> N
     assert len(kept.completions) == 2
 
 
-def test_behind_a_step_that_was_made_anew_nothing_is_replayed(world: World) -> None:
+def test_nothing_is_replayed_after_a_remade_step(world: World) -> None:
     """Its completions may be others, and the weights behind it then are not those of the records."""
 
     def asked_for(source: RolloutSource) -> list[int]:
@@ -224,7 +223,7 @@ def test_behind_a_step_that_was_made_anew_nothing_is_replayed(world: World) -> N
     assert asked_for(world.source((0, 1, 3))) == [0, 1, 3], "the other call of that step is of the same weights"
 
 
-def test_what_a_replaced_trainer_stores_late_is_not_replayed(world: World) -> None:
+def test_replaced_trainers_late_rollout_is_not_replayed(world: World) -> None:
     """Nor does it replace anything; what is the newest trainer's counts."""
     record = world.complete([5, 6], source=world.source((0, 2, 1)))
     newer = layout.rollout(AT, 0, (0, 2, 1))
@@ -250,7 +249,7 @@ def test_calls_are_numbered_within_step_and_kind(world: World) -> None:
     assert took["orch/generate_node_s"] == took["orch/generate_s"] > 0  # one machine made them
 
 
-def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: World) -> None:
+def test_refused_prompt_is_reported_and_the_call_continues(world: World) -> None:
     world.gateway.refuses = lambda prompt: len(prompt) > 2
     for _ in range(2):  # the second is from the journal
         got = world.complete([5, 6], [7, 8, 9], [4, 4])
@@ -265,7 +264,7 @@ def test_a_refused_prompt_is_told_with_its_numbers_and_the_call_goes_on(world: W
     assert metrics.PROMPTS_REFUSED not in world.costs.take()
 
 
-def test_where_a_refused_prompt_fails_the_run_it_is_named_and_asked_for_again_later(world: World) -> None:
+def test_refused_prompt_that_fails_the_run_is_named_and_retried(world: World) -> None:
     world.gateway.refuses, world.rule = (lambda prompt: len(prompt) > 2), "fail"
     with pytest.raises(BadPrompts, match="row 107 of the dataset has 3 tokens, and the nodes take sequences of 9"):
         world.complete([5, 6], [7, 8, 9])

@@ -27,7 +27,7 @@ def dry(rig: Rig, steps: range) -> None:
 
 
 @pytest.mark.parametrize(("processes", "windows"), [(1, 1), (2, 1), (2, 2)])
-def test_the_steps_of_a_drought_are_made_by_the_trainer_and_the_others_by_nodes(
+def test_trainer_makes_shortage_steps_and_nodes_the_others(
     processes: int, windows: int, tiny: Path, tmp_path: Path
 ) -> None:
     accelerators = "" if processes == 1 else f"CPU:{processes}"

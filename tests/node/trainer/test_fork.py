@@ -105,7 +105,7 @@ def test_smaller_groups_see_the_same_prompts(plain: Rig) -> None:
         assert (asked.count(f"0-{step}"), asked.count(f"3-{step}")) == (8, 4)
 
 
-def test_a_window_that_the_fork_divides_is_made_anew_with_other_prompts(tiny: Path, tmp_path: Path) -> None:
+def test_window_divided_by_fork_is_remade_with_other_prompts(tiny: Path, tmp_path: Path) -> None:
     """Four prompts a window of two steps, each used twice; the start lies in the middle of one."""
     window = {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3}
     with begun(tmp_path, tiny, dataset="prompts.jsonl", grpo=window) as (rig, _):
@@ -178,7 +178,7 @@ def test_replacements() -> None:
     assert len({twice[place] for place in (2, 3, 6, 8)}) == 4, "each by another one"
 
 
-def test_what_a_later_timeline_leaves_out_is_what_an_earlier_one_saw_behind_its_probation() -> None:
+def test_later_timeline_skips_what_earlier_saw_after_probation() -> None:
     once = Fork(1, "0-2", {}, (Skipped(0, 3, 4),), from_step=4)
     walk = Walk(10, 1, 1, 1, forwards)
     assert once.probation_until_step == 6

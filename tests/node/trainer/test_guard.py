@@ -83,7 +83,7 @@ def tripped(beat: Trainer) -> bool:
     return beat.verdict is not None and beat.verdict.health is Health.TRIPPED
 
 
-def test_a_run_that_diverges_ends_with_its_own_code_and_one_line(diverged: Diverged) -> None:
+def test_diverging_run_exits_with_its_code_and_one_line(diverged: Diverged) -> None:
     verdict = diverged.verdict
     assert diverged.code == exit_codes.DIVERGED
     assert (diverged.beat.activity, verdict.health) == ("diverged", Health.TRIPPED)
@@ -98,7 +98,7 @@ def test_a_run_that_diverges_ends_with_its_own_code_and_one_line(diverged: Diver
     assert verdict.evidence[0] in last
 
 
-def test_all_that_was_sealed_is_stored_and_nothing_of_the_step_that_tripped(diverged: Diverged) -> None:
+def test_sealed_checkpoints_are_stored_and_the_tripped_step_not(diverged: Diverged) -> None:
     assert diverged.verdict.tripped_step is not None
     assert diverged.stored == [PolicyVersion(0, step) for step in range(1, diverged.verdict.tripped_step)]
     assert max(diverged.rows) == diverged.verdict.tripped_step, "but its row, which tells why"
@@ -106,7 +106,7 @@ def test_all_that_was_sealed_is_stored_and_nothing_of_the_step_that_tripped(dive
     assert PolicyVersion(0, diverged.verdict.tripped_step) not in asked, "no further step was begun"
 
 
-def test_who_reads_the_rows_comes_to_the_guards_verdict(diverged: Diverged, tmp_path: Path) -> None:
+def test_reader_of_the_rows_reaches_the_guards_verdict(diverged: Diverged, tmp_path: Path) -> None:
     detector, at = Detector(), {}
     for step in sorted(diverged.rows):
         detector = follow(detector, metrics.point_of(diverged.rows[step]), 0.5)
@@ -116,7 +116,7 @@ def test_who_reads_the_rows_comes_to_the_guards_verdict(diverged: Diverged, tmp_
     assert read_detector(tmp_path / "start") == at[START.step], "a restart goes on with it"
 
 
-def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Diverged, tmp_path: Path) -> None:
+def test_next_timeline_starts_from_its_fork_with_its_settings(diverged: Diverged, tmp_path: Path) -> None:
     rig = diverged.rig
     assert diverged.next_code == exit_codes.OK
     rows = rig.rows(timeline=1)
@@ -136,14 +136,14 @@ def test_the_next_timeline_goes_on_from_its_start_with_its_settings(diverged: Di
     assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)
 
 
-def test_what_the_next_timeline_left_is_gone(diverged: Diverged) -> None:
+def test_next_timeline_drops_abandoned_checkpoints(diverged: Diverged) -> None:
     stored = diverged.rig.stored()
     assert [at for at in stored if at.timeline == 0] == [at for at in diverged.stored if at <= START]
     assert [at.step for at in stored if at.timeline == 1] == list(range(START.step + 1, STEPS + 1))
     assert find_spool(diverged.rig.work) is None
 
 
-def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny: Path, tmp_path: Path) -> None:
+def test_trainer_out_of_memory_exits_with_its_code(tiny: Path, tmp_path: Path) -> None:
     launched = {"num_processes": 1, "use_cpu": True, "mixed_precision": "no", "distributed_type": "NO"}
     grpo = {"save_steps": 1}
     with open_rig(tmp_path, tiny, grpo=grpo, reward="rig_rewards.insatiable", accelerate=launched) as rig:
@@ -171,7 +171,7 @@ def test_a_trainer_without_memory_ends_with_its_own_code_behind_a_launcher(tiny:
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
     ],
 )
-def test_what_running_out_of_memory_looks_like(error: Exception, memory: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, memory: bool) -> None:
     assert is_out_of_memory(error) == memory
 
 
@@ -215,9 +215,7 @@ class Breaks(TrainerCallback):
             model.get_input_embeddings().weight.data.fill_(torch.nan)
 
 
-def test_weights_that_are_no_numbers_have_diverged_since_the_step_that_made_them(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_nan_weights_diverged_at_the_step_that_made_them(tiny: Path, tmp_path: Path) -> None:
     """No node would serve them, so nothing would ever be logged by which the guard could tell."""
     steps = {"max_steps": 6, "save_steps": 1, "logging_steps": 3}
     with open_rig(tmp_path, tiny, grpo=steps, kl=KlPolicy()) as rig:

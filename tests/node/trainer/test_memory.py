@@ -88,7 +88,7 @@ def test_less_memory_makes_the_same_step(
     assert second < 10 * CLOSE, "from weights that the first step has left apart by a last bit"
 
 
-def test_bnpo_weighs_by_the_devices_batch_and_so_keeps_it_as_long_as_it_can(tiny: Path, tmp_path: Path) -> None:
+def test_bnpo_keeps_the_device_batch_as_long_as_possible(tiny: Path, tmp_path: Path) -> None:
     bnpo = {"loss_type": "bnpo"}
     before = train(tmp_path / "before", tiny, bnpo)
     first = train(tmp_path / "first", tiny, with_less(bnpo, 1))

@@ -15,7 +15,7 @@ from grpo_orch.policies.detect.symptoms import NO_VARIANCE
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
 from grpo_orch.tasks.trainer.lessons import RewardCounts, count_rewards
-from grpo_orch.tasks.trainer.main import _end_of_training, _unexpected_error
+from grpo_orch.tasks.trainer.main import end_of_training, unexpected_error
 from grpo_orch.tasks.trl.unrewarded import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
@@ -107,7 +107,7 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         args=SimpleNamespace(max_steps=asked_steps, num_train_epochs=1.0),
         train_dataset=[1],
     )
-    found, why = _end_of_training(trainer)
+    found, why = end_of_training(trainer)
     assert found == code
     assert code == exit_codes.OK or f"step {step} of {max_steps}" in why
 
@@ -124,10 +124,10 @@ def test_only_all_steps_are_complete(step: int, max_steps: int, epoch: float, as
         (RuntimeError("CUDA out of memory"), True, exit_codes.OUT_OF_MEMORY),
     ],
 )
-def test_unexpected_errors_end_by_what_may_help(
+def test_unexpected_errors_exit_by_their_remedy(
     error: Exception, is_first: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    found, why = _unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
+    found, why = unexpected_error(error, is_first=is_first, when="at step 1", trains=True)
     assert (found, "\n" in why) == (code, False)
     assert str(error) in why

@@ -60,7 +60,7 @@ class Broken:
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_whatever_its_model_raises_the_trainer_goes_on(error: Exception, said: list[str]) -> None:
+def test_trainer_survives_any_error_of_own_generation_probe(error: Exception, said: list[str]) -> None:
     told = Told()
     share = OwnShare(cast(Drought, told), cast(OwnGeneration, Broken(error)))
     share.make(Accelerator(cpu=True), training=True)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from grpo_orch.checkpoint.records.metrics import read_metrics
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.tasks.trainer.reports import MLFLOW_DEFAULTS, TIMELINE_TAG, _guard
+from grpo_orch.tasks.trainer.reports import MLFLOW_DEFAULTS, TIMELINE_TAG, guard_callback
 from grpo_orch.tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, open_rig
@@ -47,7 +47,7 @@ class ServiceCallback(TrainerCallback):
 
 
 def begin(callback: ServiceCallback, *, is_first: bool = False) -> None:
-    _guard(callback, TIMELINE, is_first=is_first)
+    guard_callback(callback, TIMELINE, is_first=is_first)
     callback.on_train_begin(None, STATE, None)
 
 

@@ -53,9 +53,7 @@ def stored_completions(rig: Rig) -> set[int]:
     return {layout.call_of(entry.key)[0].step for entry in rig.store.entries(layout.ROLLOUTS)}
 
 
-def test_behind_a_store_that_stands_still_training_goes_on_and_then_waits(
-    tiny: Path, slot_bytes: int, tmp_path: Path
-) -> None:
+def test_training_continues_without_store_and_then_waits(tiny: Path, slot_bytes: int, tmp_path: Path) -> None:
     spec = CheckpointsSpec(spool_gib=1.5 * slot_bytes / (1 << 30), max_behind_steps=BEHIND)
     with open_rig(tmp_path, tiny, grpo=GRPO, checkpoints=spec) as rig:
         rig.uploader.send_signal(signal.SIGSTOP)
@@ -123,7 +121,7 @@ def test_memory_that_ends_in_mid_save_puts_the_checkpoint_off(
         check_the_end(rig)
 
 
-def test_without_room_for_one_checkpoint_the_run_ends_with_one_line(
+def test_spool_too_small_for_a_checkpoint_ends_with_one_line(
     tiny: Path, tmp_path: Path, small_memory: Callable[[float], Path]
 ) -> None:
     memory = small_memory(0.7)
@@ -136,7 +134,7 @@ def test_without_room_for_one_checkpoint_the_run_ends_with_one_line(
     assert "has no space for a checkpoint; free some space, or set `spool` to another folder" in last
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_train_from_the_start(tiny: Path, tmp_path: Path) -> None:
+def test_run_with_all_checkpoints_damaged_does_not_start_over(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo=GRPO) as rig:
         (tmp_path / "weights").write_bytes(b"weights")
         files = [("model.safetensors", tmp_path / "weights")]

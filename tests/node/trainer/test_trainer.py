@@ -98,7 +98,7 @@ def test_completions_come_from_the_trainers_own_weights(finished: Finished) -> N
     assert finished.rig.gateway.unproved == []
 
 
-def test_only_what_is_missing_is_asked_for_again(finished: Finished) -> None:
+def test_only_missing_completions_are_requested_again(finished: Finished) -> None:
     seen = finished.rig.gateway.asked
     asked = {policy: [seed for at, seed in seen if at == policy] for policy, _ in seen}
     assert len(asked["0-0"]) == 8 + 5
@@ -126,7 +126,7 @@ def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path
     assert (policy / "config.json").exists()
 
 
-def test_checkpoints_and_what_the_detector_knows(finished: Finished, tmp_path: Path) -> None:
+def test_checkpoints_include_the_detectors_state(finished: Finished, tmp_path: Path) -> None:
     assert finished.rig.stored() == [PolicyVersion(0, 4), PolicyVersion(0, STEPS)]
     stored = finished.rig.restore(PolicyVersion(0, 4), tmp_path / "checkpoint")
     assert {"torch", "trl", "transformers", "python"} <= stored.meta.keys()
@@ -187,7 +187,7 @@ def test_an_exported_checkpoint_is_one_of_hugging_face_and_trl(
     assert not all(trained[name].equal(tensor) for name, tensor in saved.items())
 
 
-def test_newer_trainer_stops_an_older_one_even_while_it_waits(tiny: Path, tmp_path: Path) -> None:
+def test_newer_trainer_stops_an_older_one_even_in_a_wait(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={}) as rig:
         rig.gateway.members = 0
         trainer = rig.start_trainer(attempt=1)

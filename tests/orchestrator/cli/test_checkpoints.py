@@ -87,7 +87,7 @@ def plain(answer: Answer) -> Any:
     return json.loads(answer.out)
 
 
-def test_ls_says_what_there_is_and_why_it_stays(run: Kept, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_lists_checkpoints_with_reasons_to_stay(run: Kept, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)  # else an age says how long this takes, too
     for timeline, step in ((0, 100), (0, 120), (0, 200), (1, 130), (1, 140)):
@@ -149,7 +149,7 @@ def test_a_version_a_step_or_the_latest_is_pinned_and_unpinned(word: str, meant:
     assert not [one.version for one in run.catalog.newest().checkpoints if one.pinned]
 
 
-def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) -> None:
+def test_verify_reads_every_byte_and_names_damage(run: Kept, cli: Cli) -> None:
     for step in (50, 100, 150):
         run.uploads(0, step)
     whole = cli("verify")
@@ -176,7 +176,7 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run: Kept, cli: Cli) 
 
 
 @pytest.mark.parametrize("fault", ["changed", "lost"])
-def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Kept, cli: Cli) -> None:
+def test_damaged_or_missing_manifest_counts_as_damage(fault: str, run: Kept, cli: Cli) -> None:
     run.uploads(0, 50)
     path = run.folder / "store" / run.catalog.newest().checkpoints[0].manifest
     if fault == "lost":
@@ -189,7 +189,7 @@ def test_a_manifest_that_is_damaged_or_lost_is_damage(fault: str, run: Kept, cli
     assert path.name in answer.out
 
 
-def test_an_exported_checkpoint_is_what_was_saved(run: Kept, cli: Cli, tmp_path: Path) -> None:
+def test_exported_checkpoint_equals_the_saved_one(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
     saved = run.uploads(0, 100)
     out = tmp_path / "deep" / "out"
@@ -242,7 +242,7 @@ def retired_meanwhile(run: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("retired_meanwhile")
-def test_what_is_retired_while_it_is_read_is_not_damaged(run: Kept, cli: Cli, tmp_path: Path) -> None:
+def test_checkpoint_retired_during_reading_is_not_damaged(run: Kept, cli: Cli, tmp_path: Path) -> None:
     run.uploads(0, 50)
     answer = cli("verify")
     assert (answer.code, answer.out) == (0, "0-50 was retired in the meantime\n")

@@ -132,7 +132,7 @@ def test_the_table_has_a_line_a_run_and_below_it_why(cli: Detect) -> None:
     assert cli("good").code == 0
 
 
-def test_of_a_healthy_run_it_says_what_was_looked_at(cli: Detect) -> None:
+def test_healthy_run_reports_the_checked_signals(cli: Detect) -> None:
     rows = [{**row, "reward": 0.31 + 0.5 * row["step"] / 300} for row in run(diverges=False)]
     thin = [{k: v for k, v in row.items() if k != "entropy" or row["step"] % 10 == 0} for row in rows]
     Path("run").write_text(json_lines(thin))
@@ -167,7 +167,7 @@ def only(*names: str) -> list[dict[str, float]]:
         (only("kl")[:1], "only 1 point of KL or reward, 14 are needed"),
     ],
 )
-def test_where_too_little_was_logged_it_cannot_tell(rows: list[dict[str, float]], why: str, cli: Detect) -> None:
+def test_too_little_data_gives_no_verdict(rows: list[dict[str, float]], why: str, cli: Detect) -> None:
     Path("run").write_text(json_lines(rows))
     answer = cli("run")
     assert answer.code == 0
@@ -186,7 +186,7 @@ def test_kl_or_reward_is_enough_to_be_called_healthy(rows: list[dict[str, float]
     assert (found["health"], found["reason"]) == ("healthy", None)
 
 
-def test_a_divergence_that_shows_without_kl_and_reward_is_one(cli: Detect) -> None:
+def test_divergence_without_kl_and_reward_is_found(cli: Detect) -> None:
     Path("run").write_text(
         json_lines([{**row, "loss": math.nan if row["step"] > 3 else 0.1} for row in only("loss")[:9]])
     )
@@ -194,7 +194,7 @@ def test_a_divergence_that_shows_without_kl_and_reward_is_one(cli: Detect) -> No
     assert (found["health"], found["reason"]) == ("tripped", None)
 
 
-def test_a_run_that_ends_under_watch_says_so_and_has_no_target() -> None:
+def test_run_ending_under_watch_reports_it_without_target() -> None:
     watched = Verdict(Health.WATCH, step=300, onset_step=290, evidence=("KL rises",))
     found = to_json(Detection("run", "", Trace((Point(300, {"kl": 1.0}),)), watched, None, None, {}, None))
     assert found == dict.fromkeys(KEYS) | {
@@ -219,7 +219,7 @@ def test_numbers_are_written_as_people_do(cli: Detect) -> None:
     assert not [told for told in sentences if re.search(r"\de[+-]?\d", told)]
 
 
-def test_recorded_runs_are_named_by_what_differs(cli: Detect) -> None:
+def test_recorded_runs_are_named_by_their_differences(cli: Detect) -> None:
     found = cli(*map(str, sorted(RECORDED.glob("half_*.jsonl"))))
     assert [line.split()[0] for line in found.lines[1:4]] == [
         "half_diverges.jsonl",
@@ -233,7 +233,7 @@ def test_recorded_runs_are_named_by_what_differs(cli: Detect) -> None:
     assert [line.split()[0] for line in found.lines[1:3]] == ["a", "b"]
 
 
-def test_where_nobody_says_how_often_it_saved_the_target_is_told_to_be_any_step(cli: Detect) -> None:
+def test_target_is_any_step_without_a_known_save_interval(cli: Detect) -> None:
     Path("run").write_text(json_lines(run(diverges=True)))
     assert "--save-steps N" in cli("run").words
     assert "--save-steps N" not in cli("run", "--save-steps", "10").words
@@ -276,7 +276,7 @@ def test_file_named_in_another_encoding_is_judged(cli: Detect) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_no_trace_is_named_in_one_line_and_the_others_are_judged(name: str, cli: Detect) -> None:
+def test_file_without_trace_is_named_and_others_are_judged(name: str, cli: Detect) -> None:
     data, says = BROKEN[name]
     Path(name).write_bytes(data)
     Path("good.json").write_text(state(run(diverges=False)))
@@ -296,7 +296,7 @@ def test_a_trip_outweighs_a_file_that_cannot_be_read(cli: Detect) -> None:
         assert " tripped " in answer.out
 
 
-def test_runs_of_one_file_are_judged_each_by_itself(cli: Detect) -> None:
+def test_runs_of_one_file_are_judged_separately(cli: Detect) -> None:
     Path("both").write_text(json_lines([*run(diverges=False), *run(diverges=True)]))
     good, bad = cli("both", "-o", "json").found
     assert [(one["file"], one["run"], one["health"]) for one in (good, bad)] == [
@@ -308,7 +308,7 @@ def test_runs_of_one_file_are_judged_each_by_itself(cli: Detect) -> None:
     assert answer.code == TRIPPED
 
 
-def test_kl_that_is_a_sum_over_completions_is_kl(cli: Detect) -> None:
+def test_kl_summed_over_completions_is_recognised(cli: Detect) -> None:
     rows = [{"step": row["step"], "objective/kl": 50 * row["kl"]} for row in run(diverges=False)]
     Path("ppo").write_text(json_lines(rows))
     assert (

@@ -59,7 +59,7 @@ def test_lists_of_rewards_are_averaged(detect: Detect) -> None:
     assert found["looked_at"]["reward"] == {"points": 30, "start": 0.5, "end": 0.5}
 
 
-def test_wandb_run_file_is_refused_with_the_command_that_reads_it(tmp_path: Path) -> None:
+def test_wandb_run_file_is_refused_with_a_command_to_read_it(tmp_path: Path) -> None:
     file = tmp_path / "run-abc.wandb"
     file.write_bytes(b":W&B\xbe\xee\x00" + bytes(100))
     with pytest.raises(NotATrace, match=r"wandb\.Api\(\)\.run\('ENTITY/PROJECT/RUN'\)"):

@@ -78,7 +78,7 @@ def no_node_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", "/no/such/python")
 
 
-def test_credentials_that_end_by_themselves_are_told() -> None:
+def test_expiring_credentials_are_reported() -> None:
     store = Store("memory://session")
     assert list(temporary_credentials(store)) == []
     store.options = {"aws_access_key_id": "k", "AWS_SESSION_TOKEN": "secret"}
@@ -136,18 +136,18 @@ def test_a_market_that_the_run_does_not_use_may_be_sold_out() -> None:
     assert is_usable(list(found.values()))
 
 
-def test_the_next_place_is_offered_when_the_cheapest_has_no_quota() -> None:
+def test_next_place_is_offered_if_cheapest_has_no_quota() -> None:
     told = look(on_cloud(), SkyPilotStandIn(no_quota=(SPOT,)))["rollout spot"].details
     assert told.startswith("aws/us-west-2/us-west-2a p5.48xlarge H100:8 at 23.22 $/h")
 
 
-def test_without_skypilot_it_says_how_to_install_it() -> None:
+def test_missing_skypilot_gives_install_command() -> None:
     found = look(on_cloud(), SkyPilotStandIn(), version=None)
     assert found["SkyPilot"] == Finding("SkyPilot", False, True, INSTALL)
     assert not is_usable(list(found.values()))
 
 
-def test_a_local_run_asks_no_cloud() -> None:
+def test_local_run_contacts_no_cloud() -> None:
     def opened() -> SkyPilotLike:
         raise AssertionError("SkyPilot was opened")
 
@@ -157,7 +157,7 @@ def test_a_local_run_asks_no_cloud() -> None:
     assert not is_usable(list(found.values()))
 
 
-def test_without_a_run_one_way_is_enough() -> None:
+def test_one_usable_cloud_suffices_without_a_run() -> None:
     assert is_usable(list(look(None, SkyPilotStandIn()).values()))
     assert not is_usable(list(look(None, SkyPilotStandIn(), version=None).values()))
     assert not is_usable(list(look(None, SkyPilotStandIn(away=True)).values()))
@@ -190,7 +190,7 @@ def test_the_command_prints_a_table_and_its_twin(run_yaml: Path, grpo_orch: Cli)
     assert ["OK", "node", "environment", sys.executable] in rows
 
 
-def test_the_command_fails_for_what_the_run_needs(run_yaml: Path, grpo_orch: Cli) -> None:
+def test_doctor_fails_for_missing_needs_of_the_run(run_yaml: Path, grpo_orch: Cli) -> None:
     (run_yaml.parent / "run").write_text("in the store's place")
     told = grpo_orch("doctor", str(run_yaml))
     assert told.code == 1
@@ -198,7 +198,7 @@ def test_the_command_fails_for_what_the_run_needs(run_yaml: Path, grpo_orch: Cli
     assert "missing" in told.out
 
 
-def test_a_folder_that_is_to_be_made_is_told_of_and_not_made(run_yaml: Path, grpo_orch: Cli) -> None:
+def test_missing_folder_is_reported_and_not_created(run_yaml: Path, grpo_orch: Cli) -> None:
     """It may be misspelt."""
     there = sorted(path.name for path in run_yaml.parent.iterdir())
     told = grpo_orch("doctor", str(run_yaml), "-o", "json")
@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli)
     assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["details"]
 
 
-def test_a_run_whose_checkpoints_are_damaged_is_told_before_it_needs_them(run_yaml: Path, grpo_orch: Cli) -> None:
+def test_damaged_checkpoints_are_reported_before_they_are_needed(run_yaml: Path, grpo_orch: Cli) -> None:
     store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
 
     def found() -> Any:

@@ -10,7 +10,7 @@ import pytest
 from grpo_orch.checkpoint.journal import Journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.down import Stopping, _progress
+from grpo_orch.orchestrator.cli.down import Stopping, progress
 from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW
 from grpo_orch.policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase
@@ -69,7 +69,7 @@ def test_where_nothing_is_waited_for_an_interrupt_leaves(store: Store, kind: str
     assert next(left, None) is None
 
 
-def test_what_is_waited_for_is_said(store: Store) -> None:
+def test_down_shows_its_progress(store: Store) -> None:
     journal = Journal(store, "here/1")
     journal.take_over(0.0, "here", 1, "up")
     node = "trainer-0-i1"
@@ -80,12 +80,12 @@ def test_what_is_waited_for_is_said(store: Store) -> None:
     journal.append(2.0, (RunMoved(RunPhase.TRAINING, ""), RunMoved(RunPhase.STOPPING, "")))
     beat = Trainer(node, 1, 0, 117, 500, "training", time.time(), stored_step=100)
     documents.TRAINER.write(store, beat)
-    assert _progress(store, 3.0) == "returning the machines"
+    assert progress(store, 3.0) == "returning the machines"
     journal.append(3.0, (NodeMoved(node, NodePhase.DRAINING, ""),))
     limit = "3 s; times out after 900 s without progress)"
-    assert _progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored; {limit}"
+    assert progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored; {limit}"
     sending = replace(beat, stage=Stage("storing checkpoint 0-117", 92 * 10**9, 459 * 10**9))
     documents.TRAINER.write(store, sending)
-    assert _progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored, 20% uploaded; {limit}"
+    assert progress(store, 3.0) == f"the trainer is storing step 117 (step 100 is stored, 20% uploaded; {limit}"
     documents.TRAINER.write(store, replace(beat, stored_step=None))
-    assert "nothing stored yet" in _progress(store, 3.0)
+    assert "nothing stored yet" in progress(store, 3.0)

@@ -25,7 +25,7 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from grpo_orch.tasks.evaluating.main import _unpin
+from grpo_orch.tasks.evaluating.main import unpin
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 
@@ -117,7 +117,7 @@ def test_eval_without_terminal_refuses_to_ask(evaluate: Cli) -> None:
     assert answer.line == "cannot ask without a terminal; pass --yes to start without asking"
 
 
-def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Cli, tmp_path: Path) -> None:
+def test_stored_results_are_shown_side_by_side(parent: Store, evaluate: Cli, tmp_path: Path) -> None:
     store = stored(parent, ["base", "0-20"], Dataset(path=str(tmp_path / "problems.jsonl")))
     _, out, _ = evaluate("--dataset", "problems.jsonl", "-o", "json")
     told = json.loads(out)
@@ -132,7 +132,7 @@ def test_what_is_stored_is_shown_side_by_side(parent: Store, evaluate: Cli, tmp_
         assert words in text, text
 
 
-def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: Store) -> None:
+def test_each_evaluation_has_its_store_and_repeats_share_it(parent: Store) -> None:
     subjects, here = find_subjects(parent, ["20", "10", "10"], base=True), Dataset(path="a")
     assert [one.name for one in subjects] == ["base", "0-10", "0-20"]
     fleet = FleetPolicy(loss_half_life_h=1.0, launch_half_life_h=1.0, deadline="2026-11-30T18:00:00Z")
@@ -151,7 +151,7 @@ def test_each_question_has_a_store_of_its_own_and_the_same_one_the_same(parent: 
     assert all(url.startswith(f"{parent.url}/evaluations/base") for url in same | others)
 
 
-def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent: Store, tmp_path: Path) -> None:
+def test_changed_problems_or_rewards_make_another_evaluation(parent: Store, tmp_path: Path) -> None:
     reward = documents.read_run(parent).spec.trainer.reward_funcs[0].rpartition(".")[0]
     code, problems = tmp_path / f"{reward.replace('.', '/')}.py", tmp_path / "problems.jsonl"
     code.parent.mkdir(parents=True, exist_ok=True)
@@ -172,9 +172,7 @@ def test_other_problems_or_rewards_in_the_same_files_are_another_question(parent
 @pytest.mark.parametrize(
     "changed", ["tools.py", "envs/__init__.py", "envs/ladder.py", "envs/rungs.py", "helper.py"]
 )
-def test_other_tools_environments_or_modules_that_they_import_are_another_question(
-    parent: Store, tmp_path: Path, changed: str
-) -> None:
+def test_changed_tools_or_imports_make_another_evaluation(parent: Store, tmp_path: Path, changed: str) -> None:
     trainer = documents.read_run(parent).spec.trainer
     named = replace(trainer, tools=("tools.look_up",), environment_factory="envs.ladder.Ladder")
     (tmp_path / "envs").mkdir()
@@ -205,7 +203,7 @@ def test_many_policies_make_no_name_that_a_file_system_refuses(parent: Store) ->
     assert max(len(url.rpartition("/")[2]) for url in urls) < 100
 
 
-def test_a_dataset_on_the_hub_is_its_test_split_and_as_the_run_names_it(parent: Store) -> None:
+def test_hub_dataset_uses_its_test_split_and_the_runs_mapping(parent: Store) -> None:
     run = documents.read_run(parent).spec
     trained = Dataset(path="openai/gsm8k", name="main", revision="r", prompt="{question}", weight=2.0)
     asked = replace(run, trainer=replace(run.trainer, dataset=(trained, Dataset(path="other", weight=1.0))))
@@ -235,14 +233,14 @@ def finish(store: Store, begun: Evaluation) -> None:
     for one in begun.subjects:
         found = Evaluated(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
         evaluations.evaluated(one.name).write(store, found)
-    _unpin(begun)
+    unpin(begun)
 
 
 def pinned(parent: Store) -> list[str]:
     return [one.version for one in Catalog(parent, "test").newest().checkpoints if one.pinned]
 
 
-def test_a_checkpoint_stays_until_the_last_evaluation_of_it_is_done(parent: Store) -> None:
+def test_checkpoint_stays_until_its_last_evaluation_is_done(parent: Store) -> None:
     one, other, third = (evaluation(parent, *of, rows=n) for n, of in enumerate((["20"], ["10", "20"], ["20"]), 1))
     finish(*one)
     assert pinned(parent) == ["0-10", "0-20"]
@@ -252,14 +250,14 @@ def test_a_checkpoint_stays_until_the_last_evaluation_of_it_is_done(parent: Stor
     assert pinned(parent) == []
 
 
-def test_what_somebody_has_pinned_stays_pinned(parent: Store) -> None:
+def test_users_pinned_checkpoint_stays_pinned(parent: Store) -> None:
     Catalog(parent, "test").pin(time.time(), PolicyVersion(0, 20), pinned=True)
     for rows in (1, 2):
         finish(*evaluation(parent, "10", "20", rows=rows))
         assert pinned(parent) == ["0-20"]
 
 
-def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: Store) -> None:
+def test_checkpoint_retired_during_the_question_is_one_line(parent: Store) -> None:
     subjects = find_subjects(parent, ["10", "20"], base=True)
 
     def without_the_last(present: Revision) -> Revision:
@@ -271,7 +269,7 @@ def test_a_checkpoint_that_was_retired_while_somebody_thought_is_a_line(parent: 
     assert pinned(parent) == []
 
 
-def test_the_newest_checkpoint_is_none_that_the_run_went_back_from(parent: Store) -> None:
+def test_newest_checkpoint_is_not_one_rolled_back_from(parent: Store) -> None:
     assert [one.name for one in find_subjects(parent, [NEWEST], base=False)] == ["0-20"]
     write_fork(parent, Fork(1, "0-10", {}, (), "diverged"))
     assert [one.name for one in find_subjects(parent, [NEWEST], base=False)] == ["0-10"]

@@ -50,7 +50,7 @@ def test_market_candidates_and_choice_are_printed(stored: Views, grpo_orch: Cli)
     assert "on spot at 1.00 USD/h" in chosen
 
 
-def test_it_says_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:
+def test_explain_shows_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:
     world = measured()
     world.no_spot = True
     world.dry_up()

@@ -57,7 +57,7 @@ def test_an_empty_secret_is_none(home: Path) -> None:
         run_token("a-run")
 
 
-def test_all_who_make_a_secret_at_once_have_the_same(home: Path) -> None:
+def test_simultaneous_creators_of_a_secret_get_the_same(home: Path) -> None:
     ready, found = threading.Barrier(8), []
 
     def make() -> None:
@@ -82,7 +82,7 @@ def test_the_latest_run_is_noted_whole(home: Path) -> None:
     assert os.listdir(home) == ["latest"]
 
 
-def test_who_has_no_home_looks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_home_can_view_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container under a number that has no name."""
     for name in ("GRPO_ORCH_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)

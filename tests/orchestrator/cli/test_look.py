@@ -37,7 +37,7 @@ def watched(world: World) -> Stop:
     return stop.value
 
 
-def test_a_run_that_gave_up_has_an_exit_code_of_its_own() -> None:
+def test_abandoned_run_has_its_own_exit_code() -> None:
     world = ended(RunPhase.GAVE_UP, "diverged at step 10, and was rolled back 3 times; last healthy: the start")
     stop = watched(world)
     assert stop.exit_code == exit_codes.GAVE_UP == 79
@@ -47,7 +47,7 @@ def test_a_run_that_gave_up_has_an_exit_code_of_its_own() -> None:
     )
 
 
-def test_a_run_that_gave_up_says_where_its_weights_are(tmp_path: Path) -> None:
+def test_abandoned_run_shows_where_its_weights_are(tmp_path: Path) -> None:
     world = ended(RunPhase.GAVE_UP, "diverged at step 10; last healthy: checkpoint 0-5")
     world.saves(15, 5, tmp_path)
     prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
@@ -57,7 +57,7 @@ def test_a_run_that_gave_up_says_where_its_weights_are(tmp_path: Path) -> None:
     )
 
 
-def test_a_paused_run_says_how_to_go_on() -> None:
+def test_paused_run_shows_how_to_continue() -> None:
     world = ended(RunPhase.PAUSED, "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5")
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
@@ -67,7 +67,7 @@ def test_a_paused_run_says_how_to_go_on() -> None:
     )
 
 
-def test_a_failed_run_says_how_to_go_on() -> None:
+def test_failed_run_shows_how_to_continue() -> None:
     world = ended(RunPhase.FAILED, "out of memory")
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
@@ -75,7 +75,7 @@ def test_a_failed_run_says_how_to_go_on() -> None:
     assert str(stop) == f"digits failed: out of memory; {hint}"
 
 
-def test_a_run_yaml_that_cannot_be_carried_out_is_not_mended_by_a_resume() -> None:
+def test_resume_does_not_repair_an_impossible_run_yaml() -> None:
     world = ended(RunPhase.FAILED, "the trainer cannot work with this run.yaml")
     world.happens(22, JobExited("trainer-0-i1", 2, exit_codes.BAD_SPEC, 0))
     assert "; to change run.yaml start a new run: set another `storage:` in it" in str(watched(world))
@@ -91,7 +91,7 @@ def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) 
     assert "faults survived" in capsys.readouterr().out
 
 
-def test_a_locale_that_lacks_a_character_gets_another_and_no_traceback() -> None:
+def test_locale_without_a_character_prints_a_replacement() -> None:
     shows = "from grpo_orch.orchestrator import cli; cli.app = lambda: cli.console.print('━ done'); cli.main()"
     ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
     told = subprocess.run(
@@ -114,7 +114,7 @@ def test_name_in_utf8_is_read_in_an_ascii_locale(tmp_path: Path) -> None:
     assert told.stderr.decode("ascii").startswith(f"{tmp_path}/gr\\xfcn/run.yaml: no such file")
 
 
-def test_an_interrupt_while_the_daemon_comes_up_says_that_the_run_goes_on(
+def test_interrupt_during_daemon_start_reports_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
     def interrupted(*_: object) -> int:

@@ -24,7 +24,7 @@ from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
 
 
-def test_it_says_its_version_and_needs_no_command_for_that(grpo_orch: Cli) -> None:
+def test_version_option_needs_no_command(grpo_orch: Cli) -> None:
     assert grpo_orch("--version") == (0, f"grpo-orch {version('grpo-orch')}\n", "")
 
 
@@ -101,13 +101,13 @@ def test_bash_completes_files_of_a_run(tmp_path: Path) -> None:
     assert "-o default" in told.stdout, told.stderr
 
 
-def test_a_name_that_is_nearly_a_commands_is_told_which(grpo_orch: Cli) -> None:
+def test_misspelled_command_is_suggested(grpo_orch: Cli) -> None:
     told = grpo_orch("rolback")
     assert told.code == exit_codes.USAGE
     assert "'rollback'" in told.err
 
 
-def test_what_a_command_does_not_need_is_not_imported_for_it() -> None:
+def test_command_imports_only_its_own_modules() -> None:
     """Rooms that take longer to import than a version takes to be told."""
     code = "import sys, grpo_orch.orchestrator.cli as cli; sys.argv[1:] = ['--version']; cli.main()"
     said = subprocess.run(
@@ -127,7 +127,7 @@ def test_what_a_command_does_not_need_is_not_imported_for_it() -> None:
 
 
 @pytest.mark.parametrize("words", ["init --recipe", "checkpoints ls nosuch -o json"])
-def test_a_full_disk_behind_stdout_is_one_line(words: str) -> None:
+def test_full_disk_at_stdout_is_one_line(words: str) -> None:
     argv = [sys.executable, "-m", "grpo_orch", *words.split()]
     with Path("/dev/full").open("w") as full:
         told = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

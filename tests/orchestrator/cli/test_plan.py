@@ -18,7 +18,7 @@ from tests.rigs.sky.home import make_outside
 
 
 @pytest.mark.skipif(find_spec("sky") is None, reason="SkyPilot is not installed: pip install 'grpo-orch[sky]'")
-def test_a_plan_has_the_prices_of_skypilots_catalog_and_says_what_it_could_not_have(tmp_path: Path) -> None:
+def test_plan_has_catalog_prices_and_names_missing_data(tmp_path: Path) -> None:
     home = tmp_path / "home"
     make_outside(home, "http://127.0.0.1:1")
     put_in_cache(tmp_path / "hub")

@@ -77,7 +77,7 @@ def test_a_target_and_changes_are_taken_as_given(run: Steered, cli: Cli) -> None
     assert run.started == ["rollback"]
 
 
-def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(run: Steered, cli: Cli) -> None:
+def test_rollback_defaults_to_before_onset_with_rule_changes(run: Steered, cli: Cli) -> None:
     run.saves("0-2", "0-4", "0-6")
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, out, _ = cli("rollback", "-o", "json")
@@ -90,7 +90,7 @@ def test_without_words_it_goes_to_before_the_trouble_with_the_changes_by_rule(ru
     assert run.state.phase is RunPhase.STARTING
 
 
-def test_with_nothing_to_go_back_to_it_asks_for_a_word_and_begins_nothing(run: Steered, cli: Cli) -> None:
+def test_rollback_without_target_asks_and_begins_nothing(run: Steered, cli: Cli) -> None:
     run.saves("0-50")
     run.happens(Diverged(0, 90, 30, ("KL 9",), "trainer"), RunMoved(RunPhase.PAUSED, "diverged"))
     code, _, err = cli("rollback")
@@ -160,7 +160,7 @@ def test_finished_run_names_the_command_for_more_steps(run: Steered, cli: Cli) -
 
 
 @pytest.mark.parametrize("phase", [RunPhase.PAUSED, RunPhase.GAVE_UP])
-def test_resume_of_a_diverged_run_says_what_to_do(run: Steered, cli: Cli, phase: RunPhase) -> None:
+def test_resume_of_a_diverged_run_shows_what_to_do(run: Steered, cli: Cli, phase: RunPhase) -> None:
     run.happens(Diverged(0, 7, 5, ("KL 9",), "trainer"), RunMoved(phase, "diverged since step 5"))
     code, _, err = cli("resume")
     assert code == exit_codes.USAGE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.look import COMPLETION, excerpt
-from grpo_orch.orchestrator.views.words import _INVISIBLE
+from grpo_orch.orchestrator.views.words import INVISIBLE
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli
@@ -123,14 +123,14 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     deadline=None,
 )
 @given(TEXT, TEXT, TEXT)
-def test_whatever_a_text_holds_80_columns_of_plain_characters_are_printed(
+def test_any_text_prints_as_80_columns_of_plain_characters(
     store: Store, cli: Cli, prompt: str, completion: str, name: str
 ) -> None:
     store_step(store, "0-4", group(prompt, sample(completion, node=name, refused="")))
     _, out, _ = cli()
     lines = out.split("\n")
     assert len(lines) < 250
-    assert not _INVISIBLE.search(out)
+    assert not INVISIBLE.search(out)
     assert max(len(line.rstrip()) for line in lines) <= 80
 
 

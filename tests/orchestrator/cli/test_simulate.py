@@ -42,9 +42,7 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert told["steps_per_usd_to_on_demand"] > 0
 
 
-def test_a_deadline_is_left_out_and_that_is_said(
-    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
-) -> None:
+def test_deadline_is_omitted_and_reported(run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     """The simulated clock stands years before it."""
     run_yaml.write_text(run_yaml.read_text() + "policies: {fleet: {deadline: '2100-01-01T00:00:00Z'}}\n")
     told, steered = Told(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()

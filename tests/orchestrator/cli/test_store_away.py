@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["away", "rotated", "busy"],
 )
-def test_a_store_that_does_not_serve_is_one_line(
+def test_unreachable_store_is_one_line(
     command: str,
     fault: Fault,
     why: str,
@@ -52,7 +52,7 @@ def test_a_store_that_does_not_serve_is_one_line(
     proxy.heal()
 
 
-def test_a_name_that_is_nobodys_is_named(moto: S3Server, grpo_orch: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_is_reported(moto: S3Server, grpo_orch: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = "http://no-such-host.invalid"
     monkeypatch.setenv(OPTIONS_ENV, json.dumps(moto.at(elsewhere).options()))
     answer = grpo_orch("status", moto.url("away"))

@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, "", "", ""),
     ],
 )
-def test_which_options_hold(
+def test_precedence_of_store_options(
     monkeypatch: pytest.MonkeyPatch, written: str | None, environment: str, kept: str, holds: str
 ) -> None:
     if environment:
@@ -59,7 +59,7 @@ def test_which_options_hold(
     assert json.loads(os.environ[OPTIONS_ENV] or "{}") == (options(holds) if holds else {})
 
 
-def test_only_its_user_can_read_what_is_kept(home: Path) -> None:
+def test_stored_options_are_private(home: Path) -> None:
     keep_options(Storage(URL, options("hunter2")))
     keep_options(Storage(URL, options("hunter3")))
     (path,) = (home / "stores").iterdir()
@@ -69,7 +69,7 @@ def test_only_its_user_can_read_what_is_kept(home: Path) -> None:
     assert kept_store_options(URL) == options("hunter3")
 
 
-def test_a_run_yaml_without_options_forgets_them_and_a_url_does_not(home: Path) -> None:
+def test_run_yaml_without_options_resets_them_and_url_keeps(home: Path) -> None:
     keep_options(Storage(URL, options("hunter2")))
     keep_options(Storage(URL))
     assert kept_store_options(URL) == options("hunter2")

@@ -98,7 +98,7 @@ def test_launching_twice_is_launching_once(cloud: Cloud, world: CloudWorld) -> N
     assert cloud.machines().keys() == {NODE, OTHER}
 
 
-def test_an_attempt_that_is_over_is_not_started_again(cloud: Cloud, world: CloudWorld) -> None:
+def test_finished_attempt_is_not_started_again(cloud: Cloud, world: CloudWorld) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code == 7)
     cloud.launch(order(TRAINER))
@@ -106,9 +106,7 @@ def test_an_attempt_that_is_over_is_not_started_again(cloud: Cloud, world: Cloud
     assert world.attempts(TRAINER) == [1]
 
 
-def test_work_that_ended_leaves_its_machine_up_and_the_next_attempt_runs_there(
-    cloud: Cloud, world: CloudWorld
-) -> None:
+def test_ended_work_leaves_machine_for_the_next_attempt(cloud: Cloud, world: CloudWorld) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     machine = seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code is not None)[TRAINER]
     assert (machine.state, machine.exit_code, machine.attempt) == (MachineState.UP, 7, 1)
@@ -129,9 +127,7 @@ def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, wor
     assert cloud.machines() == {}
 
 
-def test_a_machine_that_died_is_gone_and_stays_on_record_until_it_is_terminated(
-    cloud: Cloud, world: CloudWorld
-) -> None:
+def test_dead_machine_stays_on_record_until_terminated(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     world.kill(NODE)
     assert gone(cloud).why
@@ -142,7 +138,7 @@ def test_a_machine_that_died_is_gone_and_stays_on_record_until_it_is_terminated(
     assert cloud.machines() == {}
 
 
-def test_asking_about_one_machine_tells_a_dead_one_from_one_that_lives(cloud: Cloud, world: CloudWorld) -> None:
+def test_confirm_tells_a_dead_machine_from_a_living_one(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     at_work(cloud, world, OTHER)
     world.kill(NODE)
@@ -164,7 +160,7 @@ def test_machines_do_not_touch_each_other(cloud: Cloud, world: CloudWorld) -> No
     assert [world.exists(node) for node in (NODE, OTHER, TRAINER)] == [False, False, True]
 
 
-def test_of_two_names_of_which_one_begins_the_other_each_is_its_own(cloud: Cloud, world: CloudWorld) -> None:
+def test_names_that_are_prefixes_of_others_are_distinct(cloud: Cloud, world: CloudWorld) -> None:
     longer = f"{NODE}0"
     at_work(cloud, world)
     at_work(cloud, world, longer)
@@ -199,7 +195,7 @@ def test_a_notice_is_seen(cloud: Cloud, world: CloudWorld) -> None:
     assert seen(cloud, lambda all_: all_[NODE].notice)[NODE].state is MachineState.UP
 
 
-def test_machines_outlive_their_controller_and_the_next_one_adopts_them(cloud: Cloud, world: CloudWorld) -> None:
+def test_machines_outlive_controller_and_next_one_adopts_them(cloud: Cloud, world: CloudWorld) -> None:
     cloud.launch(order(TRAINER, exit_code=7))
     seen(cloud, lambda all_: TRAINER in all_ and all_[TRAINER].exit_code == 7)
     cloud.launch(order(TRAINER, attempt=2))
@@ -231,7 +227,7 @@ def test_a_refused_launch_is_typed_and_leaves_nothing(cloud: Cloud, world: Cloud
     at_work(cloud, world)
 
 
-def test_a_log_is_that_of_a_node_or_of_its_slots_newest_one(cloud: Cloud, world: CloudWorld) -> None:
+def test_log_is_of_a_node_or_its_slots_newest(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world, "rollout-0-i9")
     at_work(cloud, world, "rollout-0-i10")
     cloud.launch(order("rollout-0-i10", attempt=2, exit_code=0))
@@ -243,7 +239,7 @@ def test_a_log_is_that_of_a_node_or_of_its_slots_newest_one(cloud: Cloud, world:
             cloud.log(name, follow=False)
 
 
-def test_the_log_of_a_machine_that_is_gone_is_kept_or_there_is_none(cloud: Cloud, world: CloudWorld) -> None:
+def test_log_of_a_gone_machine_is_kept_or_absent(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     cloud.terminate(NODE)
     if world.keeps_logs:
@@ -254,9 +250,7 @@ def test_the_log_of_a_machine_that_is_gone_is_kept_or_there_is_none(cloud: Cloud
         cloud.log(NODE, follow=False)
 
 
-def test_what_machines_shared_can_be_cleaned_up_once_they_are_gone_and_is_there_for_the_next(
-    cloud: Cloud, world: CloudWorld
-) -> None:
+def test_shared_resources_are_cleaned_up_after_the_last_machine(cloud: Cloud, world: CloudWorld) -> None:
     cloud.clean_up()
     at_work(cloud, world)
     cloud.terminate(NODE)

@@ -47,7 +47,7 @@ def up(machine: Machine) -> bool:
     return machine.state is MachineState.UP
 
 
-def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
+def test_working_machine_accepts_no_other_work(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order())
     log = tmp_path / "machines" / "rollout-0-i1" / "log"
     while not log.read_text():
@@ -56,7 +56,7 @@ def test_a_machine_that_is_at_work_takes_no_other_work(cloud: LocalCloud, tmp_pa
     assert seen(cloud, "rollout-0-i1", up).attempt == 1
 
 
-def test_a_process_between_two_programs_still_belongs_to_its_machine(tmp_path: Path) -> None:
+def test_process_between_two_programs_belongs_to_its_machine(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text(f"exec sh {again}")
     process = subprocess.Popen(["sh", again], env={**os.environ, MARK: str(tmp_path)})
@@ -91,7 +91,7 @@ def test_a_process_may_be_called_anything(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_launch_on_a_full_disk_leaves_what_is_there_readable(cloud: LocalCloud) -> None:
+def test_launch_on_a_full_disk_leaves_records_readable(cloud: LocalCloud) -> None:
     cloud.launch(order())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -124,14 +124,14 @@ def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) ->
     cloud.preempt("rollout-0-i1", "preempted")
     machine = cloud.machines()["rollout-0-i1"]
     assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
-    assert marked_processes(cloud._folder / "rollout-0-i1") == []
+    assert marked_processes(cloud.folder / "rollout-0-i1") == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"attempt": "1", "pid": 1}'])
 def test_machine_with_damaged_record_is_gone_and_removable(cloud: LocalCloud, data: bytes) -> None:
     """As a power cut leaves it: every tick reads the records, and one must not hide the other machines."""
     cloud.launch(order("rollout-1-i1"))
-    folder = cloud._folder / "rollout-0-i1"
+    folder = cloud.folder / "rollout-0-i1"
     folder.mkdir()
     (folder / "machine.json").write_bytes(data)
     (folder / "market").write_bytes(data)
@@ -145,13 +145,13 @@ def a_spool(cloud: LocalCloud, node: str, folder: Path) -> Path:
     """What a trainer leaves: a folder elsewhere with a checkpoint in it, and the link to it."""
     (folder / "checkpoint-50").mkdir(parents=True)
     (folder / "checkpoint-50" / "model.safetensors").write_bytes(b"weights")
-    link = cloud._folder / node / "work" / "spool"
+    link = cloud.folder / node / "work" / "spool"
     link.symlink_to(folder)
     return link
 
 
 def killed(cloud: LocalCloud, node: str) -> None:
-    machine = machine_record(cloud._folder / node).pid  # which need not be the lowest of its processes: pids wrap
+    machine = machine_record(cloud.folder / node).pid  # which need not be the lowest of its processes: pids wrap
     os.kill(machine, signal.SIGKILL)
     seen(cloud, node, lambda m: m.state is MachineState.GONE)
 
@@ -178,9 +178,7 @@ def test_the_memory_of_a_machine_is_given_back_with_it(
     assert (links["trainer-0-i2"] / "checkpoint-50" / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
-    cloud: LocalCloud, tmp_path: Path
-) -> None:
+def test_spool_outlives_work_and_other_names_are_kept(cloud: LocalCloud, tmp_path: Path) -> None:
     cloud.launch(order("trainer-0-i1", STAND_IN_EXIT="7"))
     seen(cloud, "trainer-0-i1", lambda m: m.exit_code is not None)
     link = a_spool(cloud, "trainer-0-i1", tmp_path / "grpo-orch-1")
@@ -194,7 +192,7 @@ def test_a_spool_outlives_the_work_and_nothing_of_another_name_is_removed(
     assert (tmp_path / "theirs" / "checkpoint-50" / "model.safetensors").exists()
 
 
-def test_capacity_comes_back_by_itself(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_returns_automatically(cloud: LocalCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     cloud.refuse(["rollout-0"], 0.3)
@@ -212,7 +210,7 @@ def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:
             rollout_prices=Prices(spot_usd_per_h=1.5), trainer_prices=Prices(on_demand_usd_per_h=4)
         ),
     )
-    offers = LocalCloud(cloud._folder, priced).offers()
+    offers = LocalCloud(cloud.folder, priced).offers()
     assert [(o.role, o.market, o.price_usd_per_h) for o in offers] == [
         (Role.TRAINER, Market.ON_DEMAND, 4),
         (Role.ROLLOUT, Market.SPOT, 1.5),

@@ -88,7 +88,7 @@ def sized(trainer: str, rollout: str) -> RunSpec:
     )
 
 
-def test_each_node_has_gpus_of_its_own(here: Here) -> None:
+def test_each_node_has_its_own_gpus(here: Here) -> None:
     here.has(8)
     here.run = sized("H100:4", "H100:2")
     here.launch(TRAINER, *NODES[:2])
@@ -105,7 +105,7 @@ def test_each_node_has_gpus_of_its_own(here: Here) -> None:
     [
         pytest.param(lambda cloud, node: cloud.terminate(node), id="terminated"),
         pytest.param(lambda cloud, node: cloud.preempt(node, "preempted"), id="preempted"),
-        pytest.param(lambda cloud, node: kill_all(cloud._folder / node), id="killed"),
+        pytest.param(lambda cloud, node: kill_all(cloud.folder / node), id="killed"),
     ],
 )
 def test_the_gpus_of_a_machine_that_ended_are_free(ends: Callable[[LocalCloud, str], None], here: Here) -> None:
@@ -117,19 +117,19 @@ def test_the_gpus_of_a_machine_that_ended_are_free(ends: Callable[[LocalCloud, s
     assert here.seen(NODES[1]) == "1"
 
 
-def test_a_machine_that_is_being_taken_away_holds_its_gpus_until_its_processes_have_ended(here: Here) -> None:
+def test_machine_being_terminated_holds_gpus_until_processes_end(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER, NODES[0])
-    (here.cloud()._folder / NODES[0] / "gone").write_text("preempted")
+    (here.cloud().folder / NODES[0] / "gone").write_text("preempted")
     with pytest.raises(CloudRefused):
         here.launch(NODES[1])
-    kill_all(here.cloud()._folder / NODES[0])
+    kill_all(here.cloud().folder / NODES[0])
     here.gone(NODES[0])
     here.launch(NODES[1])
     assert here.seen(NODES[1]) == "1"
 
 
-def test_who_holds_what_is_known_to_the_next_daemon_and_to_other_runs(here: Here) -> None:
+def test_gpu_holders_are_known_to_next_daemon_and_other_runs(here: Here) -> None:
     here.has(3)
     here.launch(TRAINER, NODES[0])
     here.launch(TRAINER, run="another-run")
@@ -155,7 +155,7 @@ def test_between_two_attempts_a_machine_keeps_its_gpus(here: Here) -> None:
     assert (here.seen(TRAINER), here.seen(NODES[0])) == ("0", "1")
 
 
-def test_what_the_trainer_needs_is_kept_for_it(here: Here) -> None:
+def test_trainers_gpus_are_reserved(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER, NODES[0])
     here.cloud().preempt(TRAINER, "preempted")
@@ -165,10 +165,10 @@ def test_what_the_trainer_needs_is_kept_for_it(here: Here) -> None:
     assert here.seen("trainer-0-i2") == "0"
 
 
-def test_the_first_name_in_a_file_is_no_claim_once_its_machine_never_came(here: Here) -> None:
+def test_first_name_in_claim_file_is_void_if_machine_never_came(here: Here) -> None:
     here.has(2)
     here.launch(TRAINER)
-    folder = here.cloud()._folder / NODES[0]
+    folder = here.cloud().folder / NODES[0]
     folder.mkdir()
     (folder / "gpus").write_text("0")  # of a daemon that was killed before it started anything
     here.launch(NODES[0])
@@ -185,7 +185,7 @@ def test_without_gpus_or_on_cpu_a_run_is_left_all_it_sees(here: Here, count: int
     assert here.seen(TRAINER) is None
 
 
-def test_a_driver_that_fails_refuses_what_asks_for_gpus_and_nothing_else(here: Here) -> None:
+def test_failing_driver_refuses_only_gpu_requests(here: Here) -> None:
     here.has(0)
     here.tool.write_text("#!/bin/sh\necho no driver\nexit 9\n")
     here.run = sized("H100:8", "H100:8")
@@ -207,7 +207,7 @@ def test_a_driver_that_fails_refuses_what_asks_for_gpus_and_nothing_else(here: H
         ("0,0,1", ("0", "1")),
     ],
 )
-def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: tuple[str, ...]) -> None:
+def test_visible_devices_are_divided(visible: str, names: tuple[str, ...]) -> None:
     found = gpus_here({VISIBLE: visible})
     assert (found.names, found.environment) == (names, {})
 
@@ -223,7 +223,7 @@ def test_a_list_in_our_own_environment_is_what_is_divided(visible: str, names: t
         (b"#!/bin/sh\nexit 255\n", 0o755, "nvidia-smi ends with exit code 255: no output"),
     ],
 )
-def test_a_driver_tool_that_lists_none_has_no_gpus_and_one_that_fails_says_so(
+def test_driver_tool_listing_none_differs_from_a_failing_one(
     tool: bytes, mode: int, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_bytes(tool)

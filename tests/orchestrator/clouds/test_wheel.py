@@ -62,7 +62,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_installs_as_any_wheel_and_brings_its_data_and_extras(tmp_path: Path) -> None:
+def test_wheel_installs_with_its_data_and_extras(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path / "wheels")
     target = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
@@ -80,7 +80,7 @@ def test_it_installs_as_any_wheel_and_brings_its_data_and_extras(tmp_path: Path)
     assert "grpo_orch.orchestrator.cli:main" in entry
 
 
-def test_the_same_files_make_the_same_bytes_and_lie_under_their_digest(tmp_path: Path, checkout: Path) -> None:
+def test_same_files_make_the_same_wheel_under_its_digest(tmp_path: Path, checkout: Path) -> None:
     here = build_wheel(tmp_path / "a")
     again = build_wheel(tmp_path / "b")
     there = built_in(checkout, tmp_path / "c")
@@ -112,12 +112,12 @@ def test_its_record_names_every_file_with_digest_and_size(tmp_path: Path) -> Non
             assert (digest, int(size)) == (f"sha256={wanted}", len(data))
 
 
-def test_what_was_built_is_not_built_again(tmp_path: Path) -> None:
+def test_existing_wheel_is_not_rebuilt(tmp_path: Path) -> None:
     before = build_wheel(tmp_path).stat()
     assert build_wheel(tmp_path).stat() == before
 
 
-def test_setuptools_is_told_of_all_that_is_no_module(tmp_path: Path) -> None:
+def test_setuptools_includes_all_non_module_files(tmp_path: Path) -> None:
     """`pip install` of the project has what the wheel here has."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     names = {name for name in zipfile.ZipFile(build_wheel(tmp_path)).namelist() if ".dist-info/" not in name}

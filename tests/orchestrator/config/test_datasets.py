@@ -26,7 +26,7 @@ def load(folder: Path, dataset: str) -> Dataset | tuple[Dataset, ...]:
     return load_spec(folder / "run.yaml").trainer.dataset
 
 
-def test_what_may_be_said_of_a_dataset(folder: Path) -> None:
+def test_dataset_options_are_validated(folder: Path) -> None:
     found = load(
         folder, '{path: openai/gsm8k, name: main, revision: e53f048, streaming: true, prompt: "{question}"}'
     )

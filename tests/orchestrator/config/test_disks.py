@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 from sky import Resources
 from sky.utils import schemas
 
-from grpo_orch.orchestrator.config import model_size as sizes
 from grpo_orch.orchestrator.config.load import Loaded, load
 from grpo_orch.orchestrator.config.model_size import NotKnown, find_size
 from grpo_orch.orchestrator.config.problems import ConfigError
@@ -54,7 +54,7 @@ def told(found: Loaded) -> list[str]:
 H100 = "{infra: aws/us-east-1, accelerators: H100:8}"
 
 
-def test_disks_that_a_model_needs_are_asked_for_where_none_is_named(tmp_path: Path) -> None:
+def test_required_disks_are_requested_if_none_is_named(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, "{any_of: [{infra: aws/us-east-1}, {infra: gcp/us-central1}]}", OF_70B)
     assert disks(found) == (3490, 540)  # with the base model in what is restored: beta is set
     assert told(found) == [
@@ -71,7 +71,7 @@ def test_a_model_that_fits_skypilots_own_disk_asks_for_nothing(tmp_path: Path) -
     assert [one.partition(":")[0] for one in told(found)] == ["trainer.resources"]
 
 
-def test_a_disk_that_is_named_and_too_small_is_told_with_the_figures(tmp_path: Path) -> None:
+def test_too_small_named_disk_is_reported_with_figures(tmp_path: Path) -> None:
     some = "{any_of: [{infra: aws/us-east-1, disk_size: 2TB}, {infra: gcp/us-central1, disk_size: 300}]}"
     found = loaded(tmp_path, "{infra: aws/us-east-1, disk_size: 500}", some, OF_70B)
     assert disks(found) == (500, None)
@@ -100,7 +100,7 @@ def test_disk_sizes_are_read_as_skypilot_reads_them(size: object) -> None:
 
 
 @pytest.mark.parametrize(("size", "gb"), [("'512'", 512), ("1TB", 1024), ("512Gi", 512), ("524288MB", 512)])
-def test_a_disk_that_is_named_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
+def test_disk_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
     found = loaded(tmp_path, f"{{infra: aws/us-east-1, disk_size: {size}}}", H100, OF_70B)
     assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, but about 3490 GB")
 
@@ -121,7 +121,7 @@ def test_machines_with_disks_of_their_own_are_asked_for_none(infra: str, tmp_pat
     assert told(found)[1].startswith(said)
 
 
-def test_a_size_that_is_not_known_is_said_and_changes_nothing(tmp_path: Path) -> None:
+def test_unknown_size_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     found = loaded(tmp_path, H100, H100, NotKnown("cannot reach the hub: no route"))
     assert disks(found) == (None, None)
     assert told(found) == [
@@ -139,13 +139,13 @@ def weights_file(names: list[str]) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(4 * len(names))
 
 
-def size_of(model: str, workdir: Path) -> ModelSize:
+def size_of(model: str, workdir: Path, timeout_s: float = HANG_S) -> ModelSize:
     furnish(workdir)
     (workdir / "run.yaml").write_text(SKY.replace("./model", model))
-    return find_size(load(workdir / "run.yaml").spec)
+    return find_size(load(workdir / "run.yaml").spec, timeout_s)
 
 
-def test_a_folder_tells_its_size_by_its_files_or_by_their_index(tmp_path: Path) -> None:
+def test_folder_size_is_by_its_files_or_index(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(NotKnown, match="no safetensors files and no index"):
@@ -164,11 +164,16 @@ class Hub(BaseHTTPRequestHandler):
     """The API of the hub, as far as it is asked."""
 
     answers: dict[str, tuple[int, Any]] = {}  # noqa: RUF012  # set by each test
+    drips_s = 0.0  # sends a header after the other for so long
 
     def do_GET(self) -> None:
         status, said = self.answers.get(self.path, (404, {}))
         body = said if isinstance(said, bytes) else json.dumps(said).encode()
         self.send_response(status)
+        for _ in range(int(self.drips_s / 0.02)):
+            self.send_header("Odd", "header")
+            self.flush_headers()
+            time.sleep(0.02)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -183,13 +188,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", HANG_S)  # tolerates a slow machine
     yield Hub
+    Hub.drips_s = 0.0
     server.shutdown()
     server.server_close()
 
 
-def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path: Path) -> None:
+def test_hub_gives_the_size_of_a_model_by_dtype(hub: type[Hub], tmp_path: Path) -> None:
     api, config = "/api/models/own/model", "/own/model/resolve/main/config.json"
     hub.answers = {api: (200, {"safetensors": {"parameters": {"BF16": 30, "F32": 2}}}), config: (200, {"a": 1})}
     assert size_of("own/model", tmp_path) == ModelSize(32, 68, {"a": 1})
@@ -209,26 +214,28 @@ def test_the_hub_tells_the_size_of_a_model_by_its_types(hub: type[Hub], tmp_path
         ((503, {}), "cannot reach the hub"),
     ],
 )
-def test_a_hub_that_does_not_say_it_is_no_error(
-    answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path
-) -> None:
+def test_hub_without_size_is_no_error(answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path) -> None:
     hub.answers = {"/api/models/own/model": answer}
     with pytest.raises(NotKnown, match=why):
         size_of("own/model", tmp_path)
 
 
-@pytest.mark.parametrize("state", ["nobody listens", "no URL", "offline", "silent"])
+@pytest.mark.parametrize("state", ["nobody listens", "no URL", "offline"])
 def test_without_a_hub_nothing_hangs(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "nonsense" if state == "no URL" else f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if state == "offline" else "")
-    if state == "silent":
-        monkeypatch.setattr(sizes, "HUB_TIMEOUT_S", 0.05)
-        monkeypatch.setattr(sizes, "_request_size", lambda _: threading.Event().wait())
     with pytest.raises(NotKnown):
         size_of("own/model", tmp_path)
 
 
+def test_hub_that_sends_without_an_end_is_left_at_the_timeout(hub: type[Hub], tmp_path: Path) -> None:
+    """Each read succeeds in time, so no timeout of a read ends the request."""
+    hub.drips_s = 1.0
+    with pytest.raises(NotKnown, match="did not answer within"):
+        size_of("own/model", tmp_path, timeout_s=0.1)
+
+
 @pytest.mark.usefixtures("hub")
-def test_a_folder_of_the_machines_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
+def test_folder_on_the_machines_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(NotKnown, match="is a folder on the machines"):
         size_of("/mnt/models/llama", tmp_path)

@@ -53,7 +53,7 @@ def test_mappings_merge_null_takes_away_and_the_rest_is_replaced() -> None:
     assert spec.rollout.vllm == base.rollout.vllm
 
 
-def test_what_never_ends_is_not_read(folder: Path) -> None:
+def test_endless_chain_is_not_read(folder: Path) -> None:
     os.mkfifo(folder / "pipe.yaml")
     for name in ("pipe.yaml", "/dev/zero"):
         assert said(over("name: over\n", extends=name))[-1].endswith(
@@ -61,7 +61,7 @@ def test_what_never_ends_is_not_read(folder: Path) -> None:
         )
 
 
-def test_paths_start_where_the_last_file_is_and_an_own_store_may_be_named(folder: Path) -> None:
+def test_paths_start_at_last_file_and_own_store_is_allowed(folder: Path) -> None:
     (folder / "more").mkdir()
     middle = over("name: middle\n", "more/middle.yaml", "../base/run.yaml")
     top = over("storage: ./other\n", "top.yaml", str(middle))
@@ -92,7 +92,7 @@ def test_a_mistake_in_the_file_that_extends(text: str, lines: list[str]) -> None
     assert all(one.startswith(start) for one, start in zip(found, lines, strict=True)), found
 
 
-def test_a_mistake_in_the_extended_file_is_said_there_unless_it_is_replaced() -> None:
+def test_mistake_in_extended_file_is_reported_there() -> None:
     broken = VALID.replace("beta: 0.02", "beta: high").replace("limit: 0.5", "limit: -1")
     Path("base/run.yaml").write_text(broken)
     beta = "base/run.yaml:14: grpo.beta: expected a number, got 'high'"
@@ -132,7 +132,7 @@ def test_notices_name_their_file() -> None:
         ({"over.yaml": "extends: b.yaml\n", "b.yaml": "- a\n"}, "b.yaml:1: the file is not a mapping"),
     ],
 )
-def test_what_cannot_be_extended(files: dict[str, str], line: str) -> None:
+def test_invalid_extends_are_refused(files: dict[str, str], line: str) -> None:
     for name, text in files.items():
         Path(name).write_text(text)
     for read in (load, load_storage):
@@ -141,7 +141,7 @@ def test_what_cannot_be_extended(files: dict[str, str], line: str) -> None:
         assert str(caught.value).startswith(line), str(caught.value)
 
 
-def test_each_file_of_a_chain_is_named_for_what_stands_in_it() -> None:
+def test_each_file_of_a_chain_is_named_for_its_mistakes() -> None:
     Path("base/run.yaml").write_text(VALID.replace("beta: 0.02", "beta: 0.02\n  beta: 0.03\n  save_steps: 0"))
     middle = over("grpo:\n  logging_steps: 0\n", "middle.yaml")
     assert [
@@ -154,7 +154,7 @@ def test_each_file_of_a_chain_is_named_for_what_stands_in_it() -> None:
     ]
 
 
-def test_what_cannot_be_read_is_said_once_and_not_taken_for_a_key_that_is_taken_away() -> None:
+def test_unreadable_file_is_reported_once_and_removes_no_key() -> None:
     """Without `beta` the base file's `limit` would be wrong, too."""
     (line,) = said(over("grpo: {beta: .inf}\n"))
     assert line.startswith("over.yaml:2: grpo.beta: expected a finite number")

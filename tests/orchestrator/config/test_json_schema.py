@@ -12,7 +12,7 @@ from grpo_orch.orchestrator.cli.prepare import RECIPES, init_text
 from grpo_orch.orchestrator.config.json_schema import json_schema
 from grpo_orch.orchestrator.config.load import ConfigError
 from tests.generators.config_world import VALID, changed, schema_problems
-from tests.orchestrator.config.test_validated import Case, cases
+from tests.orchestrator.config.test_validate_messages import Case, cases
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted({*RECIPES.glob("*/*.yaml"), *(ROOT / "examples").glob("*/*.yaml")})

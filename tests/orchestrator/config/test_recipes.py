@@ -38,7 +38,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", recipe_lines())
-def test_it_is_valid_as_it_is_written_out(recipe: str, tmp_path: Path) -> None:
+def test_written_recipe_is_valid(recipe: str, tmp_path: Path) -> None:
     written = write_recipe(recipe, tmp_path / "mine", name=None)
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == written
     loaded = load(tmp_path / "mine" / "run.yaml", lambda: 2)
@@ -74,7 +74,9 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path) -> None:
     assert kind != "folder" or (there / "run.yaml").read_text() == "mine"
 
 
-def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
+def test_init_output_for_recipes_and_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> tuple[int, str]:
@@ -101,7 +103,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch
     assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.schema.json", "run.yaml", "tiny"]
 
 
-def test_what_the_overlays_of_one_recipe_change() -> None:
+def test_overlays_of_one_recipe_change_expected_keys() -> None:
     base = spec_of("math-two-gpus")
 
     def over(name: str) -> RunSpec:
@@ -119,7 +121,7 @@ def test_what_the_overlays_of_one_recipe_change() -> None:
     )
 
 
-def test_what_is_asked_of_a_program() -> None:
+def test_prompt_for_a_program_includes_its_test() -> None:
     tests = ["assert double(2) == 4"]
     asked = module("qwen-32b", "prompts").of_mbpp({"text": "Double it.", "test_list": tests})
     assert asked[-1] == {"role": "user", "content": f"Double it.\nIt should pass this test: {tests[0]}"}

@@ -131,14 +131,14 @@ def test_unreadable_rows_are_left_to_the_trainer(folder: Path, content: bytes) -
 
 
 @pytest.mark.parametrize("line", [b'{"prompt": "a}', b'{"prompt": "\xfcber"}'])
-def test_line_that_is_no_json_is_named(folder: Path, line: bytes) -> None:
+def test_invalid_json_line_is_named(folder: Path, line: bytes) -> None:
     (folder / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\n' + b'{"prompt": "1"}\n' * 99 + line)
     found = problem(folder)
     assert found.startswith("trainer.dataset: prompts.jsonl, line 101: ")
     assert found.endswith("; expected a JSON object in UTF-8 in every line")
 
 
-def test_csv_whose_rows_are_longer_than_its_header_is_left_to_the_trainer(folder: Path) -> None:
+def test_csv_with_rows_longer_than_header_is_left_to_trainer(folder: Path) -> None:
     (folder / "rows.csv").write_text("question,answer\n" + "a,b,c\n" * 8)
     assert problem(folder, ("dataset: prompts.jsonl", "dataset: rows.csv")) == ""
 

@@ -19,11 +19,11 @@ def test_every_field_is_in_one_row() -> None:
     assert sorted(name for name, _ in FIELDS) == sorted(grpo_table().keys)
 
 
-def test_what_is_refused_is_said_to_be() -> None:
+def test_refused_arguments_are_documented_as_refused() -> None:
     assert {name for name, state in FIELDS if state == "refused"} == set(grpo_table().refused)
 
 
-def test_every_test_that_is_named_is_there() -> None:
+def test_every_named_test_exists() -> None:
     named = re.findall(r"`(node/[\w/]+\.py)(?:::(\w+))?`", PAGE)
     assert len(named) > 10
     for file, test in named:

@@ -39,7 +39,7 @@ def twin(recipe: str, folder: Path, file: str) -> RunSpec:
     return load_spec(folder / file)
 
 
-def test_each_recipe_has_one() -> None:
+def test_each_recipe_has_a_twin() -> None:
     assert (
         sorted(path.parent.name for path in write.RECIPES.glob("*/run.yaml") if path.parent.name != "tiny")
         == RECIPES
@@ -48,7 +48,7 @@ def test_each_recipe_has_one() -> None:
 
 @pytest.mark.parametrize("file", ["tiny.yaml", "alone.yaml"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_it_keeps(recipe: str, file: str, tmp_path: Path) -> None:
+def test_twin_keeps_its_recipes_settings(recipe: str, file: str, tmp_path: Path) -> None:
     whole, small = load_spec(write.RECIPES / recipe / "run.yaml"), twin(recipe, tmp_path / "twin", file)
     keys = whole.grpo.keys() | small.grpo.keys()
     assert {key for key in keys if whole.grpo.get(key) != small.grpo.get(key)} <= CHANGED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from grpo_orch.orchestrator.control import actuate
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Refusal
@@ -74,10 +74,19 @@ def store() -> AwayStore:
 
 @pytest.fixture
 def actuator(cloud: Clouds, store: AwayStore) -> Iterator[Actuator]:
-    made = Actuator(cloud, store, lambda _: {})  # type: ignore[arg-type]  # of a cloud it wants the calls alone
+    made = make(cloud, store)
     yield made
     cloud.go.set()
     made.close()
+
+
+def make(cloud: Clouds, store: AwayStore, **options: Any) -> Actuator:
+    return Actuator(cloud, store, lambda _: {}, **options)  # type: ignore[arg-type]  # of a cloud it wants the calls alone
+
+
+def runs(name: str) -> bool:
+    """Return whether the thread of an action runs."""
+    return any(thread.name == name for thread in threading.enumerate())
 
 
 def held() -> None:
@@ -91,7 +100,7 @@ def test_an_action_that_runs_is_not_started_again(cloud: Clouds, actuator: Actua
     assert sorted(cloud.calls) == ["confirm trainer-0-i1", "launch rollout-0-i1"]
 
 
-def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, actuator: Actuator) -> None:
+def test_launching_machine_can_be_terminated(cloud: Clouds, actuator: Actuator) -> None:
     actuator.submit((LAUNCH,), held)
     until("done", lambda: cloud.calls == ["launch rollout-0-i1"])
     actuator.submit((TERMINATE,), held)
@@ -100,7 +109,7 @@ def test_a_machine_can_be_given_up_while_it_is_being_launched(cloud: Clouds, act
     )
 
 
-def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
+def test_refusal_is_returned_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
@@ -116,7 +125,7 @@ def test_a_refusal_is_told_once(cloud: Clouds, actuator: Actuator) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
+def test_refusal_of_terminating_node_is_returned_afterwards(
     cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch, left: bool
 ) -> None:
     refused = threading.Event()
@@ -129,7 +138,7 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     actuator.submit((LAUNCH,), held)
     actuator.submit((TERMINATE,), held)
     refused.set()
-    until("done", lambda: not any(thread.name == "Launch rollout-0-i1" for thread in threading.enumerate()))
+    until("done", lambda: not runs("Launch rollout-0-i1"))
     assert actuator.collect() == ()
     cloud.go.set()
     told: list[LaunchRefused] = []
@@ -142,27 +151,21 @@ def test_a_refusal_of_what_is_being_given_back_is_told_once_that_is_done(
     assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
 
 
-def test_a_cloud_that_does_not_answer_is_not_asked_again_at_once(
-    cloud: Clouds, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", HANG_S)
+def test_unavailable_cloud_is_not_called_again_at_once(cloud: Clouds, store: AwayStore) -> None:
+    actuator = make(cloud, store, unavailable_wait_s=HANG_S)
     cloud.fails = CloudUnavailable("the API server is away")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
-    until(
-        "what the actuator was asked for",
-        lambda: not actuator.collect() and len(cloud.calls) == 1 and not actuator._running,
-    )
+    until("the launch has ended", lambda: cloud.calls and not runs("Launch rollout-0-i1"))
+    assert actuator.collect() == ()
     actuator.submit((LAUNCH, TERMINATE), held)
     until(
         "what the actuator was asked for", lambda: cloud.calls == ["launch rollout-0-i1", "terminate rollout-0-i1"]
     )
 
 
-def test_a_fork_is_written_though_the_store_was_away(
-    store: AwayStore, actuator: Actuator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(actuate, "UNAVAILABLE_WAIT_S", 0.01)
+def test_a_fork_is_written_though_the_store_was_away(cloud: Clouds, store: AwayStore) -> None:
+    actuator = make(cloud, store, unavailable_wait_s=0.01)
     store.refuses = 2
     fork = Fork(1, "0-8", {"beta": 0.08})
 
@@ -175,7 +178,7 @@ def test_a_fork_is_written_though_the_store_was_away(
     assert documents.read_forks(store) == (fork,)
 
 
-def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStore, actuator: Actuator) -> None:
+def test_impossible_export_is_reported_and_not_retried(store: AwayStore, actuator: Actuator) -> None:
     actuator.submit((Export("0-8"),), held)
     until(
         "what the actuator was asked for", lambda: transfer.export_of(PolicyVersion(0, 8)).read(store) is not None
@@ -185,7 +188,7 @@ def test_an_export_that_cannot_be_is_told_and_not_tried_for_ever(store: AwayStor
     assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
 
-def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actuator: Actuator) -> None:
+def test_fenced_controller_starts_nothing(cloud: Clouds, actuator: Actuator) -> None:
     def replaced() -> None:
         raise Fenced("b/2 wrote journal entry 7")
 
@@ -198,17 +201,17 @@ def test_nothing_is_begun_after_a_journal_that_has_moved_on(cloud: Clouds, actua
     actuator.submit((TERMINATE,), replaced)  # it is under way already
 
 
-def test_what_was_fenced_too_long_ago_is_not_begun(cloud: Clouds, store: AwayStore) -> None:
+def test_action_fenced_too_long_ago_is_dropped(cloud: Clouds, store: AwayStore) -> None:
     """This process is stopped between its look at the journal and the call."""
     now_s = [100.0]
-    actuator = Actuator(cloud, store, lambda _: {}, clock=lambda: now_s[0])  # type: ignore[arg-type]  # as above
+    actuator = make(cloud, store, clock=lambda: now_s[0])
 
     def stopped() -> None:
         now_s[0] += ACT_WITHIN_S + 1
 
     cloud.go.set()
     actuator.submit((TERMINATE,), stopped)
-    until("done", lambda: not actuator.collect() and not actuator._running)
-    assert cloud.calls == []
+    until("done", lambda: not runs("Terminate rollout-0-i1"))
+    assert (actuator.collect(), cloud.calls) == ((), [])
     actuator.submit((TERMINATE,), held)
     until("done", lambda: cloud.calls == ["terminate rollout-0-i1"])

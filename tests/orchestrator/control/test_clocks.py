@@ -47,7 +47,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, 0.0, HOUR_S])
-def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_living_holder_is_respected_with_any_clock(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW_S)
     living, dead = Holder(ahead_s, lives=True), Holder(ahead_s - 2 * TTL_S, lives=False)
     assert is_held(living.read, living.wait)
@@ -55,7 +55,7 @@ def test_who_lives_is_seen_to_whatever_its_clock_says(ahead_s: float, monkeypatc
     assert dead.waited_s == LOOKS * LOOK_EVERY_S > 2 * RENEW_S
 
 
-def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certain_outcome_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     own = own_lease(1, time.time() - HOUR_S, NOW_S)
     assert own.host == socket.gethostname()
@@ -67,7 +67,7 @@ def test_nobody_waits_for_what_is_certain(monkeypatch: pytest.MonkeyPatch) -> No
     assert waited == []
 
 
-def test_who_watches_believes_the_renewals_and_not_the_clock() -> None:
+def test_viewer_trusts_renewals_and_not_the_clock() -> None:
     now_s = [0.0]
     watch = LeaseWatch(lambda: now_s[0])
     lease = elsewhere(-HOUR_S)
@@ -80,13 +80,13 @@ def test_who_watches_believes_the_renewals_and_not_the_clock() -> None:
     assert not watch.look(lease, NOW_S)
 
 
-def test_a_row_of_looks_is_broken_by_half_a_minute_without_one() -> None:
+def test_steadiness_ends_after_half_a_minute_without_a_look() -> None:
     row = Steadiness()
     looks = [row.look(at_s) for at_s in (100.0, 130.0, 160.0, 190.5, 191.5)]
     assert looks == [0.0, 30.0, 60.0, 0.0, 1.0]
 
 
-def test_a_row_of_looks_begins_anew_after_one_that_failed() -> None:
+def test_steadiness_restarts_after_a_failed_look() -> None:
     row = Steadiness()
     row.look(100.0)
     row.look(101.0)
@@ -94,7 +94,7 @@ def test_a_row_of_looks_begins_anew_after_one_that_failed() -> None:
     assert [row.look(102.0), row.look(103.0)] == [0.0, 1.0]
 
 
-def test_a_clock_that_is_set_changes_nothing() -> None:
+def test_setting_the_clock_changes_nothing() -> None:
     walls, counted_s = [5000.0], [100.0]
     clock = RunClock(lambda: walls[0], lambda: counted_s[0])
     walls[0], counted_s[0] = 1.0, 107.0

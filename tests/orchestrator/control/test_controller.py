@@ -81,7 +81,7 @@ class Hands:
 
 
 @pytest.mark.parametrize("leaves", ["before", "after", "delete"])
-def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves: str) -> None:
+def test_store_outage_in_a_tick_leaves_state_and_journal_equal(leaves: str) -> None:
     """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
     for when in (0, 1, 5):
         store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
@@ -107,7 +107,7 @@ def test_a_store_that_goes_away_in_a_tick_leaves_state_and_journal_agreed(leaves
 
 
 @pytest.mark.parametrize(("leaves", "journalled"), [("before", ["second"]), ("after", ["first", "second"])])
-def test_what_is_done_after_an_answer_was_lost_has_an_entry_of_its_own(leaves: str, journalled: list[str]) -> None:
+def test_events_after_a_lost_answer_get_their_own_entry(leaves: str, journalled: list[str]) -> None:
     """And not the one that may have been stored: that number is settled before another look."""
     store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World()
     writer, told = Journal(store, "a/1"), iter(("first", "second"))
@@ -126,7 +126,7 @@ def test_what_is_done_after_an_answer_was_lost_has_an_entry_of_its_own(leaves: s
     assert list(journal.recover(store).state.reports) == list(controller.state.reports) == topics
 
 
-def test_who_was_replaced_acts_no_more_not_even_in_a_tick_without_events() -> None:
+def test_replaced_controller_acts_no_more_even_without_events() -> None:
     """It was stopped; the machine that it does not know is its successor's."""
     store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
     writer = Journal(store, "a/1")
@@ -169,7 +169,7 @@ def test_no_silence_from_before_an_outage_counts() -> None:
     assert controller.state.nodes["trainer-0-i1"].phase is NodePhase.SERVING
 
 
-def test_no_silence_counts_over_looks_that_the_cloud_did_not_answer() -> None:
+def test_silence_does_not_count_over_unanswered_listings() -> None:
     """The trainer is silent; from the first look that finds everybody it has its whole time."""
     world, eyes, controller = under_way()
     for _ in range(20):

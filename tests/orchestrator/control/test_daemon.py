@@ -51,11 +51,11 @@ def test_process_prints_any_text_in_an_ascii_locale(tmp_path: Path, monkeypatch:
     for name, value in ASCII_LOCALE.items():
         monkeypatch.setenv(name, value)
     log = tmp_path / "log"
-    assert launcher._spawn(["-c", PRINTS], log).wait() == 0
+    assert launcher.spawn(["-c", PRINTS], log).wait() == 0
     assert log.read_text("utf-8") == "yanıt ✓ \\ud83d\n"
 
 
-def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_is_notified_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
 
     class Service(BaseHTTPRequestHandler):

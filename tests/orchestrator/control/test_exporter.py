@@ -51,7 +51,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_the_run_is_told_over_http_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_exported_over_http_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = []
 
     def start(*given: Any) -> None:
@@ -91,7 +91,7 @@ def test_before_the_first_tick_there_is_nothing_of_the_run() -> None:
     assert b"grpo_run" not in generate_latest(Exporter("demo").registry)
 
 
-def test_all_that_the_dashboard_and_its_page_ask_for_is_exported_with_its_labels() -> None:
+def test_all_dashboard_metrics_are_exported_with_their_labels() -> None:
     exporter = Exporter("demo")
     lived(exporter)
     labels: dict[str, set[str]] = {}
@@ -115,7 +115,7 @@ def test_all_that_the_dashboard_and_its_page_ask_for_is_exported_with_its_labels
     assert asked >= 20
 
 
-def test_the_dashboard_names_the_phase_that_is_and_none_that_was() -> None:
+def test_dashboard_shows_only_the_current_phase() -> None:
     """Asked for the whole time in view, each phase that the run has had comes back with the 1 of then."""
     panels = json.loads((DOCS / "grafana.json").read_text())["panels"]
     (phase,) = [one for one in panels if one["type"] == "stat"]

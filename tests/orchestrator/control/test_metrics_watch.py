@@ -139,7 +139,7 @@ def test_the_verdict_is_the_same_however_often_it_is_looked(every: int) -> None:
     assert run.looks().verdict.health is Health.TRIPPED
 
 
-def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before() -> None:
+def test_fork_forgets_abandoned_steps_and_keeps_earlier_ones() -> None:
     run = Run()
     run.trains(1, 120, CALM)
     run.trains(121, 160, HIGH)
@@ -152,7 +152,7 @@ def test_a_fork_forgets_the_abandoned_steps_and_remembers_those_before() -> None
     assert run.looks(run.watcher()).verdict == run.by_hand((1, 140, CALM))
 
 
-def test_an_old_trainers_rows_say_nothing_of_the_new_timeline() -> None:
+def test_old_trainers_rows_do_not_count_for_new_timeline() -> None:
     run = Run()
     run.trains(1, 100, CALM)
     run.forks = [Fork(1, None)]
@@ -174,7 +174,7 @@ def test_rows_ten_steps_apart_are_not_looked_for_in_between() -> None:
     assert run.looks().verdict.step == 200
 
 
-def test_pitfalls_are_told_once_each_look_has_read_them() -> None:
+def test_pitfalls_are_reported_once_looks_have_read_them() -> None:
     run = Run()
     run.trains(1, 400, CALM, frac_reward_zero_std=1.0)
     first = run.looks()
@@ -182,7 +182,7 @@ def test_pitfalls_are_told_once_each_look_has_read_them() -> None:
     assert not run.looks().pitfalls
 
 
-def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has_caught_up() -> None:
+def test_look_reads_little_and_is_empty_until_caught_up() -> None:
     run = Run()
     for first in range(1, 3000, 100):
         run.trains(first, first + 99, CALM)
@@ -200,7 +200,7 @@ def test_a_look_reads_little_however_long_the_run_and_says_nothing_before_it_has
     assert run.store.reads <= 2, "what was learnt of the rows before is kept"
 
 
-def test_what_an_earlier_attempt_made_after_the_start_of_the_present_one_does_not_count() -> None:
+def test_rows_of_earlier_attempt_after_present_start_are_ignored() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.trains(151, 190, HIGH)
@@ -213,7 +213,7 @@ def test_what_an_earlier_attempt_made_after_the_start_of_the_present_one_does_no
     assert run.looks(run.watcher()) == run.looks()
 
 
-def test_rows_that_were_made_again_while_nobody_looked_are_read_again() -> None:
+def test_rows_remade_between_looks_are_read_again() -> None:
     run = Run()
     run.trains(1, 150, CALM)
     run.trains(151, 190, HIGH)
@@ -246,7 +246,7 @@ def test_a_read_that_fails_loses_no_history() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
-def test_who_has_followed_all_along_knows_what_a_newcomer_reads(seed: int) -> None:
+def test_long_follower_knows_what_a_new_reader_does(seed: int) -> None:
     """Steps, restarts, rollbacks and reads that fail, in any order."""
     draw = random.Random(seed)
     run = Run(logging_steps=draw.choice([1, 1, 10]))
@@ -284,7 +284,7 @@ def _timeline_at(forks: list[Fork], step: int) -> int:
     return 0
 
 
-def test_newest_timing_is_of_the_newest_step_that_is_over() -> None:
+def test_newest_timing_is_of_the_newest_complete_step() -> None:
     run = Run()
     assert run.watch.newest_timing() is None
     for step in range(1, 5):

@@ -71,7 +71,7 @@ def test_nothing_is_known_without_a_gateway() -> None:
     assert [world.looks(), world.looks()] == [None, None]
 
 
-def test_what_appears_between_two_looks_is_believed_until_it_is_old() -> None:
+def test_status_new_between_two_looks_is_trusted_until_old() -> None:
     world = World()
     assert world.looks() is None
     world.writes(1)
@@ -82,7 +82,7 @@ def test_what_appears_between_two_looks_is_believed_until_it_is_old() -> None:
     assert world.looks() == 2
 
 
-def test_it_is_heard_for_as_long_as_no_look_has_missed_it() -> None:
+def test_gateway_counts_as_heard_while_no_look_missed_it() -> None:
     world = World()
     for beat in range(10):
         world.looks()
@@ -100,7 +100,7 @@ def test_it_is_heard_for_as_long_as_no_look_has_missed_it() -> None:
     assert world.watch.heard_s == TICK_S
 
 
-def test_what_was_there_before_the_watching_began_is_believed_only_once_it_changes() -> None:
+def test_status_from_before_watching_is_trusted_once_it_changes() -> None:
     world = World()
     world.writes(70)
     assert [world.looks() for _ in range(20)] == [None] * 20
@@ -108,7 +108,7 @@ def test_what_was_there_before_the_watching_began_is_believed_only_once_it_chang
     assert world.looks() == 71
 
 
-def test_a_change_during_a_long_time_without_looks_proves_nothing() -> None:
+def test_change_during_a_gap_in_looks_proves_nothing() -> None:
     """A laptop slept, or the store was away: the gateway may have died soon after the last look."""
     world = World()
     world.looks()
@@ -121,7 +121,7 @@ def test_a_change_during_a_long_time_without_looks_proves_nothing() -> None:
     assert world.looks() == 3
 
 
-def test_a_replaced_gateway_is_not_believed_though_it_writes_on() -> None:
+def test_replaced_gateway_is_not_trusted_though_it_writes() -> None:
     world = World()
     world.looks()
     world.writes(40)
@@ -148,7 +148,7 @@ def test_a_write_that_lands_after_its_successor_changes_nothing() -> None:
     assert [world.looks() for _ in range(6)][-1] is None, "nor is it a sign of life"
 
 
-def test_a_view_believes_what_it_finds_first_for_as_long() -> None:
+def test_view_trusts_its_first_status_as_long() -> None:
     world = World()
     world.writes(70)
     world.watch = world.watcher(believe_first=True)
@@ -166,7 +166,7 @@ class Counted(Store):
         return super().entries(prefix, after=after)
 
 
-def test_a_gateway_that_is_heard_is_not_listed_with_each_look() -> None:
+def test_heard_gateway_is_not_listed_at_each_look() -> None:
     world = World()
     world.store = store = Counted(world.store.url)
     world.watch = world.watcher()
@@ -177,7 +177,7 @@ def test_a_gateway_that_is_heard_is_not_listed_with_each_look() -> None:
 
 
 @pytest.mark.parametrize("writes_on", [True, False])
-def test_another_trainers_gateway_is_found_beside_one_that_is_heard_and_after_it(writes_on: bool) -> None:
+def test_another_trainers_gateway_is_found_next_to_and_after_one(writes_on: bool) -> None:
     world, newer = World(), (0, 2, 1)
     for beat in range(3):
         world.writes(beat)
@@ -193,7 +193,7 @@ def test_another_trainers_gateway_is_found_beside_one_that_is_heard_and_after_it
     assert max(one or 0 for one in seen[:2]) < 70
 
 
-def test_another_gateway_that_has_spoken_once_is_no_younger_than_the_last_listing() -> None:
+def test_second_gateway_is_no_younger_than_the_last_listing() -> None:
     world, newer = World(), (0, 2, 1)
     world.writes(0)
     world.looks()
@@ -231,7 +231,7 @@ class OneMachine:
         return []
 
 
-def test_a_snapshot_tells_absent_from_unknown() -> None:
+def test_snapshot_distinguishes_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
     observer = Observer(world.store, cloud, spec(), lambda: world.now_s)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
     before = observer.look(1.0, (), RunState())
@@ -249,7 +249,7 @@ def test_a_snapshot_tells_absent_from_unknown() -> None:
     assert (nobody.steady_s, full.steady_s) == (math.inf, 0.0)
 
 
-def test_the_checkpoints_are_looked_at_where_a_rollback_may_be_decided() -> None:
+def test_checkpoints_are_read_when_a_rollback_may_be_decided() -> None:
     world, cloud = World(), OneMachine()
     catalog = Catalog(world.store, "test")
     for step in (2, 4):
@@ -299,7 +299,7 @@ def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
 
 
-def test_what_a_trainer_stores_gets_on_with_each_twentieth_and_not_by_beginning_again() -> None:
+def test_storing_progresses_by_twentieths_and_not_by_restarts() -> None:
     store, now_s = Store("memory://gets-on"), 1000.0
     watch = TrainerWatch(store)
 
@@ -324,7 +324,7 @@ def test_what_a_trainer_stores_gets_on_with_each_twentieth_and_not_by_beginning_
     assert moved_s(None) == 10.0
 
 
-def test_a_gateway_that_was_replaced_takes_nothing_back_however_late_it_writes() -> None:
+def test_replaced_gateways_late_write_changes_nothing() -> None:
     world = World(gateway=None)
     for by, boot_id in (((0, 1, 1), "g1"), ((0, 2, 1), "g2"), ((0, 1, 1), "g1"), ((0, 1, 9), "g1 once more")):
         documents.gateway(by).write(world.store, GatewayAddress(f"http://{boot_id}", boot_id))
@@ -347,9 +347,12 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
         def look(self) -> dict[str, float]:
             return {"trainer on demand": 4.0}
 
+    class Empty:
+        def machines(self) -> dict[str, Machine]:
+            return {}
+
     world = World()
     spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
-    observer = Observer(world.store, None, spot_alone, prices=Listed)  # type: ignore[arg-type]  # of a cloud it wants the prices alone
-    observer._machines = dict  # type: ignore[method-assign]
+    observer = Observer(world.store, Empty(), spot_alone, prices=Listed)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     assert observer.look(world.now_s, (), RunState()).prices is None
     assert observer.look(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}

@@ -17,12 +17,12 @@ class Telling:
     """What is asked of a cloud here."""
 
     def __init__(self, *offers: Offer) -> None:
-        self._offers = list(offers)
+        self.priced = list(offers)
 
     def offers(self) -> list[Offer]:
-        if not self._offers:
+        if not self.priced:
             raise CloudUnavailable("try again")
-        return self._offers
+        return self.priced
 
     def pools(self) -> list[PoolOffer]:
         return []
@@ -30,8 +30,8 @@ class Telling:
 
 def heard(*offers: Offer) -> object:
     prices = Prices(Telling(*offers))  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._fetch()
-    return prices._known
+    prices.fetch()
+    return prices.look()
 
 
 def test_the_dearest_of_both_markets_is_known() -> None:
@@ -57,25 +57,23 @@ class Odd(Telling):
         return []
 
 
-def test_an_error_that_nobody_foresaw_is_told_tried_again_and_does_not_keep_from_buying_for_ever() -> None:
+def test_unexpected_error_is_logged_retried_and_stops_blocking() -> None:
     prices = Prices(Odd(MAX_FAILURES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._requested_at_s = 1e18  # not asked by the looks below
     for _ in range(MAX_FAILURES - 1):
-        prices._fetch()
+        prices.fetch()
     assert (prices.pools(), prices.trouble()) == (None, "")
-    prices._fetch()
+    prices.fetch()
     assert (prices.pools(), prices.trouble()) == ((), "KeyError: 'zone'")
     assert prices.look() == {"trainer on demand": 5.0}  # which it did answer
-    prices._fetch()
+    prices.fetch()
     assert (prices.pools(), prices.trouble()) == ((), "")
 
 
-def test_what_was_heard_once_stays_known_while_a_cloud_does_not_answer() -> None:
+def test_known_prices_stay_while_the_cloud_is_away() -> None:
     cloud = Telling(TRAINER)
     prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    prices._requested_at_s = 1e18
-    prices._fetch()
-    cloud._offers.clear()
+    prices.fetch()
+    cloud.priced.clear()
     for _ in range(MAX_FAILURES):
-        prices._fetch()
+        prices.fetch()
     assert (prices.look(), prices.trouble()) == ({"trainer on demand": 5.0}, "")

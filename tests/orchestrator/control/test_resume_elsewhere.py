@@ -54,9 +54,7 @@ def phases(world: SkyUser) -> set[NodePhase]:
     return {node.phase for node in world.state.nodes.values()}
 
 
-def test_machines_are_taken_over_with_their_secret_and_not_without(
-    world: SkyUser, cli: Answers, tmp_path: Path
-) -> None:
+def test_machines_are_taken_over_only_with_their_secret(world: SkyUser, cli: Answers, tmp_path: Path) -> None:
     assert cli("resume", "-d")[0] == 0
     until("so", lambda: PREFIX + "trainer-0-i1" in world.sky.table)
     held = token_file(RUN_ID)
@@ -87,9 +85,7 @@ def test_machines_are_taken_over_with_their_secret_and_not_without(
     assert not any(run_token(RUN_ID).encode() in data for data in stored)
 
 
-def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_machines(
-    world: SkyUser, cli: Answers
-) -> None:
+def test_fresh_skypilot_finds_watches_and_returns_machines(world: SkyUser, cli: Answers) -> None:
     assert cli("resume", "-d")[0] == 0
     until("so", lambda: len(world.sky.table) == 3)
     for node in sorted(world.state.nodes):
@@ -112,7 +108,7 @@ def test_a_skypilot_that_launched_nothing_finds_watches_and_returns_the_runs_mac
     assert not world.sky.group
 
 
-def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group() -> None:
+def test_late_machines_are_returned_before_the_security_group() -> None:
     late = Cluster(PREFIX + "rollout-0-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
     sky = Table(elsewhere={late.name: late})
     sky.group = True
@@ -124,7 +120,7 @@ def test_what_appears_at_the_very_end_is_taken_back_before_the_security_group() 
     assert not sky.group
 
 
-def test_down_returns_what_no_record_and_no_journal_knows(world: SkyUser, cli: Answers) -> None:
+def test_down_returns_machines_unknown_to_records_and_journal(world: SkyUser, cli: Answers) -> None:
     lost = Cluster(PREFIX + "rollout-5-i1", ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, None)
     foreign = replace(lost, name=PREFIX + "0a1b2c3d-rollout-0-i1")  # of a run whose name begins like this one's id
     world.sky = Table(elsewhere={one.name: one for one in (lost, foreign)})

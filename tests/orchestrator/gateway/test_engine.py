@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from grpo_orch.orchestrator.gateway.routing import watch
 from grpo_orch.policies.serving.silence import SilenceLimits
 from grpo_orch.policies.serving.wire import EngineStats
 from tests.rigs.gateway_world import Node, World, job, undisturbed
@@ -14,10 +11,8 @@ from tests.rigs.gateway_world import Node, World, job, undisturbed
 LONG_S = 1.2  # in place of four minutes
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "MOST_S", LONG_S)
-    monkeypatch.setattr(watch, "HOUSEKEEPING_S", 0.1)
+def give_up_soon(world: World) -> None:
+    world.watch.stuck_s, world.watch.housekeeping_s = LONG_S, 0.1
 
 
 def report_work(node: Node) -> None:
@@ -36,9 +31,9 @@ class Brief(SilenceLimits):
     hard_s = 0.8
 
 
-@pytest.mark.usefixtures("soon")
-async def test_what_waits_for_its_turn_in_an_engine_is_not_taken_for_stuck(world: World) -> None:
+async def test_requests_queued_in_an_engine_are_not_stuck(world: World) -> None:
     """The engine works at two at a time, and the last begin after three times the limit."""
+    give_up_soon(world)
     node = await world.node("a")
     node.at_a_time, node.event_s = 2, LONG_S / 4
     jobs = [job(max_tokens=13) for _ in range(8)]
@@ -47,8 +42,8 @@ async def test_what_waits_for_its_turn_in_an_engine_is_not_taken_for_stuck(world
     assert (world.ledger.handovers, len(node.asked)) == (0, len(jobs))
 
 
-@pytest.mark.usefixtures("soon")
-async def test_one_that_others_have_gone_before_is_ended(world: World) -> None:
+async def test_request_that_later_ones_overtake_is_restarted(world: World) -> None:
+    give_up_soon(world)
     node = await world.node("a", event_s=0.1)
     lost = job(max_tokens=13)
     node.loses = {lost.body["seed"]}
@@ -61,8 +56,8 @@ async def test_one_that_others_have_gone_before_is_ended(world: World) -> None:
     assert world.ledger.handovers_by_reason == {"silent": 1}
 
 
-@pytest.mark.usefixtures("soon")
-async def test_an_engine_that_says_that_requests_wait_is_believed(world: World) -> None:
+async def test_engines_report_of_waiting_requests_is_trusted(world: World) -> None:
+    give_up_soon(world)
     node = await world.node("a", event_s=0.1)
     late = job(max_tokens=13)
     node.loses = {late.body["seed"]}
@@ -78,7 +73,7 @@ async def test_an_engine_that_says_that_requests_wait_is_believed(world: World) 
     asked.cancel()
 
 
-async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_and_one_that_stops_is(
+async def test_working_engine_with_rare_events_is_not_stuck(
     world: World,
 ) -> None:
     world.limits = Brief
@@ -99,7 +94,7 @@ async def test_an_engine_at_work_is_not_stuck_because_its_events_are_far_apart_a
     assert world.ledger.handovers_by_reason.keys() == {"silent"}
 
 
-async def test_server_that_does_not_answer_is_mute_although_its_engine_works(world: World) -> None:
+async def test_silent_server_is_unresponsive_though_its_engine_works(world: World) -> None:
     world.limits = Brief
     node = await world.node("a", stalls=5, deaf=True, engine=EngineStats())
     asked = world.ask(job(max_tokens=13))

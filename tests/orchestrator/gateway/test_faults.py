@@ -13,9 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from grpo_orch.orchestrator.gateway.routing import members
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.surface import orphaned_requests as kept_module
 from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from grpo_orch.policies.serving.wire import (
     CUT,
@@ -45,7 +43,7 @@ async def until_progress(
     raise AssertionError(f"the batch ended before: {read[-1]}")
 
 
-async def test_all_nodes_are_killed_and_the_batch_waits_for_their_successors(world: World) -> None:
+async def test_batch_waits_for_successors_after_all_nodes_are_killed(world: World) -> None:
     victims = [await world.node(name, stalls=1) for name in ("a", "b")]
     batch = make_batch("0-0")
     lines = world.lines(batch)
@@ -75,7 +73,7 @@ async def test_node_restarted_on_base_weights_gets_no_request(world: World) -> N
     assert again.asked == []
 
 
-async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(world: World) -> None:
+async def test_restarted_trainer_gets_earlier_completions(world: World) -> None:
     """What was under way has gone on, and nothing is made again."""
     batch = make_batch("0-0")
     node = await left_alone(world, batch)
@@ -92,10 +90,10 @@ async def test_trainer_that_is_started_again_gets_what_was_made_for_it_before(wo
     assert world.gateway.status().tokens_delivered == 16 * 32
 
 
-async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: World) -> None:
+async def test_early_trainer_takes_over_running_requests(world: World) -> None:
     batch = make_batch("0-0")
     node = await left_alone(world, batch)
-    under_way = list(world.gateway.orphans._batches[0].requests.values())[8:]
+    under_way = list(world.gateway.orphans.batches[0].requests.values())[8:]
     kept = sum(len(one.job.token_ids) for one in under_way)
     lines = world.lines(replace(batch, requests=batch.requests[8:]))  # it had stored the others
     read = await until_progress(lines)
@@ -104,10 +102,10 @@ async def test_trainer_that_comes_early_takes_over_what_is_under_way(world: Worl
     assert heard.end is not None
     assert (len(heard.completions), heard.end.kept) == (24, kept)
     assert len(node.asked) == 32
-    await world.until(lambda: world.members._demand._open == {})
+    await world.until(lambda: world.members.open_requests == {})
 
 
-async def test_tokens_under_way_in_a_batch_that_fails_are_told_as_lost_by_the_next(world: World) -> None:
+async def test_tokens_of_a_failed_batch_are_reported_lost_by_the_next(world: World) -> None:
     node = await world.node("a", stalls=2)
     failed = await world.complete(make_batch("0-0", requests=4, deadline_s=1.0))
     assert failed.error is not None
@@ -118,7 +116,7 @@ async def test_tokens_under_way_in_a_batch_that_fails_are_told_as_lost_by_the_ne
     assert (heard.end.discarded, heard.end.kept, world.ledger.delivered) == (lost, 0, 4 * 16)
 
 
-async def test_batch_is_not_too_late_while_all_nodes_work_at_the_policy_before_it(world: World) -> None:
+async def test_batch_is_not_late_while_nodes_work_at_older_policy(world: World) -> None:
     """A window ahead, of the newest policy, on a fleet of one node."""
     node = await world.node("a", loads=True, event_s=0.1, max_requests=4)
     older = asyncio.ensure_future(world.complete(make_batch("0-0", requests=12)))
@@ -130,11 +128,9 @@ async def test_batch_is_not_too_late_while_all_nodes_work_at_the_policy_before_i
     assert older.done()
 
 
-async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_lost(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_samples_stored_before_batch_end_are_not_reported_lost(world: World) -> None:
     """A window of several is trained on while the others are made; then the trainer dies."""
-    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
+    world.gateway.orphans.superseded_ttl_s = 0.0
     node = await world.node("a", max_requests=4, event_s=0.01)
     batch, newer = make_batch("0-0"), make_batch("0-1", requests=1)
     lines = world.lines(batch)
@@ -142,9 +138,9 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
         pass
     node.change(stalls=1)
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     node.change(stalls=FOREVER)
-    left = world.gateway.orphans._batches[0]
+    left = world.gateway.orphans.batches[0]
     assert len(left.open) >= 16
     stored = [one for one in left.requests.values() if one.delivered]
     assert stored
@@ -156,16 +152,14 @@ async def test_what_an_asker_stored_before_its_batch_was_over_is_not_told_as_los
 
 
 @pytest.mark.parametrize("newer", [PolicyRef("1-0", "p"), PolicyRef("0-1", "p"), PolicyRef("0-0", "p", "f" * 32)])
-async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once(
-    newer: PolicyRef, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_module, "SUPERSEDED_TTL_S", 0.0)
+async def test_superseded_requests_free_nodes_and_are_lost_once(newer: PolicyRef, world: World) -> None:
+    world.gateway.orphans.superseded_ttl_s = 0.0
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     abandoned = (await until_progress(lines))[-1].progress
     assert abandoned is not None
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     node.loads = True
     every = replace(make_batch(newer.version, requests=3), policy=newer)
     first, second, third = (replace(every, requests=[one]) for one in every.requests)
@@ -176,16 +170,16 @@ async def test_what_nobody_will_ask_for_frees_the_nodes_and_is_told_as_lost_once
     discarded = [end.discarded for end in told if end is not None]
     assert discarded[1] >= abandoned.tokens
     assert (discarded[0], discarded[2]) == (0, 0)
-    await world.until(lambda: world.members._demand._open == {})
+    await world.until(lambda: world.members.open_requests == {})
 
 
-async def test_what_nobody_asks_for_ends_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "ORPHAN_TTL_S", 0.0)
+async def test_orphaned_requests_end_after_a_while(world: World) -> None:
+    world.gateway.orphans.ttl_s = 0.0
     node = await world.node("a", stalls=1)
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
     await leave(lines)
-    await world.until(lambda: node.row.running == 0 and world.members._demand._open == {})
+    await world.until(lambda: node.row.running == 0 and world.members.open_requests == {})
 
 
 async def left_alone(world: World, batch: Batch) -> Node:
@@ -194,7 +188,7 @@ async def left_alone(world: World, batch: Batch) -> Node:
     lines = world.lines(batch)
     await until_progress(lines, lambda _: node.stalled == len(batch.requests))
     await leave(lines)
-    await world.until(lambda: world.gateway.orphans._batches)
+    await world.until(lambda: world.gateway.orphans.batches)
     return node
 
 
@@ -203,7 +197,7 @@ async def leave(lines: AsyncIterator[BatchLine]) -> None:
     await lines.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
-async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None:
+async def test_batch_waits_until_its_deadline_with_a_reason(world: World) -> None:
     node = await world.node("a", policy=None)
     lines = world.lines(make_batch("0-7"))
     waiting = (await until_progress(lines, lambda progress: progress.waiting == 32))[-1].progress
@@ -218,14 +212,12 @@ async def test_batch_waits_until_its_deadline_and_says_why(world: World) -> None
     await world.until(lambda: world.members.waiting.count == 0)
 
 
-async def test_member_whose_announcement_breaks_is_out_at_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members, "HOLD_S", HANG_S)
+async def test_member_whose_announcement_breaks_is_out_at_once(world: World) -> None:
+    world.members.announcements.hold_s = HANG_S
     body = msgspec.json.encode(Announce("boot", "127.0.0.1:9", "0-0"))
     await world.http.post("/members/a", content=body)  # what is news to a node is answered immediately
     announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))
-    await world.until(lambda: "a" in world.members._announcements._held)
+    await world.until(lambda: "a" in world.members.announcements.nodes)
     announcing.cancel()
     await world.until(lambda: world.members.row("a") is None)
     assert "lost its announcing connection" in world.members.changes[-1].reason
@@ -308,7 +300,7 @@ def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
     assert (heard.end.discarded, told.tokens_discarded, told.tokens_saved > 0) == (0, 0, True)
 
 
-def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselves(rig: Rig) -> None:
+def test_killed_gateway_returns_on_its_port_with_its_members(rig: Rig) -> None:
     rig.gateway()
     for name in ("rollout-0", "rollout-1"):
         rig.node(name)
@@ -332,9 +324,7 @@ def test_a_killed_gateway_comes_back_on_its_port_and_members_return_by_themselve
 
 
 @pytest.mark.parametrize("timeline", [0, 1])
-def test_next_gateway_of_the_machine_goes_on_with_what_the_last_one_had(
-    timeline: int, rig: Rig, tmp_path: Path
-) -> None:
+def test_next_gateway_continues_requests_of_the_last(timeline: int, rig: Rig, tmp_path: Path) -> None:
     """The trainer dies and its gateway ends with it; both come again. After a rollback nothing is gone on with."""
     rig.env |= {NODE_ENV: "trainer-0-i1", ATTEMPT_ENV: "1", TIMELINE_ENV: "0", WORKDIR_ENV: str(tmp_path)}
     gateway, _ = rig.gateway(), rig.node("a", event_s=0.1)

@@ -35,7 +35,7 @@ async def cut(world: World, one: Job, *, tokens: int = 5) -> Finished:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 13])
-async def test_a_job_goes_on_from_the_tokens_that_arrived(world: World, tokens: int) -> None:
+async def test_job_continues_from_the_tokens_that_arrived(world: World, tokens: int) -> None:
     body: dict[str, Any] = {"min_tokens": 6, "stop_token_ids": list(range(0, 1000, 20)), "max_tokens": 17}
     while len(undisturbed(one := job(**body))[0]) <= tokens:
         pass
@@ -64,7 +64,7 @@ async def test_a_job_that_cannot_go_on_starts_over(world: World, body: dict[str,
     assert one.handed_over == [HandOver("first", 0)]
 
 
-async def test_text_goes_on_over_the_seam(world: World) -> None:
+async def test_text_continues_over_the_seam(world: World) -> None:
     while texts(undisturbed(one := job(keep_text=True))[0])[4] == "":
         pass  # the fifth token is half a character
     told: list[str] = []
@@ -183,7 +183,7 @@ async def test_no_answer_however_broken_does_harm(world: World, behaviour: dict[
         assert said in one.last_failure
 
 
-async def test_an_answer_that_nobody_asked_for_is_no_answer_to_the_next_request(world: World) -> None:
+async def test_unrequested_answer_is_none_to_the_next_request(world: World) -> None:
     node = await world.node("first")
     event = b'data: {"choices": [{"token_ids": [], "finish_reason": "stop"}]}\n\n'
     node.extra = head(f"200 OK\r\nContent-Length: {len(event) + 1}") + event
@@ -209,7 +209,7 @@ class Listener:
         self.over.set_result(why)
 
 
-async def test_who_leaves_late_does_not_take_the_next_ones_connection_along(world: World) -> None:
+async def test_late_end_does_not_take_the_next_connection_along(world: World) -> None:
     node = await world.node("first")
     pool = Pool(node.row.address, None)
     connection, health = await pool.connect(HANG_S), [b"GET /health HTTP/1.1\r\nContent-Length: 0\r\n\r\n"]
@@ -223,7 +223,7 @@ async def test_who_leaves_late_does_not_take_the_next_ones_connection_along(worl
     pool.close()
 
 
-async def test_a_rest_that_is_refused_is_asked_for_as_a_whole(world: World) -> None:
+async def test_refused_continuation_is_requested_as_a_whole(world: World) -> None:
     one = job()
     first, asked = await begun(world, one)
     second = world.nodes[1]
@@ -234,7 +234,7 @@ async def test_a_rest_that_is_refused_is_asked_for_as_a_whole(world: World) -> N
     assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
 
 
-async def test_who_gives_up_frees_the_place_and_the_node(world: World) -> None:
+async def test_abandoned_request_frees_place_and_node(world: World) -> None:
     node = await world.node("first", max_requests=1, stalls=5)
     two = job()
     asked = await world.begun(job())
@@ -271,7 +271,7 @@ async def test_a_server_that_does_not_answer_is_mute_until_it_does(world: World)
     await world.until(lambda: not node.row.mute)
 
 
-async def test_a_dead_server_is_mute_however_often_its_agent_announces_it(world: World) -> None:
+async def test_dead_server_is_unresponsive_despite_announcements(world: World) -> None:
     node = await world.node("first")
     node.kill()
     one = job()
@@ -285,7 +285,7 @@ async def test_a_dead_server_is_mute_however_often_its_agent_announces_it(world:
     assert world.ledger.handovers_by_reason == {"closed": 1}
 
 
-async def test_a_slow_server_that_answers_is_left_alone(world: World) -> None:
+async def test_slow_server_that_answers_is_not_ended(world: World) -> None:
     world.limits = Asks
     await world.node("first", event_s=0.3)  # longer than the soft limit
     one = job(max_tokens=12)

@@ -15,7 +15,6 @@ from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import all_secrets, secrets_for
-from grpo_orch.orchestrator.notify import notifier as module
 from grpo_orch.orchestrator.notify.channels import Message, Undelivered
 from grpo_orch.orchestrator.notify.notifier import Notifier, start_notifier
 from grpo_orch.policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
@@ -71,11 +70,11 @@ class Run:
     def happens(self, *events: Event) -> None:
         self.journal.append(2.0, events)
 
-    def notifier(self, *channels: Told) -> Notifier:
-        return Notifier(self.store, "demo", "demo-1", channels)
+    def notifier(self, *channels: Told, **options: float) -> Notifier:
+        return Notifier(self.store, "demo", "demo-1", channels, **options)
 
 
-def test_what_matters_is_told_once_and_the_next_daemon_goes_on_from_there() -> None:
+def test_messages_are_sent_once_and_next_daemon_continues() -> None:
     run, told = Run(), Told()
     first = run.notifier(told)
     run.happens(NEAR)
@@ -89,7 +88,7 @@ def test_what_matters_is_told_once_and_the_next_daemon_goes_on_from_there() -> N
     assert len(told.kinds) == 3
 
 
-def test_that_a_run_parks_and_goes_on_is_told_and_no_other_start() -> None:
+def test_parking_and_resuming_are_notified_and_no_other_start() -> None:
     run, told = Run(), Told()
     run.happens(TRAINS, RunMoved(RunPhase.PARKED, "no rollout node can be had"))
     run.happens(RunMoved(RunPhase.STARTING, "rollout-0-i7 has a machine", 5400.0), TRAINS)
@@ -98,7 +97,7 @@ def test_that_a_run_parks_and_goes_on_is_told_and_no_other_start() -> None:
     assert told.kinds == ["parked", "unparked", "finished"]
 
 
-def test_what_was_not_told_is_told_again_in_order_and_each_channel_has_its_own_place() -> None:
+def test_unsent_messages_are_retried_in_order_per_channel() -> None:
     run, slack, command = Run(), Told(), Told("command")
     slack.broken = True
     first = run.notifier(slack, command)
@@ -114,11 +113,10 @@ def test_what_was_not_told_is_told_again_in_order_and_each_channel_has_its_own_p
     assert (slack.kinds, command.kinds) == (["budget_neared", "finished"], ["budget_neared", "finished"])
 
 
-def test_a_failed_one_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.001)
+def test_failed_notification_is_retried_automatically() -> None:
     run, told = Run(), Told()
     told.broken = True
-    one = run.notifier(told)
+    one = run.notifier(told, retry_s=0.001)
     run.happens(NEAR)
     one.wake()
     told.wait(3)
@@ -128,7 +126,7 @@ def test_a_failed_one_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) 
     assert told.kinds == ["budget_neared"]
 
 
-def test_a_daemon_that_died_between_telling_and_noting_it_tells_again_with_the_same_id() -> None:
+def test_message_sent_but_not_recorded_repeats_with_same_id() -> None:
     run, told = Run(), Told()
     run.happens(DONE)
     run.notifier(told).close(drain_s=HANG_S)
@@ -137,7 +135,7 @@ def test_a_daemon_that_died_between_telling_and_noting_it_tells_again_with_the_s
     assert told.ids == 2 * ["demo-1/3.0"]
 
 
-def test_a_channel_that_one_daemon_lacks_keeps_its_place() -> None:
+def test_channel_missing_in_one_daemon_keeps_its_place() -> None:
     run, service, command = Run(), Told(), Told("command")
     run.happens(NEAR)
     run.notifier(service, command).close(drain_s=HANG_S)
@@ -163,13 +161,12 @@ class Looks:
         return self._read(store, after)
 
 
-def test_what_was_journalled_while_the_store_was_away_is_told_without_another_entry(
+def test_events_journalled_during_outage_are_sent_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.001)
     run, told = Run(), Told()
     looks = Looks(monkeypatch)
-    one = run.notifier(told)
+    one = run.notifier(told, retry_s=0.001)
     assert looks.looked.acquire(timeout=HANG_S)
     looks.away = True
     run.happens(NEAR)
@@ -180,15 +177,14 @@ def test_what_was_journalled_while_the_store_was_away_is_told_without_another_en
     one.close(drain_s=0.0)
 
 
-def test_a_store_that_stays_away_is_asked_now_and_then_while_a_message_waits(
+def test_store_outage_is_polled_slowly_while_a_message_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, told = Run(), Told()
     told.broken = True
     run.happens(NEAR)
     looks = Looks(monkeypatch)
-    monkeypatch.setattr(module, "RETRY_MAX_S", 0.0)  # its channel's next try is due at once
-    one = run.notifier(told)
+    one = run.notifier(told, retry_max_s=0.0)  # its channel's next try is due at once
     told.wait()
     looks.away = True
     looks.looked = threading.Semaphore(0)  # however often it looked before
@@ -199,7 +195,7 @@ def test_a_store_that_stays_away_is_asked_now_and_then_while_a_message_waits(
     one.close(drain_s=0.0)
 
 
-def test_a_channel_that_breaks_in_another_way_is_tried_as_seldom_and_holds_up_no_other() -> None:
+def test_broken_channel_is_retried_slowly_and_blocks_no_other() -> None:
     class Bug(Told):
         def deliver(self, message: Message, _limit_s: float) -> None:
             super().deliver(message, _limit_s)

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_orch.orchestrator.plan.gather import plan_deadline
 from grpo_orch.orchestrator.plan.model import DeadlinePlan
-from grpo_orch.orchestrator.views.plan import _deadline_words
+from grpo_orch.orchestrator.views.plan import deadline_words
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.fleet.deadline import BOOT_S
 from grpo_orch.policies.model.spec import (
@@ -46,12 +46,12 @@ def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
 def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept: bool, words: str) -> None:
     found = plan_deadline(spec(steps), SHAPE, 2, NOW_S)
     assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=nodes, end_s=NOW_S + BOOT_S + end_s, kept=kept)
-    assert _deadline_words(found).plain == f"2025-11-30 18:00 UTC, {words}"
+    assert deadline_words(found).plain == f"2025-11-30 18:00 UTC, {words}"
 
 
-def test_without_a_deadline_or_a_number_of_steps_nothing_is_promised() -> None:
+def test_nothing_is_promised_without_deadline_or_steps() -> None:
     assert plan_deadline(spec(100, None), SHAPE, 2, NOW_S) is None
     for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
         found = plan_deadline(run, shape, 2, NOW_S)
         assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, kept=None)
-        assert "unknown whether it can be met" in _deadline_words(found).plain
+        assert "unknown whether it can be met" in deadline_words(found).plain

@@ -34,7 +34,7 @@ def test_the_newest_steps_of_a_run() -> None:
     assert found.shape.seconds(2) == pytest.approx(10.0)
 
 
-def test_a_step_that_stands_for_several() -> None:
+def test_step_time_is_divided_by_the_logged_interval() -> None:
     world = World()
     for step in (5, 10, 15):
         world.logs(10 * step, step)

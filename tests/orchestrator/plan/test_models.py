@@ -43,7 +43,7 @@ def test_config_json_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
     assert find_config(spec) == CONFIGS[NAME]
 
 
-def test_a_whole_snapshot_in_the_cache_tells_its_size_and_half_of_one_does_not(tmp_path: Path) -> None:
+def test_complete_cached_snapshot_gives_size_and_partial_not(tmp_path: Path) -> None:
     put_in_cache(tmp_path / "hub")
     folder = snapshot(tmp_path)
     index = {"metadata": {"total_size": 65_527_752_704}, "weight_map": {"a": "1.bin", "b": "2.bin"}}
@@ -55,7 +55,7 @@ def test_a_whole_snapshot_in_the_cache_tells_its_size_and_half_of_one_does_not(t
     assert find_size(spec_of("qwen-32b")) == ModelSize(32_763_876_352, 65_527_752_704, CONFIGS[NAME])
 
 
-def test_a_folder_with_config_json_alone(tmp_path: Path) -> None:
+def test_folder_with_config_json_only_has_no_size(tmp_path: Path) -> None:
     spec = spec_of("qwen-32b")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS[NAME]))
@@ -83,7 +83,7 @@ def test_a_folder_with_config_json_alone(tmp_path: Path) -> None:
         {"model_type": ["qwen2"]},
     ],
 )
-def test_a_config_json_that_is_anything_ends_no_plan(odd: dict[str, object], tmp_path: Path) -> None:
+def test_invalid_config_json_ends_no_plan(odd: dict[str, object], tmp_path: Path) -> None:
     spec = spec_of("qwen-32b")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[NAME], **odd}))
@@ -92,7 +92,7 @@ def test_a_config_json_that_is_anything_ends_no_plan(odd: dict[str, object], tmp
     assert make_plan(here, find_size, PriceBook()).warnings is not None
 
 
-def test_a_config_json_that_is_not_shown_is_said_so() -> None:
+def test_unavailable_config_json_is_reported() -> None:
     """The hub tells the size of a gated model to everybody, and its config.json to those who have its licence."""
     unknown = find_model(spec_of("qwen-32b"), lambda _: ModelSize(7, 14)).unknown
     assert "config.json is not available" in unknown
@@ -100,7 +100,7 @@ def test_a_config_json_that_is_not_shown_is_said_so() -> None:
 
 
 @pytest.mark.parametrize("where", ["grpo", "accelerate", "text"])
-def test_deepspeeds_own_file_says_how_weights_are_divided(where: str, tmp_path: Path) -> None:
+def test_deepspeeds_file_gives_the_division_of_weights(where: str, tmp_path: Path) -> None:
     spec, said = spec_of("math-two-gpus"), {"zero_optimization": {"stage": 3}}
     named = json.dumps(said) if where == "text" else "ds.json"
     own = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
@@ -121,7 +121,7 @@ def test_deepspeeds_own_file_says_how_weights_are_divided(where: str, tmp_path: 
     assert not any("ds.json" in one for one in plan.unknown)
 
 
-def test_the_hub_is_asked_once() -> None:
+def test_hub_is_asked_once() -> None:
     asked = []
 
     def find(spec: RunSpec) -> ModelSize:
@@ -137,7 +137,7 @@ def test_the_hub_is_asked_once() -> None:
     assert kept(spec) is kept(spec)
 
 
-def test_what_a_token_goes_through() -> None:
+def test_parameters_that_a_token_passes() -> None:
     """Qwen2.5-32B has a head beside its embedding; Mixtral takes two of eight experts: 12.9 of 46.7 billion, its
     embedding of 0.13 not among them."""
     shape = shape_of(CONFIGS[NAME])

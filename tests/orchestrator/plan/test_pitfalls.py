@@ -131,7 +131,7 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
 
 
 @pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in BROKEN.items() for case in cases])
-def test_a_rule_names_the_key_and_what_helps(
+def test_rule_names_the_key_and_the_remedy(
     rule: Callable[[pitfalls.PlannedRun], Any], case: tuple[str, Change, str, str]
 ) -> None:
     recipe, change, key, words = case
@@ -142,7 +142,7 @@ def test_a_rule_names_the_key_and_what_helps(
     assert told[0].message.count("\n") == 0
 
 
-def test_an_adapter_that_the_models_own_file_keeps_from_travelling() -> None:
+def test_model_file_keeps_an_adapter_from_being_published_alone() -> None:
     spec = trainer(peft={"r": 8})(spec_of("qwen-32b"))
     wide = {"vocab_size": 300_000}
     assert [one.key for one in pitfalls.adapter_merged(seen(spec, **wide))] == ["trainer.peft"]
@@ -157,7 +157,7 @@ def test_bfloat16_keeps_updates_of_half_its_distance() -> None:
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
-def test_what_keeps_its_own_float32_loses_no_update_of_weights_in_bfloat16(kind: str) -> None:
+def test_float32_weights_lose_no_update_in_bfloat16(kind: str) -> None:
     change = grpo(model_init_kwargs={"dtype": "bfloat16"}, learning_rate=1e-6)
     divided = trainer(accelerate={"distributed_type": kind})(change(spec_of("math-two-gpus")))
     assert not list(pitfalls.bfloat16_loses_updates(seen(divided)))
@@ -170,7 +170,7 @@ def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     assert f"stops at about step {int(50 / (6.06 * told.step.step_s / 3600))};" in warned.message
 
 
-def test_a_quantised_model_is_told_and_its_memory_is_not_guessed() -> None:
+def test_quantised_model_is_reported_and_memory_not_guessed() -> None:
     awq, spec = {"quantization_config": {"quant_method": "awq", "bits": 4}}, spec_of("qwen-32b")
     told = seen(spec, **awq)
     assert [one.key for one in pitfalls.quantised_model(told)] == ["trainer.model"]
@@ -198,5 +198,5 @@ def test_every_rule_is_in_force_and_was_tried() -> None:
         ("llama-one-card", []),
     ],
 )
-def test_the_recipes_have_what_is_said_of_them_and_no_more(recipe: str, keys: list[str]) -> None:
+def test_recipes_have_only_their_documented_pitfalls(recipe: str, keys: list[str]) -> None:
     assert [one.key for one in pitfalls.find_pitfalls(seen(spec_of(recipe)))] == keys

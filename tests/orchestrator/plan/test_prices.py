@@ -60,14 +60,14 @@ def asking(**resources: Any) -> RunSpec:
         ({"cpus": "8+"}, None, None),
     ],
 )
-def test_the_cheapest_of_what_is_named(
+def test_cheapest_named_machine_is_chosen(
     resources: dict[str, Any], on_demand: float | None, spot: float | None
 ) -> None:
     book = by_catalog(asking(**resources), lambda _: LISTED)
     assert book.of(Role.TRAINER) == Prices(on_demand, spot)
 
 
-def test_the_clouds_that_are_named_are_asked_and_else_the_usual_ones() -> None:
+def test_named_clouds_are_asked_or_else_the_usual_ones() -> None:
     asked: list[Sequence[str]] = []
 
     def listed(clouds: Sequence[str]) -> PriceList:
@@ -80,7 +80,7 @@ def test_the_clouds_that_are_named_are_asked_and_else_the_usual_ones() -> None:
     assert clouds_of(asking(any_of=[{"infra": "gcp"}, {"infra": "aws/us-east-1"}])) == ["aws", "gcp"]
 
 
-def test_of_ones_own_machines_no_list_is_asked_for() -> None:
+def test_own_machines_need_no_price_list() -> None:
     def never(_: Sequence[str]) -> PriceList:
         raise AssertionError
 
@@ -91,7 +91,7 @@ def test_of_ones_own_machines_no_list_is_asked_for() -> None:
     assert clouds_of(asking(any_of=[{"infra": "slurm"}, {"infra": "gcp"}])) == ["gcp"]
 
 
-def test_without_skypilot_or_its_lists_a_line_says_why() -> None:
+def test_missing_price_list_gives_a_line_with_the_reason() -> None:
     def without(_: Sequence[str]) -> PriceList:
         raise CloudMissing("install it")
 
@@ -104,7 +104,7 @@ def test_without_skypilot_or_its_lists_a_line_says_why() -> None:
     assert some.unknown.startswith("prices at azure; ")
 
 
-def test_what_a_cloud_offers_is_on_the_market_that_it_is_offered_on() -> None:
+def test_offers_are_on_the_market_they_are_listed_for() -> None:
     book = by_offers(
         [
             Offer(Role.TRAINER, Market.ON_DEMAND, "a machine", 3.96, other_market_usd_per_h=2.38),
@@ -147,7 +147,7 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
         ("memory://run", {}, Place("local")),
     ],
 )
-def test_a_store_is_where_its_url_and_options_say(
+def test_stores_place_follows_its_url_and_options(
     url: str, options: dict[str, str], place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):

@@ -103,14 +103,14 @@ def test_its_dollars_on_each_market() -> None:
         ({"accelerators": "H200:1"}, []),
     ],
 )
-def test_what_could_not_be_priced_or_timed_is_said(resources: dict[str, str], words: list[str]) -> None:
+def test_unpriced_or_untimed_plan_reports_it(resources: dict[str, str], words: list[str]) -> None:
     spec = spec_of("qwen-32b")
     told = plan_of(replace(spec, rollout=replace(spec.rollout, resources=resources))).unknown
     assert len(told) == len(words) + 1  # and one cloud's list, always
     assert all(any(one in line for line in told) for one in words)
 
 
-def test_a_machine_that_is_named_by_its_type_has_the_gpus_of_the_list() -> None:
+def test_machine_named_by_type_has_the_gpus_of_the_catalog() -> None:
     spec, machine = spec_of("qwen-32b"), {"instance_type": "p5en.48xlarge"}
     named = replace(
         spec,
@@ -153,7 +153,7 @@ def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
     assert not any(one.cost is not None and one.cost.usd_per_h for one in plan.money)
 
 
-def test_a_1_5b_with_an_adapter_and_its_optimizer_in_ram_fits_an_l4() -> None:
+def test_adapter_of_1_5b_with_cpu_optimizer_fits_an_l4() -> None:
     plan = plan_of(spec_of("gsm8k-zero2"))
     assert plan.trainer.fits
     assert "optimizer" not in plan.trainer.memory
@@ -173,7 +173,7 @@ def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
     assert plan.step.generate_s == pytest.approx(256 * 16 * 0.001, rel=0.1)  # each layer of each token is started
 
 
-def test_many_nodes_pay_where_generation_is_what_takes_time() -> None:
+def test_many_nodes_pay_if_generation_dominates() -> None:
     spec = spec_of("qwen-32b")
     grpo = {**spec.grpo, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 32, "beta": 0.0}
     long = replace(spec, grpo=grpo | {"max_completion_length": 3500})
@@ -185,7 +185,7 @@ def test_many_nodes_pay_where_generation_is_what_takes_time() -> None:
     assert cheapest[0] == plan.nodes.best
 
 
-def test_a_runs_own_log_takes_the_place_of_estimates() -> None:
+def test_measured_log_replaces_estimates() -> None:
     shape = StepShape(fixed_s=20.0, generation_node_s=100.0)
     timing = StepTiming(70.0, 50.0, 20.0, 0.0, trainer_idle_s=50.0, fleet_idle_s=20.0)
     log = Measured(steps=40, step_s=70.0, timing=timing, shape=shape, completion_tokens=300.0, sent_share=0.02)
@@ -216,7 +216,7 @@ def overlap_of(plan: Plan) -> str | None:
     return None if found is None else found[1]
 
 
-def test_plan_says_what_overlap_would_give_or_gives() -> None:
+def test_plan_shows_the_gain_of_overlap() -> None:
     spec = spec_of("qwen-32b")
     in_turns = Measured(steps=40, step_s=31.0, timing=StepTiming(31.0, 18.0, 12.0, 1.0, 19.0, 12.0, 0.0))
     words = "with rollout.max_staleness: 1 a step would take about 19 s instead of 31 s"
@@ -237,7 +237,7 @@ def test_plan_says_what_overlap_would_give_or_gives() -> None:
     assert overlap_of(plan_of(alone)) is None
 
 
-def test_what_cannot_be_had_is_said_in_a_line_and_the_rest_is_planned() -> None:
+def test_unavailable_machine_is_one_line_and_rest_is_planned() -> None:
     spec = spec_of("qwen-32b")
     nobodys = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
     plan = plan_of(nobodys)
@@ -265,7 +265,7 @@ def test_programs_get_every_key(recipe: str) -> None:
     assert to_json(plan_of(spec)).keys() == to_json(plan_of(bare)).keys()
 
 
-def test_all_that_may_be_bought_and_what_is_paid_for_beside_it() -> None:
+def test_all_purchasable_resources_and_extras_are_priced() -> None:
     """Trainer and node at 3.96 and 2.10, two nodes at most, one of which pays, and a controller at 0.50."""
     prices = {Role.TRAINER: Prices(3.96, 2.38), Role.ROLLOUT: Prices(4.40, 2.10)}
     book = PriceBook(prices, controller_usd_per_h=0.50)
@@ -277,7 +277,7 @@ def test_all_that_may_be_bought_and_what_is_paid_for_beside_it() -> None:
     assert plan.most_usd_per_h == pytest.approx(3.96 + 2 * 2.10 + 0.50)
 
 
-def test_a_trainer_on_spot_beside_nodes_on_demand_is_a_way_of_its_own() -> None:
+def test_spot_trainer_with_on_demand_nodes_is_its_own_plan() -> None:
     spec = spec_of("qwen-32b")
     bought = replace(
         spec,

@@ -69,7 +69,7 @@ def planned(size: str, peft: dict[str, Any] | None = None, store: Place = S3, **
         ("32B", LORA, BF16, 64 * 64 * (2 * 10240 + 2 * 6144 + 3 * 32768) * 12 / 1e9),
     ],
 )
-def test_a_checkpoint_is_what_is_trained_and_the_optimizers_states(
+def test_checkpoint_has_trained_weights_and_optimizer_states(
     size: str, peft: dict[str, Any] | None, grpo: dict[str, Any], gigabytes: float
 ) -> None:
     found = planned(size, peft, **grpo)
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_what_is_trained_and_the_optimizers_states(
     assert found.stored_s == pytest.approx({100: gigabytes * 10, 1000: gigabytes}, rel=1e-3)
 
 
-def test_what_stays_is_paid_for_by_the_month_and_what_is_sent_by_its_requests() -> None:
+def test_storage_costs_by_month_and_transfers_by_request() -> None:
     found = planned("32B", save_steps=50, max_steps=10_000, logging_steps=1)
     assert (found.save_steps, found.most) == (50, 15)
     assert found.base_bytes == 2 * shape_of(SIZES["32B"]).params
@@ -90,7 +90,7 @@ def test_what_stays_is_paid_for_by_the_month_and_what_is_sent_by_its_requests() 
     )
 
 
-def test_a_store_of_ones_own_costs_nothing_and_one_without_a_price_says_so() -> None:
+def test_own_store_is_free_and_unpriced_store_reports_it() -> None:
     own, other = planned("1.5B", store=Place("local")), planned("1.5B", store=Place(""))
     assert own.stay_usd_per_month == 0.0
     assert "month" not in stored_words(own)
@@ -98,7 +98,7 @@ def test_a_store_of_ones_own_costs_nothing_and_one_without_a_price_says_so() -> 
     assert stored_words(other).endswith("; the store's price is not known")
 
 
-def test_a_run_whose_end_nobody_knows_has_a_size_all_the_same() -> None:
+def test_run_of_unknown_length_has_a_size() -> None:
     found = planned("1.5B", max_steps=-1)
     assert (found.most, found.stay_bytes, found.stay_usd_per_month) == (None, None, None)
     assert "stay" not in stored_words(found)

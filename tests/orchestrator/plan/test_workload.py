@@ -48,7 +48,7 @@ def test_prompts_are_cut_to_the_engines_context() -> None:
     assert prompt_tokens(alone) == 512
 
 
-def test_what_is_computed_of_each_token() -> None:
+def test_flops_computed_for_each_token() -> None:
     spec = run(beta=0.04)
     assert passes_of(spec).flops_per_param == 4 + 2 + 2 + 2  # checkpointing, reference, the policy's own again
     assert passes_of(run(vllm_importance_sampling_correction=False)).flops_per_param == 4 + 2

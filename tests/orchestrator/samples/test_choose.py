@@ -55,14 +55,14 @@ def test_a_step_is_the_newest_timelines_that_has_it(text: str, step: str) -> Non
         ("9" * 5000, "is not a step"),
     ],
 )
-def test_a_step_that_is_not_there_is_said_with_the_nearest(text: str, says: str) -> None:
+def test_missing_step_is_reported_with_the_nearest(text: str, says: str) -> None:
     with pytest.raises(NoSamples) as error:
         find_step(STEPS, text)
     assert says in str(error.value)
     assert len(str(error.value)) < 300
 
 
-def test_a_step_is_one_after_its_policys_and_its_scorings_are_one(store: Store) -> None:
+def test_step_follows_its_policy_and_its_scorings_are_one(store: Store) -> None:
     assert why_none(store) == "no step has been scored yet"
     store.put("rollouts/0000/00000004-00.json", b"{}")
     assert "could not be stored" in why_none(store)
@@ -92,7 +92,7 @@ def test_a_step_is_one_after_its_policys_and_its_scorings_are_one(store: Store) 
         (Wanted(handed_over=True, search="nowhere"), []),
     ],
 )
-def test_what_is_wanted(wanted: Wanted, found: list[str], store: Store) -> None:
+def test_selected_samples_match_the_request(wanted: Wanted, found: list[str], store: Store) -> None:
     zero = group("the prompt of zero", sample("eine Straße"), handed_over("b"))
     bad = sample("c", 0.0, node="rollout-1-i1", policy="0-3", cut=True)
     one = group("the prompt of one", bad, sample("", None, cut=None, refused="too long"))
@@ -133,7 +133,7 @@ def test_a_link_is_read_as_it_was_printed(timeline: int, step: int, number: int,
     assert Link.parse(str(link)) == link
 
 
-def test_what_is_no_link_is_said() -> None:
+def test_invalid_link_is_reported() -> None:
     for text in ("", "0-1/2", "0-1/2/3/4", "0-1/-2/3", "a" * 9999, "0-1/2/٣"):
         with pytest.raises(NoSamples, match="TIMELINE-STEP/GROUP/INDEX"):
             Link.parse(text)

@@ -79,14 +79,14 @@ def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
         ('{"a":' * 100_000, "recursion"),
     ],
 )
-def test_what_is_no_weather_is_refused_with_what_is_expected(tmp_path: Path, text: str, told: str) -> None:
+def test_invalid_trace_is_refused_with_the_expected_form(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "t"
     file.write_text(text)
     with pytest.raises(InvalidTrace, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
         read_trace(file, 4)
 
 
-def test_all_on_demand_is_and_the_oracle_buys_what_the_run_may() -> None:
+def test_on_demand_run_and_oracle_buy_what_the_run_may() -> None:
     """A trainer on spot costs the baseline what it costs on demand, and the oracle nothing while there is none."""
     run = spec(2)
     run = replace(run, trainer=replace(run.trainer, resources={"use_spot": True}))
@@ -121,11 +121,11 @@ def test_a_run_that_stops_at_its_budget_has_ended() -> None:
     assert tell(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
 
 
-def test_a_run_that_is_asked_to_stop_as_it_ends_has_ended() -> None:
+def test_run_asked_to_stop_at_its_end_has_ended() -> None:
     assert tell(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
 
 
-def test_a_run_on_spot_alone_whose_only_zone_is_lost_for_good_waits_and_breaks_no_promise() -> None:
+def test_spot_only_run_waits_when_its_zone_is_lost_for_good() -> None:
     run = spec(2)
     run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
     assert tell(22, run, weather=market("unclouded", 22, 2)).phase is RunPhase.PARKED

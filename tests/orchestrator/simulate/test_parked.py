@@ -92,7 +92,7 @@ def test_a_day_without_any_rollout_machine_costs_no_trainer() -> None:
 @settings(max_examples=examples(8), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 @example(1)
-def test_no_trouble_in_a_drought_loses_a_step_or_keeps_the_run_from_going_on(seed: int) -> None:
+def test_trouble_in_a_shortage_loses_no_step_and_run_resumes(seed: int) -> None:
     """The safety of every moment holds: one trainer, nothing stored or sealed is lost, no unknown machine."""
     world, random = training(seed), Random(seed)
     made = world.work.stored_step

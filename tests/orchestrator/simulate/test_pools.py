@@ -58,7 +58,7 @@ def test_pooled_markets_offer_zones_and_both_markets() -> None:
     assert len({one.machine for one in market("regions", 5, 4)}) == 2
 
 
-def test_a_launch_goes_where_it_is_pinned_and_is_refused_where_there_is_no_room() -> None:
+def test_pinned_launch_is_refused_where_there_is_no_capacity() -> None:
     there, dear, full = zone("a", 1), zone("b", 2, price=1.5), zone("c", 0)
     found = cloud(there, dear, full)
     assert why(found, order("0", dear.pool)) is None
@@ -71,7 +71,7 @@ def test_a_launch_goes_where_it_is_pinned_and_is_refused_where_there_is_no_room(
     assert [why(found, order(str(node), there.pool)) for node in (2, 3)] == [None, Refusal.NO_CAPACITY]
 
 
-def test_a_launch_that_is_not_pinned_goes_by_price_and_stays_in_the_region() -> None:
+def test_unpinned_launch_goes_by_price_within_the_region() -> None:
     cheap, near, far = zone("a", 0, price=0.5), zone("b", 9), zone("z", 9, price=0.9, region="s")
     found = cloud(cheap, near, far)
     found.launch(order("0", near.pool))
@@ -98,7 +98,7 @@ def test_a_quota_is_its_regions_kinds_and_markets() -> None:
     assert why(found, order("4", zones[1].pool)) is None
 
 
-def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
+def test_held_capacity_is_counted_through_all_changes() -> None:
     weather = market("zone-out", 3, 4)
     found, random = cloud(*weather), Random(1)
     for node in range(300):
@@ -114,10 +114,10 @@ def test_what_is_held_is_counted_whatever_becomes_of_it() -> None:
             case 2 if not box.gone:
                 found.warn(box, random.choice((None, found.time_s + 120.0)))
         there = Counter(one.key for one in found.boxes.values() if one.uses_capacity)
-        assert +found._held == there
+        assert +found.held == there
 
 
-def test_machines_on_demand_are_not_taken_back_and_those_on_spot_are() -> None:
+def test_spot_machines_are_preempted_and_on_demand_are_not() -> None:
     spot, listed = zone("a", 3, 0), replace(zone("a", 3, 0), market=ON_DEMAND)
     found = cloud(spot, listed)
     found.launch(order("0", spot.pool))
@@ -128,7 +128,7 @@ def test_machines_on_demand_are_not_taken_back_and_those_on_spot_are() -> None:
     assert why(found, order("2", listed.pool, ON_DEMAND)) is Refusal.NO_CAPACITY
 
 
-def test_prices_of_pools_are_those_of_the_last_full_hour() -> None:
+def test_pool_prices_are_of_the_last_full_hour() -> None:
     moving = Zone("a", 300.0, (1,), tuple(1.0 + gap / 10 for gap in range(24)), region="r")
     found = cloud(moving)
     found.pass_time(3600.0 + 1500.0)
@@ -142,7 +142,7 @@ def test_no_promise_breaks_where_there_is_a_choice(name: str) -> None:
     tell(4, spec(2), weather=market(name, 4, 2))
 
 
-def test_a_memory_of_pools_leaves_a_zone_that_takes_what_it_gives() -> None:
+def test_pool_memory_leaves_a_zone_that_preempts() -> None:
     """Without one, a machine is bought there again and again."""
     bad = replace(zone("a", 3, price=0.85), losses_an_hour=4.0)
     weather: Weather = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
@@ -165,7 +165,7 @@ def test_the_oracle_knows_regions_quotas_and_speeds() -> None:
     assert oracle(run, (fast, shy), Physics(), Prices(), 1.0) == found
 
 
-def test_spot_hedge_takes_the_cheapest_active_zone_that_it_is_not_in() -> None:
+def test_spot_hedge_takes_cheapest_active_unused_zone() -> None:
     pools = {name: zone(name, 1).pool for name in "abc"}
     offers = [
         PoolOffer(Role.ROLLOUT, pool, usd)
@@ -180,7 +180,7 @@ def test_spot_hedge_takes_the_cheapest_active_zone_that_it_is_not_in() -> None:
     assert next_pool(offers, everywhere - {a.place}, [b, c]) == b
 
 
-def test_spot_hedge_has_zones_on_probation_until_fewer_than_two_are_left() -> None:
+def test_spot_hedge_keeps_zones_on_probation_until_few_remain() -> None:
     offers = [PoolOffer(Role.ROLLOUT, one.pool, 1.0) for one in (zone(name, 1) for name in "abc") if one.pool]
     a, b, c = (one.pool for one in offers)
     no, gave = refused(PoolRecord(a), 1.0, 1.0), came(refused(PoolRecord(a), 1.0, 1.0), 2.0)

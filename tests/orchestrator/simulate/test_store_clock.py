@@ -58,7 +58,7 @@ def test_a_cap_holds_however_far_behind_the_next_host_is(skew_s: float) -> None:
 
 
 @pytest.mark.parametrize("set_by_s", [-YEAR_S, -HOUR_S, HOUR_S, 20 * HOUR_S, YEAR_S])
-def test_a_stores_clock_that_is_set_counts_nothing_that_was_not_spent(set_by_s: float) -> None:
+def test_set_store_clock_counts_no_money_not_spent(set_by_s: float) -> None:
     """A gateway that lived then knows how far it was set; and no host is a year behind."""
     world = run_without_a_daemon(0.0)
     world.store_ahead_s += set_by_s
@@ -67,7 +67,7 @@ def test_a_stores_clock_that_is_set_counts_nothing_that_was_not_spent(set_by_s: 
     assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
 
 
-def test_without_a_gateway_a_stores_clock_that_is_set_by_more_than_a_day_counts_nothing() -> None:
+def test_store_clock_set_by_days_without_gateway_counts_nothing() -> None:
     world = run_without_a_daemon(0.0)
     world.cloud.lose(world.cloud.of(Role.TRAINER)[0])
     world.objects.folders.pop("gateways")

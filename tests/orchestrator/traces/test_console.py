@@ -72,7 +72,7 @@ def test_lines_that_name_their_step(case: str) -> None:
     assert points(f"started\n{line}\n{{'learning_rate': 1e-6}}\n") == {7: values}
 
 
-def test_batches_that_are_counted_anew_in_each_epoch() -> None:
+def test_batches_counted_per_epoch_are_read() -> None:
     line = (
         "Epoch:[{}/2]({}/900), Reward: -1.25, KL_ref: 0.0300, Adv Std: 0.9, Adv Mean: 0.0, Actor Loss: 0.0010, "
         "Avg Response Len: 210.50, Learning Rate: 0.00000030"
@@ -105,13 +105,13 @@ def shown(steps: Iterable[int], every: int, *, redrawn: bool = True, evaluated: 
 @pytest.mark.parametrize("redrawn", [True, False])
 @pytest.mark.parametrize("evaluated", [True, False])
 @pytest.mark.parametrize("every", [1, 25])
-def test_the_step_is_that_of_the_bar_beside_the_dictionary(every: int, evaluated: bool, redrawn: bool) -> None:
+def test_step_is_of_the_progress_bar_next_to_the_dictionary(every: int, evaluated: bool, redrawn: bool) -> None:
     found = points("".join(shown(range(1, 101), every, redrawn=redrawn, evaluated=evaluated)))
     assert list(found) == list(range(every, 101, every))
     assert all(values["kl"] == step / 1000 for step, values in found.items())
 
 
-def test_a_bar_on_a_line_of_its_own_counts_too() -> None:
+def test_bar_on_its_own_line_counts() -> None:
     lines = "".join(f"{{'kl': 0.1}}\n  3%|▎   | {step}/90 [01:00<10:00]\n" for step in (30, 60, 90))
     assert list(points(lines)) == [30, 60, 90]
 

@@ -92,7 +92,7 @@ def test_a_file_that_holds_no_events_is_refused_in_a_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_the_reader_a_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_reader_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_simple(tmp_path, ROWS)
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
     with pytest.raises(NotATrace) as refused:

@@ -49,7 +49,7 @@ def test_values_and_steps_come_through_as_logged() -> None:
         assert [point.values for point in found] == wanted, name
 
 
-def test_what_the_file_says_of_its_steps_is_used() -> None:
+def test_step_numbers_of_the_file_are_used() -> None:
     rows = run(diverges=False, every=10)
     assert trace(state(rows, save_steps=40)).save_steps == 40
     assert trace(state(rows, save_steps=0.1)).save_steps is None
@@ -58,7 +58,7 @@ def test_what_the_file_says_of_its_steps_is_used() -> None:
     assert [point.step for point in points(history)] == [10 * (at + 1) for at in range(30)]
 
 
-def test_no_number_is_told_from_nothing_logged() -> None:
+def test_nan_is_distinguished_from_nothing_logged() -> None:
     in_json = '{"step": 1, "kl": NaN, "loss": 1%s, "grad_norm": null, "reward": 0.5}\n' % ("0" * 400)
     in_python = "{'kl': nan, 'loss': 'inf', 'grad_norm': None, 'reward': np.float64(0.5)}\n"
     ours = to_json(
@@ -94,7 +94,7 @@ def test_rows_of_one_step_share_a_point() -> None:
     assert points(json_lines(prefixed)) == (Point(5, {"kl": 0.1, "reward": 0.5, "eval_reward": 0.7}),)
 
 
-def test_a_new_timeline_replaces_what_it_left() -> None:
+def test_new_timeline_replaces_abandoned_steps() -> None:
     rows = [Row(0, 1, 1.0, 1, {"kl": 0.1}), Row(0, 2, 1.0, 1, {"kl": 9.0}), Row(0, 3, 1.0, 1, {"kl": 9.0})]
     rows += [Row(1, 2, 1.0, 1, {"kl": 0.2})]
     text = b"\n".join(map(to_json, rows)).decode()
@@ -156,19 +156,19 @@ def read_anything(data: bytes, name: str = "file") -> None:
 
 @given(TEXTS)
 @settings(max_examples=300, deadline=None)
-def test_whatever_is_in_a_file_it_is_read_or_refused(scraps: bytes | str) -> None:
+def test_any_file_content_is_read_or_refused(scraps: bytes | str) -> None:
     read_anything(scraps if isinstance(scraps, bytes) else scraps.encode(errors="surrogatepass"))
 
 
 @given(JSONS)
 @settings(max_examples=300, deadline=None)
-def test_whatever_is_in_a_json_document_it_is_read_or_refused(document: Any) -> None:
+def test_any_json_document_is_read_or_refused(document: Any) -> None:
     read_anything(json.dumps(document).encode(), "file.json")
 
 
 @given(st.sampled_from([b"SQLite format 3\0", b"\x1f\x8b", b""]), st.binary(max_size=300))
 @settings(max_examples=100, deadline=None)
-def test_whatever_a_file_claims_to_be_it_is_read_or_refused(magic: bytes, rest: bytes) -> None:
+def test_any_claimed_format_is_read_or_refused(magic: bytes, rest: bytes) -> None:
     read_anything(magic + rest)
     read_anything(magic + rest, "events.out.tfevents.1.host")
 
@@ -184,7 +184,7 @@ def test_all_that_json_lines_hold_is_found_again(rows: list[Mapping[str, float]]
     assert [dict(point.values) for point in points("".join(json.dumps(row) + "\n" for row in rows))] == wanted
 
 
-def test_a_compressed_file_is_read_and_half_of_one_refused(tmp_path: Path) -> None:
+def test_compressed_file_is_read_and_a_cut_one_refused(tmp_path: Path) -> None:
     rows = run(diverges=False)
     packed = gzip.compress(json_lines(rows).encode())
     whole, half = tmp_path / "log.jsonl.gz", tmp_path / "half.gz"

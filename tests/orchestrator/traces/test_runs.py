@@ -37,13 +37,13 @@ def test_a_start_from_before_a_resumed_run_is_another_run() -> None:
 
 
 @pytest.mark.parametrize("back", [2, 50, 99])
-def test_steps_made_again_from_a_checkpoint_replace_all_from_there(back: int) -> None:
+def test_remade_steps_replace_all_from_their_checkpoint(back: int) -> None:
     assert told(rows(range(1, 101), 0.1), rows(range(back, 105), 0.2)) == {
         "": [(step, 0.1 if step < back else 0.2) for step in range(1, 105)]
     }
 
 
-def test_what_a_restart_that_got_less_far_abandoned_is_gone() -> None:
+def test_steps_abandoned_by_a_shorter_restart_are_dropped() -> None:
     assert told(rows(range(1, 101), 9.0), rows(range(50, 61), 0.2))[""][-1] == (60, 0.2)
 
 
@@ -51,7 +51,7 @@ def test_a_start_that_failed_at_once_is_no_run() -> None:
     assert told(rows([1, 2], 0.1), rows(range(1, 9), 0.2)) == {"": [(step, 0.2) for step in range(1, 9)]}
 
 
-def test_what_comes_late_is_added_to_its_step() -> None:
+def test_late_values_are_added_to_their_step() -> None:
     late: list[Row] = [*rows(range(1, 6)), {"step": 1, "reward": 0.5}, {"step": 2, "eval_reward": 0.5}]
     ((name, points),) = runs(Log(late))
     assert (name, len(points)) == ("", 5)
@@ -59,13 +59,13 @@ def test_what_comes_late_is_added_to_its_step() -> None:
     assert points[1].values == {"kl": 0.1, "eval_reward": 0.5}
 
 
-def test_metrics_that_were_written_one_after_the_other_are_of_one_run() -> None:
+def test_metrics_written_in_sequence_are_of_one_run() -> None:
     one_by_one: list[Row] = [*rows(range(1, 6)), *({"step": step, "loss": 0.5} for step in range(1, 6))]
     ((_, points),) = runs(Log(one_by_one))
     assert [dict(point.values) for point in points] == [{"kl": 0.1, "loss": 0.5}] * 5
 
 
-def test_runs_are_told_apart_by_name_wherever_their_rows_are() -> None:
+def test_runs_are_separated_by_name_wherever_their_rows_are() -> None:
     mixed: list[Row] = [{**row, "run": name} for row in rows(range(1, 5)) for name in ("b", "a")]
     again: list[Row] = [{**row, "run": "a"} for row in rows(range(1, 5))]
     assert list(told(mixed)) == ["b", "a"]

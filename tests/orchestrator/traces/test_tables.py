@@ -41,7 +41,7 @@ def exported(axis: str, runs: Sequence[str], metric: str, rows: Sequence[Sequenc
     return out.getvalue()
 
 
-def test_the_least_and_the_greatest_of_a_chart_are_not_its_metric(tmp_path: Path) -> None:
+def test_chart_minimum_and_maximum_are_not_its_metric(tmp_path: Path) -> None:
     text = exported("train/global_step", ["lucky-sun-7"], "train/kl", [(10, 0.1), (20, 0.2)])
     assert told(text, tmp_path) == {"": {10: {"kl": 0.1}, 20: {"kl": 0.2}}}
 
@@ -83,7 +83,7 @@ def test_a_starts_end_is_an_empty_line(tmp_path: Path) -> None:
     assert [(name, list(points)) for name, points in found.items()] == [("#1", [1, 2, 3, 4, 5]), ("#2", [1, 2, 3])]
 
 
-def test_what_is_said_to_be_a_mean_is_read_as_what_it_is_a_mean_of(tmp_path: Path) -> None:
+def test_metric_named_mean_is_read_as_its_base_metric(tmp_path: Path) -> None:
     text = "update,reward_mean,policy_entropy_mean,completion_length_mean,reward_std_mean\n1,0.5,0.3,96,0.2\n"
     assert (
         told(text, tmp_path)[""][1].items()

@@ -38,7 +38,7 @@ def test_state_of_a_slot_is_that_of_its_newest_machine() -> None:
     assert state_of(world, "rollout-0", 200) is S.SERVING
 
 
-def test_what_was_taken_down_was_not_lost() -> None:
+def test_terminated_machine_does_not_count_as_lost() -> None:
     assert phase_state(NodePhase.GONE, NodePhase.TERMINATING) is S.GONE
     for before in (NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING):
         assert phase_state(NodePhase.GONE, before) is S.LOST
@@ -46,7 +46,7 @@ def test_what_was_taken_down_was_not_lost() -> None:
         assert str(phase_state(phase, None)) == str(phase)
 
 
-def test_gateway_adds_what_a_serving_node_does_now() -> None:
+def test_gateway_adds_the_current_rate_of_serving_nodes() -> None:
     leaving = MemberStatus("rollout-0-i1", "b", "h:1", "0-1", False, True, 0, 0.1)
     looks = [
         ([member(serving=False)], S.LOADING),
@@ -62,7 +62,7 @@ def test_gateway_adds_what_a_serving_node_does_now() -> None:
     assert state_now(S.DRAINING, Role.ROLLOUT, [member()]) is S.DRAINING
 
 
-def test_a_machines_rate_is_what_its_engines_counted_between_two_statuses() -> None:
+def test_machine_rate_is_tokens_counted_between_statuses() -> None:
     rates = Rates()
     rates.see(GatewayStatus("b", None, [member(tokens=1000)], up_s=10.0))
     assert rates.by_machine == {}
@@ -95,7 +95,7 @@ def test_a_steps_time_is_split_into_all_of_it() -> None:
     assert split.step_s == pytest.approx(40 / 3)
 
 
-def test_what_was_not_measured_is_not_split() -> None:
+def test_unmeasured_time_is_not_split() -> None:
     assert step_split([row(1, 0.0), row(2, 10.0)]) is None
     assert step_split([]) is None
 

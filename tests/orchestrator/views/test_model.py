@@ -48,7 +48,7 @@ def member(node: str, policy: str | None) -> MemberStatus:
     return MemberStatus(node, "boot", "127.0.0.1:1", policy, policy is not None, False, 0, 0.1)
 
 
-def test_a_store_without_a_run_is_an_error_that_says_so() -> None:
+def test_store_without_a_run_is_a_clear_error() -> None:
     with pytest.raises(NotFound, match="no run in"):
         run_view(Store("memory://views-nothing-here"), T0, None)
 
@@ -90,7 +90,7 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     assert view.events[-1].text == "Run is training: the trainer sent its first heartbeat"
 
 
-def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:
+def test_fetches_of_nodes_are_shown_and_in_the_json() -> None:
     world = World()
     world.starts()
     world.beats(41, 0)
@@ -106,7 +106,7 @@ def test_what_nodes_fetch_is_seen_and_is_in_the_json() -> None:
     assert told[2] == {"name": "fetching the base model", "done_bytes": 52, "total_bytes": 141}
 
 
-def test_of_a_machine_with_several_engines_all_are_seen_in_its_one_line() -> None:
+def test_machine_with_several_engines_has_one_line_for_all() -> None:
     world = World()
     world.starts()
     engines = [replace(member(f"rollout-0-i1.{engine}", "0-10"), engines=3) for engine in range(2)]
@@ -118,7 +118,7 @@ def test_of_a_machine_with_several_engines_all_are_seen_in_its_one_line() -> Non
     assert (second.engines, second.engines_serving) == (1, 1)
 
 
-def test_what_is_not_bought_is_seen_until_it_is_again() -> None:
+def test_purchase_block_is_shown_until_it_ends() -> None:
     world = World()
     world.starts()
     assert look(world, 40).not_bought == ()
@@ -134,7 +134,7 @@ def test_what_is_not_bought_is_seen_until_it_is_again() -> None:
     assert look(world, 44).not_bought == ()
 
 
-def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:
+def test_status_of_a_gateway_gone_with_its_trainer_is_hidden() -> None:
     world = World()
     world.starts()
     status = GatewayStatus("boot", "0-10", [member("rollout-0-i1", "0-10")], requests_waiting=3)
@@ -145,7 +145,7 @@ def test_what_a_gateway_said_that_went_with_its_trainer_is_not_shown() -> None:
     assert [node.policy for node in view.nodes] == [None, None, None]
 
 
-def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
+def test_slow_store_is_shown_while_the_run_continues() -> None:
     world = World()
     world.starts()
     assert not look(world, 11).store_slow
@@ -157,7 +157,7 @@ def test_a_slow_store_is_seen_while_the_run_goes_on() -> None:
     assert not look(world, 17).store_slow
 
 
-def test_a_parked_run_says_for_how_long_and_why_and_nothing_of_a_trainer() -> None:
+def test_parked_run_shows_since_when_and_why_without_trainer() -> None:
     world = World()
     world.starts()
     for step in (1, 2, 3):
@@ -217,7 +217,7 @@ def test_ten_slots_are_in_the_order_of_their_numbers() -> None:
     assert [node.slot for node in look(world, 2).nodes] == ["rollout-0", "rollout-9", "rollout-10"]
 
 
-def test_what_a_restarted_trainer_has_yet_to_make_again_is_not_the_last_value() -> None:
+def test_restarted_trainers_unmade_steps_are_not_the_last_value() -> None:
     world = World()
     for step in range(1, 5):
         world.logs(10.0 * step, step, reward=float(step))
@@ -226,7 +226,7 @@ def test_what_a_restarted_trainer_has_yet_to_make_again_is_not_the_last_value() 
     assert (view.reward, [point.step for point in view.recent]) == (22.0, [1, 2])
 
 
-def test_a_finished_run_is_over_when_nobody_steers_it_any_more() -> None:
+def test_finished_run_is_over_without_a_daemon() -> None:
     world = World()
     world.starts()
     world.happens(20, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
@@ -235,7 +235,7 @@ def test_a_finished_run_is_over_when_nobody_steers_it_any_more() -> None:
     assert look(world, 40).over
 
 
-def test_rehearsed_faults_are_among_the_events_in_the_order_of_time() -> None:
+def test_rehearsed_faults_are_in_time_order_among_events() -> None:
     world = World()
     world.starts()
     world.moves(20.5, "rollout-1-i1", NodePhase.GONE, "preempted")
@@ -291,7 +291,7 @@ def test_the_way_to_a_deadline_is_seen() -> None:
     assert (late.behind, late.nodes) == (True, 0)
 
 
-def test_whether_a_deadline_was_kept_is_seen_once_the_run_is_done() -> None:
+def test_done_run_shows_whether_it_met_its_deadline() -> None:
     for last_s, told in ((140, "met 1:00 min early"), (230, "missed by 30 s")):
         world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
         world.starts()
@@ -303,7 +303,7 @@ def test_whether_a_deadline_was_kept_is_seen_once_the_run_is_done() -> None:
         assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
 
 
-def test_the_money_and_the_split_of_a_step_are_told() -> None:
+def test_cost_and_split_of_a_step_are_shown() -> None:
     """Two nodes at 0.90 USD an hour and a trainer at 7.20 since 1 s; steps of 10 s, 4 s of them on two nodes."""
     world = World()
     world.starts()
@@ -324,7 +324,7 @@ def test_the_money_and_the_split_of_a_step_are_told() -> None:
     assert json.dumps(to_json(view))
 
 
-def test_the_limit_is_above_the_run_s_own_start() -> None:
+def test_limit_is_above_the_runs_own_start() -> None:
     world = World(kl_limit=0.5)
     for step, kl in enumerate((3.0, 3.5, 90.0), start=1):
         assert look(world, step).kl_limit is None
@@ -333,7 +333,7 @@ def test_the_limit_is_above_the_run_s_own_start() -> None:
     assert look(World(kl_limit=None), 1).kl_limit is None
 
 
-def test_what_the_detectors_say_is_seen() -> None:
+def test_detector_findings_are_shown() -> None:
     assert look(World(), 1).health == HealthView()
     world = diverging()
     assert look(world, 40).health == HealthView(Health.WATCH, 9, 7, EVIDENCE[:1])
@@ -399,7 +399,7 @@ def test_a_rollback_is_seen_at_each_of_its_stages(tmp_path: Path) -> None:
     assert (view.rollback, view.rollbacks, view.timeline) == (None, 1, 1)
 
 
-def test_a_run_that_began_anew_has_a_line_of_its_own() -> None:
+def test_run_that_started_over_has_a_line_for_it() -> None:
     world = diverging()
     world.rolls_back(45, Fork(1, None), 10)
     view = look(world, 50)

@@ -74,7 +74,7 @@ def test_status_shows_work_idle_seconds_and_staleness(staleness: int, monkeypatc
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_report_says_what_overlap_gains(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_shows_the_gain_of_overlap(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     report = report_of(world_at(staleness, monkeypatch).store, T0 + 150)
     assert (report.step_timing, report.overlap) == (TIMINGS[staleness], SENTENCES[staleness])
     drawn = text_of(render(report))
@@ -82,7 +82,7 @@ def test_report_says_what_overlap_gains(staleness: int, monkeypatch: pytest.Monk
     assert f"staleness {staleness}" in drawn
 
 
-def test_run_without_nodes_is_not_told_to_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_nodes_gets_no_overlap_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     report = report_of(world_at(0, monkeypatch, replicas=0).store, T0 + 150)
     assert report.overlap is None
     assert "overlap" not in text_of(render(report))
@@ -101,13 +101,13 @@ def test_run_page_has_a_series_of_each(staleness: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_plot_draws_each(staleness: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: dict[str, list[float]] = {}
-    draw = plots._timed
+    draw = plots.draw_timing
 
     def noted(panel: Any, timings: Any, name: str, *args: Any) -> None:
         drawn[name] = [getattr(timing, name) for _, timing in timings]
         draw(panel, timings, name, *args)
 
-    monkeypatch.setattr(plots, "_timed", noted)
+    monkeypatch.setattr(plots, "draw_timing", noted)
     plot_run(world_at(staleness, monkeypatch).store, tmp_path / "run.png")
     timing = TIMINGS[staleness]
     assert set(drawn) == {"generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s"}

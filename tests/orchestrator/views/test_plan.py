@@ -44,7 +44,7 @@ def test_no_line_is_longer_than_the_screen_and_no_table_is_cut(recipe: str) -> N
     assert "…" not in text
 
 
-def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
+def test_question_before_a_run_has_cost_space_and_warnings() -> None:
     spec = spec_of("qwen-32b")
     told = drawn(render_short(plan_of(spec)))
     assert "USD 6.06 an hour, 145.44 a day, about " in told
@@ -57,7 +57,7 @@ def test_what_is_asked_before_a_run_has_dollars_room_and_warnings() -> None:
     assert "warning: trainer.resources.accelerators: training needs" in told
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_page_shows_the_printed_plan() -> None:
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
     example = page.split("```")[1].strip().splitlines()
     prices = PriceList((price("H200", 1, 3.96, 2.38),), {"aws": "2026-11-23"}, {})
@@ -65,7 +65,7 @@ def test_the_page_shows_what_is_printed() -> None:
     assert example == [line.rstrip() for line in printed][: len(example)]
 
 
-def test_a_run_of_which_little_is_known() -> None:
+def test_run_with_little_known_is_planned() -> None:
     spec = spec_of("math-two-gpus")
     strange = replace(spec, trainer=replace(spec.trainer, model="nobody/nothing"))
     told = lines(drawn(render(plan_of(strange))))

@@ -41,7 +41,7 @@ def entries_read(world: World, monkeypatch: pytest.MonkeyPatch, reader: Reader) 
 
 
 @pytest.mark.parametrize("entries", [0, 10, SEGMENT_ENTRIES - 11, SEGMENT_ENTRIES, 2 * SEGMENT_ENTRIES + 3])
-def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: int) -> None:
+def test_late_view_of_a_long_run_equals_one_from_its_start(entries: int) -> None:
     watched = World()
     reader = Reader(watched.store)
     watched.starts()
@@ -60,7 +60,7 @@ def test_a_long_run_looks_like_one_that_was_watched_from_its_beginning(entries: 
     assert len(fresh.history()) == entries + 11
 
 
-def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_long_run_reads_little_and_then_only_news(monkeypatch: pytest.MonkeyPatch) -> None:
     world = long_run(4 * SEGMENT_ENTRIES, every_s=15.0)
     reader = Reader(world.store)
     assert entries_read(world, monkeypatch, reader) <= 2 + 11
@@ -70,7 +70,7 @@ def test_status_of_a_long_run_reads_little_and_then_only_what_is_new(monkeypatch
     assert reader.state.gateway_boot_id == "one more"
 
 
-def test_a_node_that_leaves_as_the_first_thing_that_is_read_is_still_shown() -> None:
+def test_node_leaving_in_the_first_read_entry_is_shown() -> None:
     """Its request lies before what a new Reader begins with."""
     world = long_run(SEGMENT_ENTRIES - 11)  # to the end of a segment
     world.moves(30, "rollout-1-i1", NodePhase.GONE, "preempted")
@@ -109,7 +109,7 @@ def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
     assert [row.step for row in reader.abandoned] == [6, 7, 8, 9, 10]
 
 
-def test_a_second_look_fetches_only_what_can_have_changed(tmp_path: Path) -> None:
+def test_second_look_fetches_only_possible_changes(tmp_path: Path) -> None:
     world = World()
     world.starts()
     for step in range(1, 251):

@@ -107,7 +107,7 @@ def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypat
     assert "more, not counting its traffic (the machines' cloud is unknown)" in " ".join(drawn(report).split())
 
 
-def test_a_run_that_has_ended_costs_no_more_as_time_goes_by(world: World) -> None:
+def test_ended_run_costs_no_more_over_time(world: World) -> None:
     world.happens(190, RunMoved(RunPhase.FINISHED, "the last step"))
     world.moves(191, "trainer-0-i1", NodePhase.TERMINATING)
     first, later = report_of(world.store, T0 + 200), report_of(world.store, T0 + 86400)
@@ -153,7 +153,7 @@ BY_HAND = Fork(
 )
 
 
-def test_the_report_tells_rollbacks(rolled_back: World) -> None:
+def test_report_lists_rollbacks(rolled_back: World) -> None:
     report = report_of(rolled_back.store, T0 + 231)
     assert (report.timeline, report.steps, report.kl_last) == (2, 8, 0.06)
     assert report.reward_last == pytest.approx((0.4 + 0.5 + 0.9 + 0.9 + 1.0) / 5), "of the line, in its order"
@@ -191,7 +191,7 @@ def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
     assert "changed beta 0.04 → 0.1 now is on probation until step 9" in words
 
 
-def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(world: World) -> None:
+def test_passed_rollback_and_one_without_changes_are_reported(world: World) -> None:
     world.rolls_back(183, Fork(1, None, reason="asked [for]"), 10, Cause.USER)
     world.happens(190, ProbationPassed(1, 21))
     report = report_of(world.store, T0 + 191)
@@ -202,7 +202,7 @@ def test_a_rollback_that_has_passed_says_so_and_one_that_changes_nothing_too(wor
     assert "why asked [for] changed only the sampling seeds now has passed its probation" in words
 
 
-def test_a_run_that_gave_up_names_what_is_healthy_and_where_it_is(world: World) -> None:
+def test_abandoned_run_names_its_healthy_weights_and_place(world: World) -> None:
     world.diverges(182, onset_step=7, step=10)
     world.happens(183, HealthyChosen("0-5"), RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
     report = report_of(world.store, T0 + 184)
@@ -265,7 +265,7 @@ def test_a_run_with_little_logged_is_plotted(logged: list[Row], tmp_path: Path) 
 GREY, SHADE, INK = (0xA9, 0xB0, 0xBA), (0xEC, 0xEE, 0xF1), (0x33, 0x3A, 0x45)
 
 
-def test_what_was_abandoned_is_grey_and_the_fork_is_marked(rolled_back: World, tmp_path: Path) -> None:
+def test_abandoned_steps_are_grey_and_the_fork_is_marked(rolled_back: World, tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plot_run(rolled_back.store, path)
     assert count(path, GREY) > 500

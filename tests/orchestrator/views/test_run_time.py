@@ -62,7 +62,7 @@ def renewed(at_s: float, epoch: int = 1, ahead_s: float = 0.0) -> Lease:
 
 
 @pytest.mark.parametrize("off_s", OFF_S)
-def test_a_renewal_that_was_seen_tells_what_time_it_is(off_s: float) -> None:
+def test_observed_renewal_gives_the_time(off_s: float) -> None:
     viewer = Viewer(off_s)
     viewer.looks(10.0, renewed(8.0))
     assert viewer.looks(14.0, renewed(13.0)) == 13.0
@@ -71,7 +71,7 @@ def test_a_renewal_that_was_seen_tells_what_time_it_is(off_s: float) -> None:
     assert viewer.looks(22.0 + HOUR_S, renewed(20.0)) == 21.75 + HOUR_S, "its holder has died"
 
 
-def test_a_renewal_that_may_be_old_tells_only_what_time_it_is_at_least() -> None:
+def test_possibly_old_lease_gives_only_a_lower_bound_of_time() -> None:
     viewer = Viewer()
     assert viewer.looks(HOUR_S, renewed(8.0)) == 2 * HOUR_S, "the first look"
     assert viewer.looks(2 * HOUR_S, renewed(HOUR_S + 10.0)) == 3 * HOUR_S, "nobody looked for an hour"
@@ -79,7 +79,7 @@ def test_a_renewal_that_may_be_old_tells_only_what_time_it_is_at_least() -> None
     assert Viewer(-HOUR_S).looks(20.0, None, told_s=4.0) == 4.0
 
 
-def test_a_holder_whose_clock_was_set_tells_the_time_of_its_journal() -> None:
+def test_holder_with_set_clock_gives_its_journals_time() -> None:
     viewer = Viewer(0.0)
     viewer.looks(10.0, renewed(8.0, ahead_s=HOUR_S))
     assert viewer.looks(14.0, renewed(13.0, ahead_s=HOUR_S)) == HOUR_S + 13.0

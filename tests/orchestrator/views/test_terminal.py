@@ -48,7 +48,7 @@ def line_with(lines: list[str], word: str) -> str:
     return " ".join(next(line for line in lines if line.startswith(word)).split())
 
 
-def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
+def test_view_describes_the_run_in_80_columns(view: RunView) -> None:
     lines = drawn(view)
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
@@ -66,7 +66,7 @@ def test_the_view_says_what_is_going_on_in_80_columns(view: RunView) -> None:
     assert lines[-1].rstrip().endswith("rollout-1-i2 was requested on spot: first")
 
 
-def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
+def test_view_shows_what_is_not_bought_and_why(view: RunView) -> None:
     reason = "3 in a row came to nothing: no work seen within 900 s (`policies.boot_timeout_s`)"
     stopped = StoppedKindView("rollout on spot", reason, T0, T0 + 642, 1)
     lines = drawn(replace(view, not_bought=(stopped,)))
@@ -77,7 +77,7 @@ def test_it_says_what_is_not_bought_and_why(view: RunView) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_it_says_how_to_come_back_when_nobody_steers(view: RunView) -> None:
+def test_view_shows_how_to_resume_without_a_daemon(view: RunView) -> None:
     orphaned = replace(view, daemon=replace(view.daemon, alive=False))
     assert "no controller; run: grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
 
@@ -108,7 +108,7 @@ ROLLBACK = RollbackView(
 )
 
 
-def test_it_says_what_is_off_and_why(view: RunView) -> None:
+def test_view_shows_problems_and_their_reasons(view: RunView) -> None:
     lines = drawn(replace(view, health=WATCHED))
     assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
     at = next(place for place, line in enumerate(lines) if line.startswith("watch "))
@@ -123,7 +123,7 @@ def test_it_says_what_is_off_and_why(view: RunView) -> None:
     )
 
 
-def test_it_says_how_far_a_rollback_is(view: RunView) -> None:
+def test_view_shows_the_progress_of_a_rollback(view: RunView) -> None:
     lines = drawn(replace(view, rollback=ROLLBACK, timeline=1))
     assert "rolling back to checkpoint 0-5" in lines[0]
     assert "step 10 of 40 · timeline 1" in lines[1]
@@ -167,7 +167,7 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert more.split()[:5] == [str(64 - singles), "more:", "spot", str(64 - singles), "running"]
 
 
-def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
+def test_markup_in_foreign_text_is_only_text(view: RunView) -> None:
     wild = replace(view.events[-1], text="took [red]node[/blue]")
     assert any("took [red]node[/blue]" in line for line in drawn(replace(view, events=(wild,))))
     out = io.StringIO()
@@ -176,7 +176,7 @@ def test_markup_in_what_others_wrote_is_only_text(view: RunView) -> None:
     assert out.getvalue().endswith("took [red]node[/blue]\n")
 
 
-def test_only_what_is_new_is_printed(view: RunView) -> None:
+def test_only_news_is_printed(view: RunView) -> None:
     first = changes(None, view)
     assert first[-1].endswith("step 10/40 reward 1 kl 0.1")
     assert len(first) == len(view.events) + 1
@@ -218,16 +218,14 @@ def test_watching_ends_with_the_run_and_waits_between_looks(view: RunView, termi
     assert out.getvalue().count("step 10/40 reward 1") == (0 if terminal else 1)
 
 
-def test_a_terminal_that_cannot_be_drawn_on_gets_lines_while_the_run_goes_on(
-    view: RunView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_terminal_gets_lines_while_the_run_continues(view: RunView, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     out = io.StringIO()
     watch(showing([view]), lambda _: True, Console(width=80, file=out, force_terminal=True))
     assert "step 10/40 reward 1" in out.getvalue()
 
 
-def test_ctrl_c_is_left_to_the_caller_and_the_cursor_comes_back(view: RunView) -> None:
+def test_ctrl_c_reaches_the_caller_and_cursor_returns(view: RunView) -> None:
     out = io.StringIO()
 
     def interrupted(_: float) -> bool:
@@ -266,7 +264,7 @@ def test_negative_last_step_draws_an_empty_bar(view: RunView) -> None:
     assert "━" not in "".join(drawn(replace(view, max_steps=-1)))
 
 
-def test_it_says_how_far_nodes_are_that_come(view: RunView) -> None:
+def test_view_shows_the_progress_of_joining_nodes(view: RunView) -> None:
     stages = [Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000), Stage(ENGINE, 0, 141_000_000_000), Stage(ENGINE)]
     nodes = [replace(view.nodes[1], node=f"rollout-{i}-i1", stage=stage) for i, stage in enumerate(stages)]
     lines = drawn(replace(view, nodes=tuple(nodes)))

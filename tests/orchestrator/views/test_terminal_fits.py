@@ -93,7 +93,7 @@ def test_words_are_cut_between_words(words: str, width: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_a_word_that_is_too_wide_is_broken_and_not_lost(words: str) -> None:
+def test_too_wide_word_is_broken_and_not_lost(words: str) -> None:
     lines = wrap(words, 20, 50)
     assert "".join("".join(lines).split()) == "".join(plain(words).split())
     assert all(cell_len(line) <= 20 for line in lines)

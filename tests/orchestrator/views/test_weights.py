@@ -37,7 +37,7 @@ SPREADS = [
 ]
 
 
-def test_the_newest_is_told_for_one_policy_however_many_are_logged_together() -> None:
+def test_newest_weights_are_shown_for_one_policy() -> None:
     rows = [logged(10, 1, 500.0, 9.0), logged(20, 10, 20.0, 3.0), Row(0, 21, T0 + 21, 1, {"reward": 1.0})]
     assert newest_weights(rows, SPREADS) == WeightsView(
         10, 1000.0 * MIB, 20.0 * MIB, 3.0, 0.25, 3, 2, 3.0, 30 * MIB, 1.5, 6.0, 9.0
@@ -46,7 +46,7 @@ def test_the_newest_is_told_for_one_policy_however_many_are_logged_together() ->
     assert newest_weights([], ()) is None
 
 
-def test_a_run_is_told_by_means_and_medians() -> None:
+def test_weights_are_summarised_by_means_and_medians() -> None:
     view = weights_view([logged(1, 1, 30.0, 4.0), logged(2, 1, 10.0, 2.0)], SPREADS[:2])
     assert view is not None
     assert (view.policies, view.sent_bytes, view.publish_s, view.encode_s) == (2, 20.0 * MIB, 3.0, 0.25)

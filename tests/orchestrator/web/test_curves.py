@@ -33,7 +33,7 @@ def test_every_part_of_a_step_has_a_colour() -> None:
     assert set(re.findall(r'([a-z][a-z ]*)"?: "--', colours)) == set(PARTS)
 
 
-def test_few_steps_are_all_told_as_they_were_logged() -> None:
+def test_few_steps_are_all_shown_as_logged() -> None:
     rows = [Row(0, step, 100.0 * step, 1, {"reward": step / 4}) for step in (1, 2, 4)]
     found = table(rows, "time", 500)
     assert found["x"] == [100.0, 200.0, 400.0]
@@ -55,7 +55,7 @@ def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
     assert sum(found["total_s"].values()) == pytest.approx(8.0 * 9999)
 
 
-def test_rows_of_several_steps_are_told_a_step() -> None:
+def test_rows_of_several_steps_are_shown_per_step() -> None:
     rows = [Row(0, step, 8.0 * step, 1, {GENERATE_S: 20.0}) for step in (0, 5, 10)]
     found = split_table(split(rows), at, 500)
     assert (found["seconds"]["generating"], found["seconds"][TRAINING]) == ([4.0, 4.0], [4.0, 4.0])
@@ -78,7 +78,7 @@ def end(world: World, at_s: float) -> None:
         world.moves(at_s, node, NodePhase.GONE)
 
 
-def test_it_adds_up_to_what_was_spent() -> None:
+def test_costs_add_up_to_the_total() -> None:
     world = run_of()
     world.happens(20, BudgetSet(40.0))
     end(world, 3601)
@@ -92,7 +92,7 @@ def test_it_adds_up_to_what_was_spent() -> None:
     assert dollars["forecast"] is None
 
 
-def test_however_many_machines_there_were_it_is_a_few_hundred_points() -> None:
+def test_curve_has_few_hundred_points_for_any_machine_count() -> None:
     world = run_of()
     for number in range(2, 500):
         world.moves(20 + 10 * number, f"rollout-0-i{number - 1}", NodePhase.GONE)
@@ -103,7 +103,7 @@ def test_however_many_machines_there_were_it_is_a_few_hundred_points() -> None:
         assert column == sorted(column)
 
 
-def test_before_anything_is_asked_for_there_is_nothing() -> None:
+def test_page_is_empty_before_any_request() -> None:
     world = World()
     world.take_over(0)
     dollars = ask(world, "/money?format=json")[0]["over_time"]

@@ -37,7 +37,7 @@ def test_a_lane_for_each_place_and_the_machines_in_it() -> None:
     assert [one["policy"] for one in told["policies"]] == [f"0-{step}" for step in range(1, 13)]
 
 
-def test_what_changed_last_in_view_comes_first() -> None:
+def test_latest_change_in_view_comes_first() -> None:
     world = run_of()
     world.moves(30, "rollout-1-i1", NodePhase.DRAINING)
     world.moves(40, "rollout-0-i1", NodePhase.DRAINING)
@@ -46,7 +46,7 @@ def test_what_changed_last_in_view_comes_first() -> None:
     assert slots(before) == ["trainer-0", "rollout-1", "rollout-0"]
 
 
-def test_the_ended_are_left_out_until_asked_for() -> None:
+def test_ended_machines_are_hidden_until_requested() -> None:
     world = run_of()
     world.moves(40, "rollout-1-i1", NodePhase.GONE)
     without, with_them, second = ask(world, "/lanes", "/lanes?ended=yes", "/lanes?ended=yes&first=1&count=1")
@@ -55,7 +55,7 @@ def test_the_ended_are_left_out_until_asked_for() -> None:
     assert (slots(second), second["total"]) == (["rollout-0"], 3)
 
 
-def test_a_window_in_steps_is_one_of_time() -> None:
+def test_window_in_steps_is_a_window_of_time() -> None:
     world = run_of()
     world.rolls_back(35, FIRST_FORK, from_step=12)
     by_step, begun, forked = ask(
@@ -93,7 +93,7 @@ def test_a_lane_of_hundreds_of_machines_stays_small() -> None:
     assert "rollout-1-i500" in [one["node"] for one in near["machines"]]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_window_is_refused() -> None:
     world = run_of()
     visit(world, *(f"/lanes?{one}" for one in ("count=100000", "ended=1", "first=-1", "from=nan")), status=400)
     visit(world, "/lanes?from=9&to=3")

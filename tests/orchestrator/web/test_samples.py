@@ -44,7 +44,7 @@ def test_groups_filters_and_names_that_last() -> None:
     visit(world, *(f"/samples{path}" for path in missing), status=404)
 
 
-def test_a_run_without_samples_says_so() -> None:
+def test_run_without_samples_reports_it() -> None:
     assert "no step has been scored yet" in visit(run_of(), "/samples")[0]
 
 

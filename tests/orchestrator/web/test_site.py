@@ -106,7 +106,7 @@ def test_the_way_to_a_deadline_is_on_every_page() -> None:
     assert 'class="deadline' not in visit(run_of(), "/")[0]
 
 
-def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
+def test_page_head_shows_problems_and_wanted_nodes() -> None:
     world = run_of()
     for number in range(2, 6):
         world.asks_for(37, f"rollout-{number}-i1")
@@ -128,7 +128,7 @@ def test_the_head_tells_what_is_off_and_how_many_nodes_are_wanted() -> None:
     assert len(drawn) < 20_000
 
 
-def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None:
+def test_head_of_waiting_run_shows_how_to_continue() -> None:
     world = run_of()
     why = "12.00 of `budget.usd` 12 are spent"
     world.happens(40, BudgetReached(12.0, why, "pause"), RunMoved(RunPhase.STOPPING, why))
@@ -137,7 +137,7 @@ def test_of_a_run_that_waits_for_its_user_the_head_says_how_it_goes_on() -> None
     assert told in visit(world, "/")[0]
 
 
-def test_what_others_wrote_is_text() -> None:
+def test_foreign_text_is_escaped() -> None:
     world = run_of()
     world.happens(40, Noticed("reward_hacking", 12, HOSTILE))
     (drawn,) = visit(world, "/")
@@ -167,7 +167,7 @@ def test_nothing_can_be_changed_and_no_other_name_is_answered() -> None:
     browse(run_of(), story)
 
 
-def test_news_arrives_while_one_watches() -> None:
+def test_news_arrives_while_a_page_is_open() -> None:
     world = run_of()
 
     async def story(client: Client) -> None:
@@ -183,20 +183,20 @@ def test_news_arrives_while_one_watches() -> None:
     browse(world, story)
 
 
-def test_look_that_fails_is_told_and_the_next_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_look_is_shown_and_the_next_one_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that one page cannot work with must not leave every page as it was for good."""
     world = run_of()
     monkeypatch.setattr(Watch, "pace_s", 0.0)
 
     async def story(client: Client) -> None:
         with monkeypatch.context() as broken:
-            broken.setattr(Watch, "_look", lambda _: 1 // 0)
+            broken.setattr(Watch, "look", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
         assert "ZeroDivisionError" not in await (await client.get("/")).text()
 
     browse(world, story)
 
 
-def test_a_gateway_beside_slow_steps_does_not_count_as_silent() -> None:
+def test_gateway_next_to_slow_steps_is_not_silent() -> None:
     """What it wrote was written after the look before: that must not be longer ago than it may be."""
     assert LATEST_S + 1 < FRESH_S

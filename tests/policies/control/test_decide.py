@@ -44,7 +44,7 @@ def test_undisturbed_run_finishes_and_returns_every_machine() -> None:
     assert sorted(world.launches) == [("rollout-0-i1", 1), ("rollout-1-i1", 1), ("trainer-0-i1", 1)]
 
 
-def test_looks_are_close_together_only_while_something_has_just_changed() -> None:
+def test_looks_are_close_together_only_after_a_change() -> None:
     """A launch takes minutes, and each look costs requests to the store; a loss is looked at every second."""
 
     def decided() -> Decision:
@@ -76,7 +76,7 @@ def test_lost_rollout_node_is_replaced_under_a_new_name() -> None:
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_preemption_notice_drains_and_asks_for_the_replacement_at_once() -> None:
+def test_preemption_notice_drains_and_requests_replacement() -> None:
     world = until_training(World())
     world.machines["rollout-0-i1"] = replace(world.machines["rollout-0-i1"], notice=True)
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -86,7 +86,7 @@ def test_preemption_notice_drains_and_asks_for_the_replacement_at_once() -> None
     assert not any(isinstance(a, Terminate) for a in decision.actions)  # it may work until it is taken
 
 
-def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None:
+def test_machine_price_is_journalled_once_when_first_seen() -> None:
     world = World(proved=True)
     world.tick()
     bought = Machine(
@@ -106,7 +106,7 @@ def test_what_a_machine_costs_is_journalled_once_when_it_is_first_seen() -> None
     assert (node.market, node.price_usd_per_h) == (Market.ON_DEMAND, 0.8)  # asked for on spot, given on demand
 
 
-def test_a_machine_that_is_only_starting_may_still_be_refused() -> None:
+def test_starting_machine_may_still_be_refused() -> None:
     world = World(proved=True)
     world.tick()
     world.machines["rollout-0-i1"] = Machine("rollout-0-i1", MachineState.STARTING, attempt=0)
@@ -127,7 +127,7 @@ def confirms(world: World) -> list[str]:
     ]
 
 
-def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other() -> None:
+def test_cloud_is_asked_only_about_silent_machines() -> None:
     world = until_training(World())
     assert confirms(world) == []
     world.booted_at_s["rollout-1-i1", 1] = world.now_s + 1000  # out of the membership, up at the cloud
@@ -137,7 +137,7 @@ def test_the_cloud_is_asked_about_a_machine_that_falls_silent_and_about_no_other
     assert confirms(world) == []
 
 
-def test_the_cloud_is_asked_about_a_trainer_whose_heart_stops() -> None:
+def test_cloud_is_asked_about_a_trainer_without_heartbeat() -> None:
     world = until_training(World())
     assert world.beat is not None
     world.now_s = world.beat.beat_at_s + HEARTBEAT_FRESH_S - 0.1
@@ -168,7 +168,7 @@ def test_nothing_is_concluded_when_the_cloud_does_not_answer() -> None:
     assert decision.actions == ()
 
 
-def test_nothing_is_concluded_from_a_gateway_that_is_away_or_young() -> None:
+def test_absent_or_young_gateway_proves_nothing() -> None:
     world = until_training(World())
     away = replace(world.snapshot(), members=None)
     young = replace(world.snapshot(), members={}, gateway=Gateway(age_s=1.0))
@@ -222,7 +222,7 @@ def test_launch_that_no_listing_shows_is_taken_down_with_its_run() -> None:
         (True, False, None, ()),  # a trainer that has only just started: it cannot know yet
     ],
 )
-def test_what_is_journalled_of_a_slow_store(
+def test_slow_store_is_journalled(
     known: bool, says: bool, stored_step: int | None, events: tuple[Event, ...]
 ) -> None:
     world = until_training(World())
@@ -233,7 +233,7 @@ def test_what_is_journalled_of_a_slow_store(
     assert decide(world.state, world.snapshot(), world.spec).events == events
 
 
-def test_a_slow_store_is_told_once_whichever_trainer_or_controller_says_it() -> None:
+def test_slow_store_is_reported_once_by_any_process() -> None:
     world = until_training(World(max_steps=100))
     for slow in (True, False, True, False):
         world.store_slow = slow
@@ -267,7 +267,7 @@ def crash_points(disturb: int) -> list[World]:
 
 
 @pytest.mark.parametrize("disturb", [1, 14, 22])
-def test_a_crash_after_every_event_ends_the_same_and_launches_nothing_twice(disturb: int) -> None:
+def test_crash_after_every_event_ends_same_without_relaunch(disturb: int) -> None:
     cuts = crash_points(disturb)
     assert len(cuts) > 40
     for world in cuts:
@@ -283,9 +283,7 @@ FAULT = st.sampled_from(["lose", "exit", "notice", "refuse", "silence", "crash",
 
 @settings(max_examples=150, deadline=None)
 @given(faults=st.lists(st.tuples(FAULT, st.integers(0, 9)), max_size=60), replicas=st.integers(1, 4))
-def test_random_faults_then_peace_converges_and_never_buys_too_much(
-    faults: list[tuple[str, int]], replicas: int
-) -> None:
+def test_random_faults_converge_without_overbuying(faults: list[tuple[str, int]], replicas: int) -> None:
     world = World(spec(replicas, trainer_restarts=1000))
     for fault, pick in faults:
         names = sorted(n for n, m in world.machines.items() if m.state is MachineState.UP)

@@ -24,7 +24,7 @@ from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command, Stored
 from tests.stand_ins.world import World, spec, with_kl, world_of
 
 
-def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_add_up() -> None:
+def test_second_trip_in_probation_goes_further_back_with_changes() -> None:
     world = world_of({0: (13, 9), 1: (11, 9)})
     world.until(lambda w: len(w.begun) == 2)
     first, second = world.begun
@@ -36,7 +36,7 @@ def test_a_second_trip_in_the_probation_goes_one_further_back_and_the_changes_ad
     assert world.state.timeline == 2
 
 
-def test_a_second_trip_after_the_probation_goes_to_the_new_timelines_own_checkpoint() -> None:
+def test_second_trip_after_probation_uses_own_checkpoint() -> None:
     world = world_of({0: (13, 9), 1: (30, 27)}, budget=RollbackBudget(recent_steps=5))
     world.run()
     first, second = world.begun
@@ -45,7 +45,7 @@ def test_a_second_trip_after_the_probation_goes_to_the_new_timelines_own_checkpo
     assert second.fork.skipped == (Skipped(1, 27, 30),), "what has passed its probation sees all prompts again"
 
 
-def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -> None:
+def test_run_without_checkpoint_before_onset_pauses() -> None:
     world = world_of({0: (5, 2)})
     world.save_steps = 3
     world.run()
@@ -68,7 +68,7 @@ def test_with_no_checkpoint_from_before_the_onset_the_run_waits_for_a_person() -
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
+def test_unlisted_checkpoint_still_counts_as_stored_once() -> None:
     world = world_of({0: (5, 2)})
     world.until(lambda w: w.state.diverged is not None)
     snapshot = replace(world.snapshot(), store=Stored(checkpoints=(), ever_stored=True))
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_is_listed_no_longer_was_one_all_the_same() -> None:
     assert [event.phase for event in events if isinstance(event, RunMoved)] == [RunPhase.PAUSED]
 
 
-def test_a_trip_before_the_first_checkpoint_begins_the_run_anew() -> None:
+def test_trip_before_the_first_checkpoint_starts_over() -> None:
     world = world_of({0: (5, 2), 1: (9, 8)})
     world.save_steps = 7
     world.until(lambda w: len(w.begun) == 2)
@@ -108,7 +108,7 @@ def test_the_budget_within_so_many_steps_ends_the_run() -> None:
     assert "rolled back 2 times within 500 steps" in world.state.reason
 
 
-def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
+def test_whole_budget_counts_over_any_steps_between() -> None:
     trips = {0: (10, 8), 1: (20, 18), 2: (30, 28), 3: (38, 36)}
     world = world_of(trips, budget=RollbackBudget(recent=9, recent_steps=1))
     world.run()
@@ -117,7 +117,7 @@ def test_the_whole_budget_counts_whatever_the_steps_between() -> None:
     assert "the limit of policies.kl.budget.total" in world.state.reason
 
 
-def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
+def test_run_abandoned_without_checkpoint_ends() -> None:
     world = world_of({0: (3, 1)}, budget=RollbackBudget(total=0))
     world.save_steps = 10
     world.run()
@@ -126,7 +126,7 @@ def test_a_run_that_gives_up_without_any_checkpoint_ends_all_the_same() -> None:
     assert not world.exports
 
 
-def test_an_export_that_the_controller_did_not_live_to_see_is_requested_again() -> None:
+def test_export_interrupted_by_controller_death_is_repeated() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=0))
     while world.state.phase is not RunPhase.GAVE_UP:
         world.tick(journal_only=world.decides(HealthyChosen))
@@ -150,7 +150,7 @@ def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_alert_tells_once_and_lets_it_run() -> None:
+def test_alert_notifies_once_and_lets_the_run_continue() -> None:
     world = world_of({0: (13, 9)}, action="alert")
     world.guarded = False  # as the trainer's guard is with this action
     world.run()
@@ -159,7 +159,7 @@ def test_alert_tells_once_and_lets_it_run() -> None:
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_the_command_names() -> None:
+def test_manual_rollback_uses_the_commands_target_and_changes() -> None:
     world = world_of({})
     world.until(lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
@@ -175,7 +175,7 @@ def test_a_rollback_by_hand_takes_the_target_and_the_changes_that_the_command_na
     assert world.timelines["trainer-0-i1", 2] == 1
 
 
-def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> None:
+def test_manual_rollback_to_a_retired_target_begins_nothing() -> None:
     world = world_of({})
     world.until(lambda w: w.steps >= 9)
     world.commands = [Command("c1", "rollback", "0-3")]
@@ -186,7 +186,7 @@ def test_a_rollback_by_hand_to_what_was_retired_meanwhile_begins_nothing() -> No
     assert world.state.phase is RunPhase.FINISHED
 
 
-def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None:
+def test_manual_rollback_goes_to_start_or_newest_checkpoint() -> None:
     for asked, start in (("start", None), (None, "0-8")):
         world = world_of({})
         world.until(lambda w: w.steps >= 9)
@@ -196,7 +196,7 @@ def test_a_rollback_by_hand_goes_to_the_start_or_the_newest_checkpoint() -> None
         assert world.begun[0].fork.changes["beta"] == 0.08
 
 
-def test_a_person_who_steps_in_renews_the_budget() -> None:
+def test_users_rollback_renews_the_budget() -> None:
     world = world_of({0: (13, 9)}, budget=RollbackBudget(total=1))
     world.until(lambda w: bool(w.of(FleetMoved)))
     world.commands = [Command("c1", "rollback", "0-4", {"beta": 0.5})]
@@ -229,7 +229,7 @@ def test_a_finished_run_does_not_go_back() -> None:
     assert not world.begun
 
 
-def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_a_person() -> None:
+def test_out_of_memory_keeps_objective_first_and_then_pauses() -> None:
     grpo = {"num_generations": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     world = World(spec=replace(with_kl(), grpo={**grpo, "gradient_checkpointing": False}), max_steps=40)
     while world.state.phase is not RunPhase.PAUSED:
@@ -261,7 +261,7 @@ def test_out_of_memory_keeps_the_objective_as_long_as_it_can_and_then_waits_for_
     assert isinstance(world.begun[3].fork.changes["max_completion_length"], int), "as the node's TRL wants it"
 
 
-def test_out_of_memory_where_the_lines_checkpoints_are_gone_waits_for_a_person() -> None:
+def test_out_of_memory_without_checkpoints_pauses() -> None:
     world = world_of({})
     world.until(lambda w: w.steps >= 5)
     world.exit("trainer-0-i1", exit_codes.OUT_OF_MEMORY)
@@ -286,7 +286,7 @@ def test_nothing_is_decided_while_the_checkpoints_are_not_known() -> None:
     assert world.begun
 
 
-def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back_later() -> None:
+def test_run_without_readable_catalog_pauses_until_rollback() -> None:
     world = world_of({0: (13, 9)})
     world.looking = False
     world.until(lambda w: w.state.diverged is not None)
@@ -305,7 +305,7 @@ def test_without_a_catalog_that_can_be_read_the_run_pauses_and_can_be_taken_back
     assert world.begun[0].fork.start == "0-8"
 
 
-def test_prompts_are_kept_where_run_yaml_says_so() -> None:
+def test_prompts_are_kept_if_configured() -> None:
     world = world_of({0: (13, 9)}, on_rollback=OnRollback(skip_prompts=False, beta_factor=1.0))
     world.run()
     assert world.begun[0].fork.skipped == ()
@@ -322,7 +322,7 @@ def test_no_rollback_begins_in_a_run_that_ends() -> None:
     assert RunMoved(RunPhase.STOPPED, "every machine is gone") in world.of(RunMoved)
 
 
-def test_what_a_tripped_guard_still_stores_may_be_the_target() -> None:
+def test_checkpoint_stored_by_tripped_guard_may_be_target() -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: w.state.diverged is not None)
     working = replace(world.machines["trainer-0-i1"], exit_code=None)

@@ -36,7 +36,7 @@ STAGES: list[type[Event]] = [
 ]
 
 
-def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> None:
+def test_diverging_run_returns_before_onset_and_finishes() -> None:
     world = world_of({0: (13, 9)})
     world.run()
     assert world.state.phase is RunPhase.FINISHED
@@ -50,7 +50,7 @@ def test_a_run_that_diverges_goes_back_to_before_the_onset_and_finishes() -> Non
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
 
-def test_what_is_journalled_before_the_trip_and_at_it() -> None:
+def test_watch_and_trip_are_journalled() -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: bool(w.begun))
     watched, diverged = world.of(DivergenceWatched, Diverged)
@@ -58,7 +58,7 @@ def test_what_is_journalled_before_the_trip_and_at_it() -> None:
     assert diverged == Diverged(0, 13, 9, ("KL 9",), "trainer")
 
 
-def test_what_was_watched_and_passes_is_told() -> None:
+def test_passed_watch_is_journalled() -> None:
     world = world_of({0: (10**6, 9)})
     world.until(lambda w: w.state.watched is not None)
     world.trips = {}
@@ -68,7 +68,7 @@ def test_what_was_watched_and_passes_is_told() -> None:
     assert not world.begun
 
 
-def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> None:
+def test_unaware_trainer_is_stopped_by_the_controller() -> None:
     world = world_of({0: (13, 9)})
     world.guarded = False
     world.run()
@@ -81,7 +81,7 @@ def test_a_trainer_that_cannot_tell_is_stopped_by_what_the_controller_sees() -> 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("act", [True, False], ids=["acted", "not-acted"])
-def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: type[Event], act: bool) -> None:
+def test_controller_dying_at_any_stage_is_continued(stage: type[Event], act: bool) -> None:
     world = world_of({0: (13, 9)})
     while not world.of(stage):
         if world.tick(journal_only=not act and bool(world.decides(stage))):
@@ -99,7 +99,7 @@ def test_a_controller_that_dies_at_any_stage_is_continued_by_the_next(stage: typ
 
 @pytest.mark.parametrize("stage", STAGES[:-1])
 @pytest.mark.parametrize("who", [Role.TRAINER, Role.ROLLOUT])
-def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stage: type[Event], who: Role) -> None:
+def test_machine_lost_at_any_stage_does_not_change_the_end(stage: type[Event], who: Role) -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: bool(w.of(stage)))
     for name in world.up(who):
@@ -111,7 +111,7 @@ def test_a_machine_that_is_lost_at_any_stage_changes_nothing_of_the_outcome(stag
     assert (world.beat.timeline, world.beat.step) == (1, 40)
 
 
-def test_the_fork_is_in_the_store_before_a_trainer_is_launched_on_it() -> None:
+def test_fork_is_stored_before_a_trainer_starts_on_it() -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: w.decides(RollbackBegun))
     decision = decide(world.state, world.snapshot(), world.spec)

@@ -151,7 +151,7 @@ def test_there_is_a_target_at_most_one_doubling_too_old(
         run.check(at.step + 1)
 
 
-def test_what_a_rollback_left_and_may_need_next_is_there_until_its_probation_has_passed() -> None:
+def test_checkpoints_for_next_rollback_stay_through_probation() -> None:
     run = Run(10, 1, CheckpointsSpec(keep_last=1))
     run.trains(1000)
     run.uploads(100)

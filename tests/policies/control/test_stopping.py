@@ -26,7 +26,7 @@ def test_down_stops_everything_and_is_taken_once() -> None:
     assert [e.phase for e in moves] == [RunPhase.TRAINING, RunPhase.STOPPING, RunPhase.STOPPED]
 
 
-def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
+def test_down_gives_the_trainer_time_to_store() -> None:
     """The rollout nodes go at once, and the trainer as soon as it has ended: not before, and not much later."""
     world = until_training(World(storing_s=40.0))
     world.commands.append(Command("c1", "down"))
@@ -43,7 +43,7 @@ def test_down_gives_the_trainer_the_time_to_store_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("case", ["hangs", "hangs silently", "is asked not to wait", "has no word yet"])
-def test_down_does_not_wait_for_what_does_not_come(case: str) -> None:
+def test_down_does_not_wait_for_unavailable_data(case: str) -> None:
     world = World(storing_s=10_000.0)
     if case == "has no word yet":
         while not world.machines:
@@ -79,9 +79,7 @@ def test_down_does_not_wait_for_what_does_not_come(case: str) -> None:
         (Budget(usd=10.0), None),  # for less than an hour, and the quarter of one that is kept for its end
     ],
 )
-def test_down_waits_for_a_checkpoint_as_long_as_it_gets_on_and_the_budget_lasts(
-    budget: Budget, stored_at_s: float | None
-) -> None:
+def test_down_waits_for_progressing_checkpoint_within_budget(budget: Budget, stored_at_s: float | None) -> None:
     world = until_training(World(storing_s=3600.0))
     world.spec = replace(world.spec, budget=budget)
     world.journal((MachineBought("trainer-0-i1", Market.ON_DEMAND, "here", 8.0, 8.0),))
@@ -102,7 +100,7 @@ def test_down_waits_for_a_checkpoint_as_long_as_it_gets_on_and_the_budget_lasts(
     assert least_s <= took_s < most_s
 
 
-def test_down_waits_no_longer_for_a_checkpoint_that_has_stood_still() -> None:
+def test_down_stops_waiting_for_a_stalled_checkpoint() -> None:
     world = until_training(World(storing_s=10_000.0))
     world.commands.append(Command("c1", "down"))
     world.tick()
@@ -116,7 +114,7 @@ def test_down_waits_no_longer_for_a_checkpoint_that_has_stood_still() -> None:
     assert 1200.0 + STOP_WAIT_S <= world.now_s - began_s < 1200.0 + STOP_WAIT_S + 10.0
 
 
-def test_a_trainer_is_asked_until_it_says_that_it_leaves() -> None:
+def test_trainer_is_asked_to_stop_until_it_is_leaving() -> None:
     world = until_training(World())
     asked = AskToStop("trainer-0-i1", 1)
     world.commands.append(Command("c1", "down"))

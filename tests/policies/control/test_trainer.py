@@ -39,7 +39,7 @@ def test_trainer_exit_restarts_its_work_on_the_same_machine() -> None:
         (1, RunPhase.TRAINING),
     ],
 )
-def test_what_the_trainers_exit_code_decides(code: int, phase: RunPhase) -> None:
+def test_trainers_exit_code_decides_what_follows(code: int, phase: RunPhase) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", code)
     world.tick()
@@ -122,7 +122,7 @@ def test_same_last_line_after_a_step_is_tried_again() -> None:
     assert (world.state.phase, world.machines) == (RunPhase.FAILED, {})
 
 
-def test_a_trainers_machine_that_is_unfit_is_replaced_and_so_many_of_them_fail_the_run() -> None:
+def test_unfit_trainer_machines_are_replaced_until_run_fails() -> None:
     """A GPU falls off the bus, or a mirror that the set-up needs is away, in the middle of a run."""
     world = until_training(World(spec(trainer_restarts=3)))
     world.exit("trainer-0-i1", exit_codes.UNFIT_MACHINE)
@@ -152,7 +152,7 @@ def test_progress_between_failures_forgives_them() -> None:
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> None:
+def test_drained_trainer_machine_ends_once_successor_trains() -> None:
     world = until_training(World(max_steps=10**6))
     world.notice("trainer-0-i1")
     decision = decide(world.state, world.snapshot(), world.spec)
@@ -164,7 +164,7 @@ def test_a_drained_trainers_machine_goes_back_once_its_successor_trains() -> Non
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had() -> None:
+def test_drained_trainer_continues_while_none_is_available() -> None:
     """Its cloud takes nothing, and has nothing: a machine that trains is not returned for a notice."""
     world = until_training(World(max_steps=10**6))
     world.refusing = True
@@ -178,7 +178,7 @@ def test_a_drained_trainer_goes_on_while_no_other_is_to_be_had() -> None:
     assert world.up(Role.TRAINER) != ["trainer-0-i1"]
 
 
-def test_a_drained_trainers_machine_without_a_trainer_goes_back() -> None:
+def test_drained_machine_without_a_trainer_is_released() -> None:
     world = until_training(World(max_steps=10**6))
     world.notice("trainer-0-i1")
     world.tick()
@@ -196,7 +196,7 @@ def test_a_drained_trainers_machine_without_a_trainer_goes_back() -> None:
 
 @pytest.mark.parametrize(("heard_s", "given_up"), [(2.0, False), (1000.0, True)])
 @pytest.mark.parametrize("for_s", [1000.0, MACHINE_LOST_S + 5.0])
-def test_so_is_one_that_begins_again(heard_s: float, given_up: bool, for_s: float) -> None:
+def test_restarting_trainer_is_released_if_gateway_is_heard(heard_s: float, given_up: bool, for_s: float) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", exit_codes.FAILED)
     while world.state.nodes["trainer-0-i1"].attempt == 1:

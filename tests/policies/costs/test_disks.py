@@ -46,7 +46,7 @@ def test_disks_of_real_sizes(cloud: str, tier: str | None, gb: int, usd_a_month:
     assert price * MONTH_H == pytest.approx(usd_a_month)
 
 
-def test_what_no_list_has_is_not_known_and_ones_own_disks_are_free() -> None:
+def test_unlisted_disk_is_unknown_and_own_disk_is_free() -> None:
     assert disk_usd_per_h("runpod", None, 256) is None
     assert disk_usd_per_h("azure", "ultra", 256) is None  # SkyPilot has none there
     assert disk_usd_per_h("kubernetes", None, 256) == 0.0
@@ -65,7 +65,7 @@ def test_a_machine_that_has_come_has_the_disk_of_its_place() -> None:
     assert disks.usd_per_h(run, Role.ROLLOUT, at("aws", "eu-west-1")) == dearest  # never nothing
 
 
-def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one_there() -> None:
+def test_dearest_possible_disk_counts_or_the_one_of_its_pool() -> None:
     run = on({"disk_size": "1TB", "any_of": [{"infra": "aws/us-east-1"}, {"infra": "gcp", "disk_tier": "low"}]})
     aws, gcp = disk_usd_per_h("aws", None, 1024), disk_usd_per_h("gcp", "low", 1024)
     assert aws is not None
@@ -78,7 +78,7 @@ def test_the_dearest_disk_that_a_machine_may_have_counts_and_in_its_pool_the_one
     assert disks.usd_per_h(replace(anywhere, cloud="local"), Role.ROLLOUT, None) == 0.0
 
 
-def test_a_disk_without_a_price_is_told() -> None:
+def test_disk_without_a_price_is_reported() -> None:
     run = on({"infra": "aws"}, {"any_of": [{"infra": "lambda"}, {"infra": "aws"}]})
     assert disks.unknown(run) == ["lambda"]
     assert "disks at lambda (price unknown)" in not_counted(run)

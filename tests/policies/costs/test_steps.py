@@ -34,7 +34,7 @@ def test_one_h200_trains_and_spot_pairs_generate(b_over_a: float, nodes: int) ->
 
 
 @pytest.mark.parametrize(("ahead_s", "nodes"), [(0.0, 4), (59.0, 3)])
-def test_overlapped_generation_gets_no_nodes_that_shorten_nothing(ahead_s: float, nodes: int) -> None:
+def test_overlapped_generation_adds_no_useless_nodes(ahead_s: float, nodes: int) -> None:
     """A step is 60 s of training beside 240 node-seconds: 4 nodes make both alike.
 
     Where one completion is 59 s, 240 do, but from sqrt(1.664 * 240 / 59) = 2.6 on more cost more than they save.
@@ -45,7 +45,7 @@ def test_overlapped_generation_gets_no_nodes_that_shorten_nothing(ahead_s: float
     assert best_count(shape, H200_AND_SPOT_PAIR, 1, 64) == nodes
 
 
-def test_a_step_on_one_h200_and_a_spot_pair_costs_what_both_cost_for_its_seconds() -> None:
+def test_step_on_h200_and_spot_pair_costs_both_for_its_time() -> None:
     assert usd_a_step(StepShape(60, 240), H200_AND_SPOT_PAIR, 2) == pytest.approx((3.96 + 2 * 2.38) * 180 / 3600)
 
 
@@ -65,7 +65,7 @@ def test_without_prices_there_is_no_optimum_and_all_are_wanted() -> None:
         optimum(StepShape(60, 60), unknown)
 
 
-def test_where_nothing_is_generated_the_fewest_do_and_where_nothing_else_is_done_the_most() -> None:
+def test_no_generation_takes_fewest_nodes_and_only_it_the_most() -> None:
     assert best_count(StepShape(60, 0), H200_AND_SPOT_PAIR, 1, 4) == 1
     assert best_count(StepShape(0, 60), H200_AND_SPOT_PAIR, 1, 4) == 4
     assert best_count(StepShape(60, 60), H200_AND_SPOT_PAIR, 0, 4) == 1
@@ -77,7 +77,7 @@ def made(nodes: int, tail_s: float = 0.0, shared: float = 240.0, tokens: float =
     return MeasuredStep(60 + generated_s, generated_s, nodes, tokens)
 
 
-def test_nothing_is_told_from_a_step_or_two() -> None:
+def test_nothing_is_concluded_from_one_or_two_steps() -> None:
     assert shape_of([made(4)] * (ENOUGH - 1)) is None
 
 
@@ -87,13 +87,13 @@ def test_with_one_size_of_fleet_all_generation_is_shared() -> None:
     assert [shape.fixed_s, shape.generation_node_s] == pytest.approx([60, 4 * 90])
 
 
-def test_with_unlike_sizes_the_tail_is_told_from_what_is_shared() -> None:
+def test_tail_and_shared_generation_are_separated_by_sizes() -> None:
     shape = shape_of([*[made(4, tail_s=30)] * 5, *[made(2, tail_s=30)] * 5])
     assert shape is not None
     assert [shape.fixed_s, shape.generation_node_s] == pytest.approx([90, 240])
 
 
-def test_completions_that_grow_are_no_reason_to_think_that_fewer_nodes_are_slow() -> None:
+def test_growing_completions_do_not_make_nodes_look_slow() -> None:
     shape = shape_of([*[made(4, tail_s=30)] * 30, *[made(2, tail_s=30, tokens=3e5)] * 20])
     assert shape is not None
     assert [shape.fixed_s, shape.generation_node_s] == pytest.approx([60 + 3 * 30, 3 * 240])
@@ -108,6 +108,6 @@ def test_neither_part_is_ever_negative(slower: MeasuredStep) -> None:
     assert shape.generation_node_s == 0 or shape == StepShape(60, shape.generation_node_s)
 
 
-def test_one_step_in_ten_that_stood_still_for_an_hour_changes_nothing() -> None:
+def test_one_stalled_step_in_ten_changes_nothing() -> None:
     still = MeasuredStep(3720, 60, 4, 1e5)
     assert shape_of([*[made(4)] * 9, still] * 2) == shape_of([made(4)] * 20)

@@ -48,7 +48,7 @@ def test_a_step_of_32_billion_parameters_to_eight_nodes(store: Place, usd: float
     assert use.fetched_bytes == 8 * POLICY
 
 
-def test_a_checkpoint_every_hundred_steps_is_a_hundredth_of_it_with_each() -> None:
+def test_checkpoint_every_100_steps_costs_a_hundredth() -> None:
     """394 GB in float32: 12 bytes a parameter; half of that where it is trained in bfloat16."""
     assert checkpoint_bytes(POLICY, saving(1)) == pytest.approx(393.6 * GB)
     in_half = replace(saving(1), grpo={"model_init_kwargs": {"dtype": "bfloat16"}})
@@ -68,7 +68,7 @@ def test_deltas_cost_a_hundredth_and_a_node_that_joins_the_whole() -> None:
     assert tariff.usd(of_fetch(POLICY)) == pytest.approx(1.31, rel=0.01)
 
 
-def test_a_day_of_steering_costs_two_dollars_of_requests_and_with_a_thousand_nodes_less_than_four() -> None:
+def test_day_of_controlling_costs_few_dollars_of_requests() -> None:
     usd = {machines: tariff_of(EAST, EAST).usd(of_control(86400.0, machines)) for machines in (9, 101, 1001)}
     assert usd == pytest.approx({9: 2.04, 101: 2.21, 1001: 3.16}, abs=0.01)
     assert tariff_of(Place("local"), EAST).usd(of_control(86400.0, 9)) == 0.0
@@ -100,7 +100,7 @@ def test_run_costs_its_steps_its_machines_starts_and_steering() -> None:
         (Place(""), EAST, "its provider is unknown"),
     ],
 )
-def test_tariff_without_a_price_says_why(store: Place, machine: Place, told: str) -> None:
+def test_tariff_without_a_price_gives_the_reason(store: Place, machine: Place, told: str) -> None:
     tariff = tariff_of(store, machine)
     assert told in tariff.why
     assert tariff.sent_usd_per_gb is None

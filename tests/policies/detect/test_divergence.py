@@ -107,7 +107,7 @@ HEALTHY: dict[str, tuple[list[Point], bool]] = {
 
 
 @pytest.mark.parametrize(("points", "unwatched"), HEALTHY.values(), ids=HEALTHY)
-def test_what_does_not_trip(points: list[Point], unwatched: bool) -> None:
+def test_healthy_runs_do_not_trip(points: list[Point], unwatched: bool) -> None:
     found = {verdict.health for verdict in verdicts(points)}
     assert Health.TRIPPED not in found
     assert found == {Health.HEALTHY} or not unwatched
@@ -184,7 +184,7 @@ DIVERGING: dict[str, tuple[list[Point], int]] = {
 
 
 @pytest.mark.parametrize(("points", "within"), DIVERGING.values(), ids=DIVERGING)
-def test_what_trips_and_how_soon(points: list[Point], within: int) -> None:
+def test_diverging_runs_trip_in_time(points: list[Point], within: int) -> None:
     found = trip(points)
     assert found.tripped_step is not None
     assert found.onset_step is not None
@@ -226,11 +226,11 @@ BORN_BROKEN: dict[str, tuple[list[Point], int | None]] = {
 
 
 @pytest.mark.parametrize(("points", "tripped_step"), BORN_BROKEN.values(), ids=BORN_BROKEN)
-def test_what_is_born_broken_needs_no_past(points: list[Point], tripped_step: int | None) -> None:
+def test_run_broken_from_its_start_needs_no_past(points: list[Point], tripped_step: int | None) -> None:
     assert verdicts(points)[-1].tripped_step == tripped_step
 
 
-def test_run_that_never_begins_to_learn_trips_within_a_hundred_points() -> None:
+def test_run_that_never_learns_trips_within_hundred_points() -> None:
     mute = run(100, kl=None, reward=always(0.02), completions__clipped_ratio=ALL, frac_reward_zero_std=ALL)
     assert 40 < (trip(mute).tripped_step or 0) < 100
 
@@ -353,13 +353,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("stays", "trips"), PAIRS.values(), ids=PAIRS)
-def test_what_makes_the_difference(stays: dict[str, Any], trips: dict[str, Any]) -> None:
+def test_signals_that_separate_a_trip_from_none(stays: dict[str, Any], trips: dict[str, Any]) -> None:
     assert ends(run(**stays)) is not Health.TRIPPED
     assert ends(run(**trips)) is Health.TRIPPED
 
 
 @pytest.mark.parametrize("changed", [{"kl": SMALL_KL}, lost(0.35)], ids=["KL", "reward"])
-def test_what_left_its_past_long_before_has_nothing_to_do_with_it(changed: dict[str, Any]) -> None:
+def test_drift_long_before_is_not_the_onset(changed: dict[str, Any]) -> None:
     for earlier, trips in ((40, False), (0, True)):
         entropy = after(ONSET - earlier, level(0.6, 0.05), level(0.01, 0.05))
         assert (ends(run(ONSET + 35, **{**changed, "entropy": entropy})) is Health.TRIPPED) == trips
@@ -373,7 +373,7 @@ def test_few_points_of_many_steps_each_do_as_well(gap: int, then: Metric) -> Non
     assert ONSET - 8 * gap <= found.onset_step <= ONSET
 
 
-def test_users_limit_is_above_the_runs_own_start_and_holds_for_a_plateau() -> None:
+def test_users_limit_counts_from_start_and_holds_for_plateau() -> None:
     plateau = run(1200, kl=lambda step: 2.0 + 0.9 * (1 - math.exp(-step / 300)))
     assert verdicts(plateau, 1.0)[-1].health is Health.HEALTHY
     found = trip(plateau, 0.7)
@@ -384,7 +384,7 @@ def test_users_limit_is_above_the_runs_own_start_and_holds_for_a_plateau() -> No
     assert verdicts(spiked, 0.5)[-1].health is Health.HEALTHY
 
 
-def test_what_confirms_makes_it_trip_sooner() -> None:
+def test_confirming_signal_makes_it_trip_sooner() -> None:
     ramp = growing(0.08, 12)
     alone, fallen = trip(run(kl=ramp)), after(ONSET + 10, always(0.6), always(0.02))
     one = trip(run(kl=ramp, reward=fallen))
@@ -399,7 +399,7 @@ def test_what_confirms_makes_it_trip_sooner() -> None:
 @pytest.mark.parametrize(
     "off", [{"reward": LOST}, {"kl": after(ONSET, level(0.01), level(0.6))}], ids=["reward", "KL"]
 )
-def test_one_thing_alone_is_watched_and_says_since_when(off: dict[str, Metric]) -> None:
+def test_single_signal_is_watched_with_its_onset(off: dict[str, Metric]) -> None:
     found = verdicts(run(ONSET + 36, 1, **off))
     assert {verdict.health for verdict in found[: ONSET - 1]} == {Health.HEALTHY}
     watched = [verdict for verdict in found if verdict.health is Health.WATCH]
@@ -419,7 +419,7 @@ def test_watching_ends_with_the_recovery() -> None:
     assert found[-1] == Verdict(step=STEPS)
 
 
-def test_what_comes_and_goes_is_watched_as_one() -> None:
+def test_intermittent_signal_is_watched_as_one() -> None:
     found = verdicts(run(250, kl=lambda step: 0.6 if step > ONSET and step % 14 < 10 else 0.01))
     watched = [verdict for verdict in found if verdict.health is Health.WATCH]
     assert [verdict.step for verdict in watched] == [*range(watched[0].step, 251)]
@@ -427,14 +427,14 @@ def test_what_comes_and_goes_is_watched_as_one() -> None:
     assert ONSET - 20 <= onsets[-1] <= onsets[0] <= ONSET + 1
 
 
-def test_onset_is_that_of_the_first_thing_when_another_takes_over() -> None:
+def test_onset_is_that_of_the_first_signal_when_two_overlap() -> None:
     kl = after(235, level(0.01), level(0.6))
     found = verdicts(run(reward=between(200, 240, always(0.6), always(0.02)), kl=kl))
     assert any(sentence.startswith("KL 0.") for sentence in found[-1].evidence)
     assert (found[-1].onset_step or 0) <= ONSET
 
 
-def test_what_was_learnt_is_no_part_of_the_onset() -> None:
+def test_learning_is_no_part_of_the_onset() -> None:
     """The KL that rose with the reward, and all that left its past at the first step."""
     ramp: Metric = lambda step: 1e-4 * step**2  # noqa: E731
     slid = run(kl=ramp, reward=lambda step: learnt(step) - 0.35 * min(1.0, max(0, step - 80) / 60))
@@ -450,7 +450,7 @@ def test_witness_that_dips_while_a_form_is_learnt_is_watched() -> None:
     assert found == {Health.HEALTHY, Health.WATCH}
 
 
-def test_tricked_reward_is_told_with_its_witness() -> None:
+def test_tricked_reward_is_reported_with_its_witness() -> None:
     found = trip(run(reward=RISES, witness__right=after(ONSET, RIGHT, WRONG)))
     assert ONSET + 20 <= (found.tripped_step or 0) <= ONSET + 40
     assert ONSET - 10 <= (found.onset_step or 0) <= ONSET
@@ -458,20 +458,20 @@ def test_tricked_reward_is_told_with_its_witness() -> None:
     assert "while the reward rose" in found.evidence[0]
 
 
-def test_trip_stays_whatever_comes_then() -> None:
+def test_trip_stays_after_any_later_data() -> None:
     points = run(kl=between(ONSET, 230, level(0.08), level(50.0)))
     found = trip(points)
     assert found.step == STEPS
     assert replace(found, step=0) == replace(verdicts(points[:260])[-1], step=0)
 
 
-def test_step_that_is_not_later_is_ignored() -> None:
+def test_earlier_step_is_ignored() -> None:
     detector = follow(Detector(), Point(5, {"kl": 0.1}))
     assert follow(detector, Point(5, {"kl": None})) is detector
     assert follow(detector, Point(4, {"kl": 9.0})) is detector
 
 
-def test_evidence_says_what_is_seen_in_numbers() -> None:
+def test_evidence_has_the_numbers() -> None:
     cut = after(ONSET, always(0.02), always(0.95))
     found = trip(
         run(
@@ -503,9 +503,7 @@ def test_ten_thousand_points_are_remembered_in_a_few_kilobytes() -> None:
 
 
 @pytest.mark.parametrize(("watched_since", "onset_step"), [(None, 7), (5, 5), (9, 7)])
-def test_what_no_point_tells_trips_it_from_the_first_step_to_blame(
-    watched_since: int | None, onset_step: int
-) -> None:
+def test_trip_without_a_telling_point_dates_from_first_step(watched_since: int | None, onset_step: int) -> None:
     before = Verdict() if watched_since is None else Verdict(Health.WATCH, 9, watched_since)
     tripped = trip_at(Detector(before, 10), 12, 7, "gone")
     assert tripped.verdict == Verdict(Health.TRIPPED, 12, onset_step, 12, ("gone",))
@@ -525,7 +523,7 @@ def test_declared_task_changes_do_not_trip() -> None:
 
 @given(st.floats(-5.0, 5.0), st.floats(0.1, 20.0))
 @settings(max_examples=10, deadline=None)
-def test_where_the_reward_has_its_zero_and_its_unit_changes_nothing(shift: float, unit: float) -> None:
+def test_zero_and_unit_of_the_reward_change_nothing(shift: float, unit: float) -> None:
     fallen, kl = after(ONSET, reward(0.6), reward(0.05)), after(ONSET, level(0.05), level(0.6))
     told = [verdicts(run(kl=kl, reward=fallen))[-1]]
     told += [verdicts(run(kl=kl, reward=lambda step: shift + unit * (fallen(step) or 0.0)))[-1]]

@@ -47,7 +47,7 @@ def outcomes(family: Family) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("family", HEALTHY)
-def test_healthy_family_is_left_alone(family: Family) -> None:
+def test_healthy_family_does_not_trip(family: Family) -> None:
     told = score(outcomes(family))
     assert told.healthy_points > 3000
     assert told.false_trips == 0
@@ -96,7 +96,7 @@ def test_target_is_good_where_no_bad_update_is_in_it(made: Outcome, target: int,
     assert (made.target_step, made.target_is_good) == (target, is_good)
 
 
-def test_score_counts_what_it_says() -> None:
+def test_score_has_its_defined_value() -> None:
     caught, early, missed = outcome(101, 150, 90), outcome(101, 80, 60), outcome(101, None, None)
     false, quiet = outcome(None, 200, 190), outcome(None, None, None)
     assert score([caught, early, missed, false, quiet]) == Score(
@@ -117,7 +117,7 @@ def test_score_counts_what_it_says() -> None:
     assert score([outcome(101, 100 + 10 * delay, 90) for delay in range(1, 21)]).delay_points_p90 == 18
 
 
-def test_line_trips_after_five_points_in_a_row_and_dates_from_the_first() -> None:
+def test_line_trips_after_five_points_dated_from_the_first() -> None:
     told = tuple(Point(step, {"kl": kl}) for step, kl in enumerate([0.0, 2.0, 2.0, 0.5, None, 2, 3, 2, 2], 1))
     made = Trace("made", told, 5, 1, None)
     found = judge_by_line(made, 1.0)

@@ -61,14 +61,14 @@ def evaluated(
         ("completions_cut", {CLIPPED: 0.6}),
     ],
 )
-def test_what_stands_high_is_told_after_sixteen_points_less_two(kind: str, values: Values) -> None:
+def test_high_value_is_reported_after_14_of_16_points(kind: str, values: Values) -> None:
     assert seen(60, lambda _: values) == [(kind, 14)]
     assert seen(600, lambda _: values, gap=20) == [(kind, 280), (kind, 480)]
     assert seen(60, lambda step: {} if step % 2 else values) == [(kind, 28)]
 
 
 @pytest.mark.parametrize("name", [ZERO_STD, DIFFERENCE, CLIPPED])
-def test_what_stands_lower_or_is_high_now_and_then_is_not_told(name: str) -> None:
+def test_lower_or_intermittent_value_is_not_reported(name: str) -> None:
     usual = {ZERO_STD: 0.85, DIFFERENCE: 0.05, CLIPPED: 0.4}[name]
     assert seen(300, lambda _: {name: usual}) == []
     assert seen(300, lambda step: {name: usual if step % 4 == 0 else 1.0}) == []
@@ -100,7 +100,7 @@ def test_nodes_with_much_older_policies_are_noticed(staleness: int) -> None:
     assert [kind for kind, _ in found] == ["stale_sampling"]
 
 
-def test_threshold_grows_by_what_the_recorded_staleness_explains() -> None:
+def test_threshold_grows_with_the_recorded_staleness() -> None:
     def at(difference: float, staleness: float) -> list[tuple[str, int]]:
         return seen(60, lambda _: {DIFFERENCE: difference, STALENESS: staleness})
 
@@ -111,7 +111,7 @@ def test_threshold_grows_by_what_the_recorded_staleness_explains() -> None:
 
 
 @pytest.mark.parametrize("age", [1, 2])
-def test_guard_judges_an_overlapped_run_as_one_in_turns(age: int) -> None:
+def test_guard_judges_overlapped_run_as_a_sequential_one(age: int) -> None:
     """The recorded differences change neither a verdict nor its step."""
     for run in RECORDED:
         verdicts = []
@@ -126,7 +126,7 @@ def test_guard_judges_an_overlapped_run_as_one_in_turns(age: int) -> None:
         assert (verdicts[0][0] is Health.HEALTHY) == (run in LEARNS)
 
 
-def test_it_is_told_again_after_200_steps_or_after_it_was_gone() -> None:
+def test_pitfall_is_repeated_after_200_steps_or_an_absence() -> None:
     assert seen(420, lambda _: {CLIPPED: 0.9}) == [("completions_cut", at) for at in (14, 214, 414)]
     gone_for_12 = seen(90, lambda step: {CLIPPED: 0.1 if 40 < step <= 52 else 0.9})
     assert gone_for_12 == [("completions_cut", 14), ("completions_cut", 66)]
@@ -143,7 +143,7 @@ def test_waiting_is_a_share_of_the_time_of_the_steps(gap: int) -> None:
     assert seen(40 * gap, lambda step: {WAIT_S: 12.0 if step == 20 * gap else 0.0, "step_time": 10.0}, gap) == []
 
 
-def test_a_reward_that_rises_while_the_held_out_one_does_not() -> None:
+def test_overfitting_is_reported_if_held_out_reward_stalls() -> None:
     rising: Callable[[int], float] = lambda step: step / 100  # noqa: E731
     flat: Callable[[int], float] = lambda _: 0.4  # noqa: E731
     assert seen(60, evaluated(rising, flat)) == [("overfitting", 40)]
@@ -156,7 +156,7 @@ def test_a_reward_that_rises_while_the_held_out_one_does_not() -> None:
     assert seen(60, lambda step: {"eval_reward": 0.4} if step % 10 == 0 else {}) == []
 
 
-def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
+def test_refused_prompts_are_reported_at_once_with_numbers() -> None:
     numbers: Values = {PROMPTS_REFUSED: 2.0, REFUSED_ROW: 1234.0, REFUSED_TOKENS: 5000.0, REFUSED_LIMIT: 4096.0}
     (one,) = told(logged(30, lambda step: numbers if step in (3, 9) else {}))
     assert (one.kind, one.step) == ("prompts_refused", 3)
@@ -170,7 +170,7 @@ def test_refused_prompts_are_told_at_once_with_their_numbers() -> None:
     assert "the last is in an unknown row: shorten" in bare.text
 
 
-def test_a_step_that_is_not_later_is_ignored() -> None:
+def test_earlier_step_is_ignored() -> None:
     state, _ = find_pitfalls(Pitfalls(), Point(5, {CLIPPED: 1.0}))
     assert find_pitfalls(state, Point(5, {CLIPPED: 1.0})) == (state, ())
 

@@ -22,7 +22,7 @@ def one_prompt(right: Callable[[int], float], seed: int = 1, steps: int = STEPS)
     return [sum(drawn.random() < (0.95 if one else 0.05) for _ in range(8)) / 8 for one in easy]
 
 
-def test_what_wanders_for_long_is_more_often_far_off() -> None:
+def test_long_wandering_value_is_more_often_far_off() -> None:
     drawn, value = random.Random(1), 0.0
     even, wandering = Series(), Series()
     for step in range(1, 401):
@@ -58,7 +58,7 @@ def climbing(times: float) -> Metric:
     [{"entropy": climbing(12.0)}, {"completions__mean_length": climbing(6.0)}, {"entropy": climbing(1 / 12)}],
     ids=["wild", "without end", "one answer"],
 )
-def test_a_reward_that_slides_while_other_things_are_written_trips(written: dict[str, Metric]) -> None:
+def test_sliding_reward_trips_when_completions_change(written: dict[str, Metric]) -> None:
     found = trip(logged(losing, **written))
     assert ONSET < (found.tripped_step or 0) <= ONSET + OVER + 60
     assert ONSET - 60 <= (found.onset_step or 0) <= ONSET + 5

@@ -71,9 +71,7 @@ def logs(draw: st.DrawFn) -> list[Point]:
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(log=logs(), limit=st.sampled_from([None, 0.1, 5.0]))
-def test_no_log_makes_them_raise_and_a_store_in_between_changes_nothing(
-    log: list[Point], limit: float | None
-) -> None:
+def test_no_log_raises_and_storing_in_between_changes_nothing(log: list[Point], limit: float | None) -> None:
     detector = straight = stored = Detector()
     pitfalls = noted = kept = Pitfalls()
     for point in log:

@@ -33,7 +33,7 @@ def test_of_none_and_of_all_the_interval_holds_the_share(of: int) -> None:
     "cells",  # probabilities: both, gained, lost, neither
     [(0.3, 0.2, 0.1, 0.4), (0.05, 0.1, 0.05, 0.8), (0.6, 0.15, 0.15, 0.1), (0.25, 0.25, 0.25, 0.25)],
 )
-def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(cells: tuple[float, ...]) -> None:
+def test_difference_interval_covers_at_its_stated_rate(cells: tuple[float, ...]) -> None:
     size, covered = 24, 0.0
     both, gained, lost, neither = cells
     for a in range(size + 1):
@@ -50,7 +50,7 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(cells: tuple[
     assert 0.94 < covered < 0.99
 
 
-def test_the_same_samples_make_a_difference_surer_than_two_shares_do() -> None:
+def test_shared_samples_narrow_the_difference_interval() -> None:
     before = [True] * 50 + [False] * 50
     after = [True] * 60 + [False] * 40
     found = intervals.shares_apart(before, after)

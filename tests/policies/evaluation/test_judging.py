@@ -39,7 +39,7 @@ def test_a_completion_is_judged(score: float | None, readable: bool | None, expe
     assert verdict(score, 1.0, readable) is expected
 
 
-def test_correct_is_what_the_function_calls_full() -> None:
+def test_correct_is_the_full_score_of_the_function() -> None:
     assert verdict(1.0, 2.0, True) is Verdict.WRONG
     assert verdict(2.0, 2.0, True) is Verdict.CORRECT
     for full in (0.1, 0.7, 0.9, 1.1, 1e6 + 0.3):
@@ -48,7 +48,7 @@ def test_correct_is_what_the_function_calls_full() -> None:
     assert verdict(0.8999, 0.9, True) is Verdict.WRONG
 
 
-def test_who_scores_says_what_can_be_read_before_those_who_look_at_the_form() -> None:
+def test_judge_reports_readability_before_form_functions() -> None:
     forms: list[list[float | None]] = [[1.0, 1.0, 0.5], [1.0, 0.0, None]]
     assert told_readable(3, [False, True, True], forms) == [False, True, True]
     assert told_readable(3, None, forms) == [True, False, False]
@@ -56,7 +56,7 @@ def test_who_scores_says_what_can_be_read_before_those_who_look_at_the_form() ->
 
 
 @pytest.mark.parametrize("kwargs", [{"temperature": 0.3, "stop": ["x"]}, '{"temperature": 0.3, "stop": ["x"]}'])
-def test_an_evaluation_is_greedy_and_keeps_what_completions_and_scores_depend_on(kwargs: Any) -> None:
+def test_evaluation_is_greedy_and_keeps_what_scores_depend_on(kwargs: Any) -> None:
     spec = RunSpec(
         name="run",
         storage="s3://bucket/run",

@@ -10,13 +10,13 @@ from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 TRAINER, NODE = Running(36.0, 900.0), Running(3.6, 0.0)
 
 
-def test_what_runs_is_kept_the_money_for_until_it_is_gone() -> None:
+def test_budget_reserves_running_cost_until_teardown() -> None:
     reserve = 36 * (900 + TEARDOWN_S) / 3600 + 3.6 * TEARDOWN_S / 3600
     assert excess(Caps(100 + reserve + 0.01, None), 100.0, [TRAINER, NODE]) == ""
     assert "budget.usd" in excess(Caps(100 + reserve - 0.01, None), 100.0, [TRAINER, NODE])
 
 
-def test_an_hours_cap_is_on_what_runs_at_once() -> None:
+def test_hourly_cap_limits_concurrent_machines() -> None:
     assert excess(Caps(None, 39.6), 1e6, [TRAINER, NODE]) == ""
     assert "39.60 USD an hour" in excess(Caps(None, 39.5), 0.0, [TRAINER, NODE])
 
@@ -25,7 +25,7 @@ def test_without_caps_everything_fits() -> None:
     assert excess(Caps(None, None), 1e9, [TRAINER] * 99) == ""
 
 
-def test_a_machine_counts_from_its_request_at_the_most_it_may_cost_until_its_price_is_known() -> None:
+def test_machine_counts_at_its_cap_until_its_price_is_known() -> None:
     asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first", most_usd_per_h=9.0)
     other = NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", most_usd_per_h=9.0)
     history: list[tuple[int, float, tuple[Event, ...]]] = [(1, 0.0, (asked, other))]

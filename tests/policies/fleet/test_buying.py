@@ -38,7 +38,7 @@ from tests.stand_ins.world import HOUR_S, World, capped, priced, spec, until_tra
 KIND = "rollout on spot"
 
 
-def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> None:
+def test_rollout_nodes_are_requested_once_trainer_machine_is_up() -> None:
     world = World()
     world.refusing = True
     world.let_pass(1.0)
@@ -49,7 +49,7 @@ def test_rollout_nodes_are_asked_for_when_the_trainers_machine_is_there() -> Non
 
 
 @pytest.mark.parametrize("code", [exit_codes.BAD_SPEC, exit_codes.UNFIT_MACHINE])
-def test_run_yaml_that_the_first_trainer_cannot_work_with_costs_one_machine(code: int) -> None:
+def test_run_yaml_the_first_trainer_rejects_costs_one_machine(code: int) -> None:
     world = World(spec=spec(10), fails={Role.TRAINER: code})
     world.run()
     assert world.state.phase is RunPhase.FAILED
@@ -59,7 +59,7 @@ def test_run_yaml_that_the_first_trainer_cannot_work_with_costs_one_machine(code
 @pytest.mark.parametrize(
     ("activity", "asked"), [("starting", 0), ("restoring", 0), ("training", 2), ("waiting", 2), ("generating", 2)]
 )
-def test_rollout_nodes_are_asked_for_first_once_the_trainer_can_train(activity: str, asked: int) -> None:
+def test_rollout_nodes_are_requested_once_trainer_can_train(activity: str, asked: int) -> None:
     world = World(boot_s={Role.TRAINER: 1e9})
     for _ in range(3):
         world.tick()
@@ -80,7 +80,7 @@ def test_trainer_that_has_trained_is_not_proved_again(activity: str | None, step
     assert len(world.up(Role.ROLLOUT)) == 2, "both kinds of machine start side by side"
 
 
-def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> None:
+def test_work_slower_than_its_deadline_stops_being_bought() -> None:
     """24 h, two slots. Each machine is given up after 900 s, 1000 s before it would have served."""
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
     bought = world.let_pass(24.0)
@@ -96,14 +96,14 @@ def test_work_that_needs_longer_than_the_deadline_is_not_bought_for_ever() -> No
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
-def test_a_launch_that_takes_longer_than_the_deadline_is_not_made_for_ever() -> None:
+def test_launch_slower_than_its_deadline_stops_being_made() -> None:
     world = World(launch_s=1200.0, max_steps=10**6)
     world.let_pass(24.0)
     assert len(world.of(NodeRequested)) <= 15
     assert "policies.boot_timeout_s" in world.state.kinds["trainer on demand"].stopped
 
 
-def test_a_machine_that_takes_its_time_within_the_deadline_serves() -> None:
+def test_slow_machine_within_the_deadline_serves() -> None:
     world = World(launch_s=600.0, boot_s={Role.ROLLOUT: 800.0, Role.TRAINER: 800.0})
     world.run(10**5)
     assert world.state.phase is RunPhase.FINISHED
@@ -116,7 +116,7 @@ def test_work_that_fails_on_every_machine_is_not_bought_for_ever() -> None:
     assert "its work failed 5 times" in world.state.kinds[KIND].stopped
 
 
-def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
+def test_steady_service_proves_that_a_kind_works_again() -> None:
     world = World(max_steps=10**9, save_steps=10**8)
     until_training(world)
     broken = MachineKind(stopped="3 in a row", broke_in_a_row=REFUSALS, failed_at_s=world.now_s, served=9)
@@ -133,9 +133,7 @@ def test_one_that_goes_on_serving_shows_that_a_kind_works_again() -> None:
     [(1, 5.0, 60.0, 8), (exit_codes.BAD_SPEC, 5.0, 60.0, 8), (1, 800.0, 500.0, 16)],
     ids=["soon", "refused", "later than an hour, for their starts are long"],
 )
-def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(
-    code: int, boot_s: float, serves_s: float, first: int
-) -> None:
+def test_machines_that_break_soon_stop_being_bought(code: int, boot_s: float, serves_s: float, first: int) -> None:
     """As when the first real requests end the engine: each joins the members, and none does any work."""
     world = World(spec=spec(8), max_steps=10**9, save_steps=10**8)
     until_training(world)
@@ -156,7 +154,7 @@ def test_machines_that_serve_and_soon_break_are_not_bought_for_ever(
     assert len(world.up(Role.ROLLOUT)) == 8
 
 
-def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> None:
+def test_node_that_refuses_run_yaml_fails_the_run_by_name() -> None:
     world = World(fails={Role.ROLLOUT: exit_codes.BAD_SPEC})
     world.run()
     assert world.state.phase is RunPhase.FAILED
@@ -165,7 +163,7 @@ def test_a_node_whose_work_refuses_run_yaml_fails_the_run_with_its_name() -> Non
     assert world.machines == {}
 
 
-def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goes_on() -> None:
+def test_first_unfit_rollout_machine_is_replaced() -> None:
     world = World(spec(1), proved=True, max_steps=10**6)
     world.until(lambda it: bool(it.state.live(Role.ROLLOUT)))
     world.tick()
@@ -176,7 +174,7 @@ def test_the_first_rollout_machine_that_cannot_begin_is_replaced_and_the_run_goe
     assert [attempt for node, attempt in world.launches if node == "rollout-0-i1"] == [1]  # not once more on it
 
 
-def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
+def test_large_fleet_is_requested_once_one_machine_has_served() -> None:
     world = World(spec(8), proved=True, max_steps=10**6)
     world.until(lambda it: bool(it.up(Role.ROLLOUT)), dt_s=0.25)
     assert len(world.launches) == 1 + 3
@@ -186,7 +184,7 @@ def test_a_large_fleet_is_asked_for_once_one_of_its_kind_has_served() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 8])
-def test_where_no_rollout_machine_can_begin_the_third_ends_the_run(replicas: int) -> None:
+def test_third_unfit_rollout_machine_ends_the_run(replicas: int) -> None:
     world = World(spec(replicas), proved=True, fails={Role.ROLLOUT: exit_codes.UNFIT_MACHINE})
     world.run()
     assert world.state.phase is RunPhase.FAILED
@@ -194,7 +192,7 @@ def test_where_no_rollout_machine_can_begin_the_third_ends_the_run(replicas: int
     assert len(world.launches) == 1 + 3
 
 
-def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() -> None:
+def test_refusal_by_one_machine_while_others_serve_ends_nothing() -> None:
     world = until_training(World(max_steps=10**6))
     world.lose("rollout-1-i1")
     world.tick()
@@ -205,7 +203,7 @@ def test_one_machine_that_refuses_what_others_serve_with_does_not_end_the_run() 
     assert world.up(Role.ROLLOUT) == ["rollout-0-i1", "rollout-1-i3"]
 
 
-def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_works() -> None:
+def test_refusal_right_after_a_resume_ends_no_working_run() -> None:
     world = until_training(World(max_steps=10**6))
     world.journal((RunMoved(RunPhase.STOPPING, "asked to stop"), RunMoved(RunPhase.STARTING, "resumed")))
     world.exit("rollout-0-i1", exit_codes.BAD_SPEC)
@@ -213,7 +211,7 @@ def test_a_node_that_refuses_run_yaml_right_after_a_resume_ends_nothing_that_wor
     assert world.state.phase is not RunPhase.FAILED
 
 
-def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> None:
+def test_rollout_machines_leave_and_return_with_the_trainer() -> None:
     world = until_training(World(spec(8), max_steps=10**6))
     world.lose("trainer-0-i1")
     world.refusing = True
@@ -225,7 +223,7 @@ def test_without_a_trainer_rollout_machines_go_back_and_come_again_with_it() -> 
     assert len(world.up(Role.ROLLOUT)) == 8
 
 
-def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
+def test_returning_capacity_is_found_soon_by_all() -> None:
     world = until_training(World(spec(4), max_steps=10**6))
     world.refusing_rollouts = True
     for node in world.up(Role.ROLLOUT):
@@ -238,7 +236,7 @@ def test_capacity_that_comes_back_is_found_soon_and_by_all() -> None:
     assert len(world.up(Role.ROLLOUT)) == 4
 
 
-def test_who_resumes_after_a_repair_does_not_wait() -> None:
+def test_resume_after_a_repair_does_not_wait() -> None:
     world = World(boot_s={Role.ROLLOUT: 1900.0}, max_steps=10**6)
     world.let_pass(2.0)
     assert world.state.kinds[KIND].stopped
@@ -273,7 +271,7 @@ def lacks(world: World) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_an_hour_without_a_machine_is_told_once(role: Role) -> None:
+def test_hour_without_a_machine_is_reported_once(role: Role) -> None:
     stays = replace(spec(), grpo={"save_strategy": "no"})  # others park, which says it
     world = World(stays, max_steps=10**6, refusing=role is Role.TRAINER, refusing_rollouts=role is Role.ROLLOUT)
     world.wait(3500.0, 60.0)
@@ -292,7 +290,7 @@ def test_an_hour_without_a_machine_is_told_once(role: Role) -> None:
     assert [who for who, _ in lacks(world)] == [role, Role.ROLLOUT]
 
 
-def test_a_run_that_nobody_steered_for_hours_has_not_lacked_anything() -> None:
+def test_hours_without_a_controller_are_no_shortage() -> None:
     world = World(max_steps=10**6, refusing=True)
     world.wait(1800.0, 60.0)
     world.now_s += 10**5
@@ -306,7 +304,7 @@ def test_a_run_that_nobody_steered_for_hours_has_not_lacked_anything() -> None:
     assert len(lacks(world)) == 1
 
 
-def test_four_fifths_of_the_budget_are_told_once_a_budget() -> None:
+def test_four_fifths_of_the_budget_are_reported_once() -> None:
     world = priced(capped(100.0), max_steps=10**6)
     world.run(10**5)
     neared = world.of(BudgetNeared)

@@ -18,7 +18,7 @@ def course(hours: float = 0.0, step: int = 0, whole_h: float = 10.0, steps: int 
     return Course(hours * HOUR_S, 0.0, whole_h * HOUR_S, 300.0, step, steps)
 
 
-def test_progress_is_expected_evenly_up_to_a_reserve_before_the_deadline() -> None:
+def test_progress_is_linear_up_to_a_reserve_before_deadline() -> None:
     assert course().target_s == 10 * HOUR_S - 600
     assert course(whole_h=1.0).target_s == 0.9 * HOUR_S  # a short run keeps no more than a tenth
     half_h = (10 * HOUR_S - 600) / 2 / HOUR_S
@@ -54,23 +54,21 @@ def test_so_many_are_in_time_and_fewer_are_not(a: float, b: float, hours: float,
 
 
 @given(seconds, st.floats(1.0, 5000.0), st.floats(0.0, 9.0), st.integers(0, 398), st.integers(1, 12))
-def test_less_progress_never_asks_for_fewer_while_it_can_be_met(
-    a: float, b: float, hours: float, step: int, most: int
-) -> None:
+def test_less_progress_never_reduces_the_fleet(a: float, b: float, hours: float, step: int, most: int) -> None:
     shape = StepShape(a, b)
     assume(not course(hours, step).is_late(shape, most))
     assert nodes_for(course(hours, step), shape, most) >= nodes_for(course(hours, step + 1), shape, most)
 
 
 @given(st.floats(0.1, 9.0), st.integers(0, 399))
-def test_who_is_on_the_line_has_as_much_time_a_step_as_at_first(hours: float, step: int) -> None:
+def test_run_on_schedule_keeps_its_time_per_step(hours: float, step: int) -> None:
     """So who is ahead needs no more nodes than at the start, whatever it waited for."""
     now = course(hours, step)
     assume(step >= now.expected())
     assert now.step_s >= course().step_s * (1 - 1e-9)
 
 
-def test_shares_and_changes_are_what_the_page_says() -> None:
+def test_shares_and_changes_equal_the_documentation() -> None:
     assert (CHANGES, LATE_SHARE) == (2, 0.1)
 
 

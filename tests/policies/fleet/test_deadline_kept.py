@@ -67,7 +67,7 @@ def test_there_are_as_many_nodes_as_the_time_left_takes() -> None:
     assert rollouts_wanted(bound.state, bound.spec) == 2
 
 
-def test_behind_and_without_spot_it_buys_on_demand_after_a_minute() -> None:
+def test_late_run_without_spot_buys_on_demand_after_a_minute() -> None:
     ahead, behind = (dated(due(24.0), no_spot=True) for _ in range(2))
     ahead.at_step = 100
     for world in (ahead, behind):
@@ -78,7 +78,7 @@ def test_behind_and_without_spot_it_buys_on_demand_after_a_minute() -> None:
     assert len(ahead.stood_in) == 2  # which suffice, once the wait was as dear as they are
 
 
-def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
+def test_fallback_stays_until_ahead_and_goes_when_spot_holds() -> None:
     world = dated(due(24.0), no_spot=True)
     world.let_pass(0.5)
     world.no_spot = False
@@ -89,7 +89,7 @@ def test_they_stay_until_the_run_is_ahead_and_go_once_spot_has_held() -> None:
     assert fallback_nodes(world.state) == []
 
 
-def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
+def test_budget_comes_first_and_its_limit_is_reported_once() -> None:
     world = dated(due(24.0, budget=Budget(usd_per_h=10.0)), no_spot=True)  # a trainer at 4, one node at 5
     world.let_pass(2.0)
     (told,) = (one for one in world.of(BudgetRefused) if one.role == ON_DEMAND)
@@ -99,7 +99,7 @@ def test_the_budget_rules_and_what_it_forbids_is_told_once() -> None:
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_for_it() -> None:
+def test_unreachable_deadline_is_reported_once_without_buying() -> None:
     world = dated(due(15.0))  # 54 s a step
     world.let_pass(1.0)
     (told,) = world.of(DeadlineMissed)
@@ -114,7 +114,7 @@ def test_one_out_of_reach_is_told_once_with_its_end_and_nothing_more_is_bought_f
     assert len(world.of(DeadlineMissed)) == 1
 
 
-def test_one_that_has_passed_is_told_where_nothing_was_measured() -> None:
+def test_passed_deadline_is_reported_without_measurements() -> None:
     world = dated(due(0.5), shape=None)
     world.let_pass(1.0)
     assert [event.expected_end_s for event in world.of(DeadlineMissed)] == [None]
@@ -132,7 +132,7 @@ def test_a_trainer_that_restores_is_at_no_step_and_buys_nothing() -> None:
     assert all(one.market is Market.SPOT for one in world.of(NodeRequested)[before:])
 
 
-def test_the_course_begins_with_the_first_training_and_needs_a_total() -> None:
+def test_schedule_begins_with_training_and_needs_a_total() -> None:
     world = dated(due(24.0))
     world.let_pass(0.5)
     beat = world.snapshot().trainer

@@ -38,7 +38,7 @@ from tests.stand_ins.world import (
 
 
 @pytest.mark.parametrize("failed", [1, 2])
-def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_that_fits(failed: int) -> None:
+def test_expensive_unproven_spot_yields_to_on_demand_in_budget(failed: int) -> None:
     run = replace(spec(1, boot_timeout_s=200.0), budget=Budget(usd_per_h=9.0))
     world = two_markets(run, no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
     assert world.most is not None
@@ -53,7 +53,7 @@ def test_spot_that_never_worked_and_is_too_dear_now_gives_way_to_one_on_demand_t
     assert any("spot is too expensive" in event.reason for event in world.of(NodeRequested))
 
 
-def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None:
+def test_run_continues_without_spot_and_returns_once_it_holds() -> None:
     world = two_markets(spec(2))
     world.let_pass(1.0)
     assert (
@@ -73,7 +73,7 @@ def test_the_run_goes_on_without_spot_and_goes_back_once_spot_has_held() -> None
     assert len(world.of(NodeRequested)) == before
 
 
-def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_may_be_lost() -> None:
+def test_no_fallback_is_returned_during_an_outage() -> None:
     world = two_markets(spec(2))
     world.let_pass(1.0)
     world.no_spot = False
@@ -92,9 +92,7 @@ def test_none_goes_back_while_the_cloud_does_not_answer_and_what_stood_for_spot_
 
 
 @pytest.mark.parametrize(("low", "shape"), [(3, None), (1, StepShape(1.0, 100.0))])
-def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there_may_be(
-    low: int, shape: StepShape | None
-) -> None:
+def test_all_fallbacks_are_returned_even_if_max_is_cheapest(low: int, shape: StepShape | None) -> None:
     wanted = replace(spec(3), rollout=replace(spec(3).rollout, replicas=Replicas(min=low, max=3)))
     world = two_markets(wanted, shape=shape)
     world.let_pass(1.0)
@@ -110,7 +108,7 @@ def test_all_of_them_go_back_also_where_a_step_is_cheapest_with_as_many_as_there
     assert len(world.serving_on_spot) == len(world.up(Role.ROLLOUT)) == 3
 
 
-def test_spot_that_comes_and_goes_within_minutes_neither_returns_nor_buys() -> None:
+def test_flickering_spot_neither_returns_nor_buys() -> None:
     """A machine that lasts seven minutes, then none for five, for hours: one stands in all the while."""
     world = two_markets(spec(2))
     world.let_pass(0.5)
@@ -135,7 +133,7 @@ def test_a_refusal_of_a_moment_buys_nothing_on_demand() -> None:
     assert world.stood_in == []
 
 
-def test_who_names_a_market_gets_no_other() -> None:
+def test_named_market_excludes_the_other() -> None:
     for resources in ({"use_spot": True}, {"any_of": [{"use_spot": True}]}):
         run = spec(2)
         world = two_markets(replace(run, rollout=replace(run.rollout, resources=resources)))
@@ -143,7 +141,7 @@ def test_who_names_a_market_gets_no_other() -> None:
         assert world.stood_in == []
 
 
-def test_one_that_does_not_fit_under_the_budget_is_told_once_and_ends_nothing() -> None:
+def test_fallback_over_budget_is_reported_once_and_ends_nothing() -> None:
     world = two_markets(capped(usd_per_h=7.5, max_replicas=1))
     world.let_pass(1.0)
     assert [event.role for event in world.of(BudgetRefused)] == [ON_DEMAND]
@@ -161,7 +159,7 @@ def too_dear() -> World:
     return world
 
 
-def test_where_spot_may_be_too_dear_a_node_on_demand_that_fits_is_bought() -> None:
+def test_affordable_on_demand_is_bought_where_spot_is_too_dear() -> None:
     world = too_dear()
     world.let_pass(1.0)
     assert world.of(BudgetReached) == []
@@ -184,7 +182,7 @@ def test_where_neither_fits_the_budget_is_reached() -> None:
     assert world.state.phase is RunPhase.PAUSED
 
 
-def test_where_spot_is_too_dear_and_the_other_cannot_be_had_the_run_parks_and_does_not_pause() -> None:
+def test_run_parks_if_spot_is_too_dear_and_on_demand_unavailable() -> None:
     world = too_dear()
     world.refusing_rollouts = True
     world.let_pass(1.0, 5.0)
@@ -193,7 +191,7 @@ def test_where_spot_is_too_dear_and_the_other_cannot_be_had_the_run_parks_and_do
     assert len(tries) < 3600 / 15 + 5
 
 
-def test_one_on_demand_that_is_given_up_has_a_successor_where_spot_is_too_dear() -> None:
+def test_abandoned_fallback_has_a_successor_if_spot_is_too_dear() -> None:
     """Its price counts until it is gone, and no longer."""
     world = too_dear()
     world.let_pass(1.0)
@@ -207,7 +205,7 @@ def test_one_on_demand_that_is_given_up_has_a_successor_where_spot_is_too_dear()
 
 
 @pytest.mark.parametrize("refused_after_s", [0.0, 30.0])
-def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refused_after_s: float) -> None:
+def test_pending_spot_request_does_not_block_on_demand(refused_after_s: float) -> None:
     """The cap has room for one of the two."""
     run = capped(usd_per_h=9.0, max_replicas=1)
     world = two_markets(
@@ -223,7 +221,7 @@ def test_a_request_on_spot_that_is_under_way_keeps_no_node_on_demand_away(refuse
     assert (world.state.phase, len(world.stood_in)) == (RunPhase.TRAINING, 1)
 
 
-def test_many_pools_that_refuse_slowly_keep_no_node_on_demand_away() -> None:
+def test_slowly_refusing_pools_do_not_block_on_demand() -> None:
     """The cap has room for one of the two, and one spot pool after the other is asked for a minute."""
     spot = [Pool("aws", "r", f"z{zone}", "m", "A:1", Market.SPOT) for zone in range(12)]
     pools = {kind: [Pool("aws", "r", "z0", "m", "A:1", kind[1])] for kind in USD}
@@ -234,7 +232,7 @@ def test_many_pools_that_refuse_slowly_keep_no_node_on_demand_away() -> None:
     assert len(world.stood_in) == 1
 
 
-def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() -> None:
+def test_parked_run_with_spot_too_dear_waits_for_on_demand() -> None:
     world = two_markets(capped(usd_per_h=10.5, max_replicas=2), no_spot=False)
     assert world.most is not None
     world.most["rollout on spot"] = 11.0
@@ -248,7 +246,7 @@ def test_a_parked_run_for_which_spot_is_too_dear_waits_for_a_node_on_demand() ->
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
+def test_unpriced_machine_is_priced_once_possible() -> None:
     """At the first look that finds the trainer's machine its cloud tells neither price nor pool."""
     pools = {kind: Pool("aws", "r", "z", "m", "A:1", kind[1]) for kind in USD}
     priceless: list[str] = []
@@ -272,7 +270,7 @@ def test_machine_that_could_not_be_priced_at_first_is_once_it_can() -> None:
     assert len(world.stood_in) == 1
 
 
-def test_under_a_budget_none_is_bought_whose_price_nobody_knows() -> None:
+def test_budget_allows_no_fallback_of_unknown_price() -> None:
     world = two_markets(capped(usd_per_h=100.0, max_replicas=2), shape=StepShape(60.0, 1200.0), no_spot=False)
     assert world.most is not None
     del world.most[ON_DEMAND]
@@ -328,7 +326,7 @@ def test_a_day_without_spot_costs_next_to_nothing_for_asking() -> None:
     assert world.state.phase is RunPhase.TRAINING
 
 
-def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
+def test_nothing_is_returned_before_spot_comes_if_both_fit() -> None:
     world = two_markets(ranged(ONE + 2.0, 1, 1))
     world.let_pass(24.0)
     assert len(world.stood_in) == 1
@@ -346,7 +344,7 @@ def test_with_room_for_both_nothing_goes_back_before_spot_has_come() -> None:
 @example(cap=ONE, low=1, more=1, shape=None, away_h=0.5, again=False)  # the only node goes back for it
 @example(cap=ONE, low=0, more=2, shape=StepShape(1.0, 100.0), away_h=1.0, again=False)  # two would be better
 @example(cap=10.0, low=2, more=3, shape=None, away_h=5.0, again=True)  # it was refused a moment ago, and now comes
-def test_spot_that_comes_back_is_found_under_any_cap(
+def test_returning_spot_is_found_under_any_cap(
     cap: float, low: int, more: int, shape: StepShape | None, away_h: float, again: bool
 ) -> None:
     world = two_markets(ranged(cap, low, low + more), shape=shape, no_spot=not again)
@@ -367,7 +365,7 @@ usd = st.floats(0.5, 50.0)
 seconds = st.floats(1.0, 2000.0)
 
 
-def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
+def test_larger_fleet_requests_spot_before_on_demand() -> None:
     """That spot was short once, hours ago, says nothing of the nodes that are asked for now."""
     base = spec(4)
     run = replace(base, rollout=replace(base.rollout, replicas=Replicas(min=1, max=4)))
@@ -386,10 +384,10 @@ def test_larger_fleet_asks_spot_before_it_buys_on_demand() -> None:
 class OneSpot(World):
     """Spot has one machine for rollouts."""
 
-    def _refuses(self, launch: Launch) -> bool:
+    def refuses(self, launch: Launch) -> bool:
         there = [name for name in self.up(Role.ROLLOUT) if name != launch.node]
         taken = any(self.markets[name] is Market.SPOT for name in there)
-        return super()._refuses(launch) or (taken and launch.market is Market.SPOT)
+        return super().refuses(launch) or (taken and launch.market is Market.SPOT)
 
 
 def test_noise_of_measured_steps_buys_and_returns_no_node() -> None:

@@ -41,8 +41,8 @@ class Alone(World):
         own = StepShape(SHAPE.fixed_s, self.own_step_s - SHAPE.fixed_s) if known else None
         return replace(looked, measured=replace(looked.measured, own_step=own), stepped_at_s=self.stepped_at_s)
 
-    def _advance_trainer(self, trainer: Machine, dt_s: float) -> None:
-        super()._advance_trainer(trainer, dt_s)
+    def advance_trainer(self, trainer: Machine, dt_s: float) -> None:
+        super().advance_trainer(trainer, dt_s)
         assert self.beat is not None
         self.alone_s = self.alone_s + dt_s if self.beat.activity == "waiting" else 0.0
         if self.alone_s >= self.own_after_s:
@@ -75,7 +75,7 @@ def until_parked(world: Alone, hours: float = 6.0) -> float:
     return math.inf
 
 
-def test_a_run_whose_own_steps_pay_does_not_park_and_its_diary_says_so() -> None:
+def test_run_with_paying_own_steps_does_not_park() -> None:
     world = alone()
     steps = world.steps
     assert until_parked(world) == math.inf
@@ -90,26 +90,26 @@ def test_a_run_whose_own_steps_pay_does_not_park_and_its_diary_says_so() -> None
     assert world.state.own_generation_since_s is None
 
 
-def test_a_run_whose_own_steps_cost_more_than_with_nodes_on_demand_parks_once_that_is_measured() -> None:
+def test_run_with_expensive_own_steps_parks_once_measured() -> None:
     world = alone(own_step_s=LIMIT_S + 40.0)
     assert until_parked(world) <= world.own_after_s + world.own_step_s + PARKS_AFTER_S
     assert world.own_steps >= 1
     assert world.state.own_generation_since_s is None
 
 
-def test_where_it_was_measured_before_it_parks_as_if_it_did_not_generate() -> None:
+def test_run_measured_before_parks_as_without_own_generation() -> None:
     world = alone(own_step_s=LIMIT_S + 40.0)
     world.own_steps = 1.0
     assert until_parked(world) <= PARKS_AFTER_S
 
 
-def test_a_trainer_that_does_not_get_on_parks_after_its_wait_and_the_time_of_a_step() -> None:
+def test_stalled_trainer_parks_after_its_wait_and_a_step() -> None:
     world = alone(own_step_s=math.inf, measured=False)
     parked_s = until_parked(world)
     assert LIMIT_S + IDLE_MIN_S < parked_s <= world.own_after_s + LIMIT_S + PARKS_AFTER_S
 
 
-def test_where_nothing_is_measured_it_has_as_long_again_as_its_wait() -> None:
+def test_unmeasured_trainer_has_its_wait_twice() -> None:
     world = alone(own_step_s=math.inf, measured=False, shape=None)
     parked_s = until_parked(world)
     assert 2 * IDLE_MIN_S <= parked_s <= world.own_after_s + 2 * PARKS_AFTER_S
@@ -118,21 +118,21 @@ def test_where_nothing_is_measured_it_has_as_long_again_as_its_wait() -> None:
 @pytest.mark.parametrize(
     "grpo", [{"steps_per_generation": 8}, {"num_iterations": 8}, {"generation_batch_size": 64}], ids=str
 )
-def test_one_that_generates_for_several_steps_at_once_has_the_time_of_all_of_them(grpo: dict[str, int]) -> None:
+def test_generation_of_several_steps_has_time_for_all(grpo: dict[str, int]) -> None:
     of_eight = replace(spec(2), grpo={**spec(2).grpo, "per_device_train_batch_size": 8, **grpo})
     assert until_parked(alone(of_eight, at_once=8)) == math.inf
     # But no more than that.
     assert until_parked(alone(of_eight, at_once=8, own_step_s=math.inf, measured=False)) < 2 * HOUR_S
 
 
-def test_a_run_behind_its_deadline_takes_what_it_can_get() -> None:
+def test_run_behind_its_deadline_takes_any_capacity() -> None:
     late = spec(2)
     late = replace(late, policies=replace(late.policies, fleet=FleetPolicy(deadline="1970-01-01T01:00:00Z")))
     world = alone(late, own_step_s=LIMIT_S + 40.0, max_steps=10**5)
     assert until_parked(world, hours=2.0) == math.inf
 
 
-def test_a_trainer_of_unknown_price_goes_on_generating() -> None:
+def test_trainer_of_unknown_price_keeps_generating() -> None:
     paid = {**USD, (Role.TRAINER, Market.ON_DEMAND): 0.0}
     assert until_parked(alone(own_step_s=10 * LIMIT_S, paid=paid)) == math.inf
 

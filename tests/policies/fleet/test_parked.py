@@ -27,7 +27,7 @@ def test_a_parked_run_is_stopped_and_resumed_as_any_other() -> None:
     assert world.steps > world.checkpoints[0].step
 
 
-def test_who_takes_a_parked_run_over_leaves_it_parked_and_goes_on_with_it() -> None:
+def test_take_over_of_parked_run_keeps_it_parked_and_resumes() -> None:
     world = parked()
     world.take_over()
     world.wait(600.0)
@@ -54,7 +54,7 @@ def test_a_rollback_by_hand_of_a_parked_run_waits_for_a_node(storing_s: float) -
     assert 10 < world.beat.step < 100
 
 
-def test_a_divergence_in_its_last_rows_is_answered_while_it_is_parked() -> None:
+def test_divergence_in_last_rows_is_answered_while_parked() -> None:
     world = drought()
     world.checkpoints = [PolicyVersion(0, 10)]
     world.until(RunPhase.PARKED)
@@ -95,7 +95,7 @@ def test_a_stale_heartbeat_of_the_drained_trainer_starts_nothing() -> None:
     world.until(RunPhase.TRAINING)
 
 
-def test_a_run_that_reached_its_last_step_as_it_parks_has_finished() -> None:
+def test_run_at_its_last_step_finishes_instead_of_parking() -> None:
     world = drought(storing_s=600.0)
     world.until(RunPhase.PARKED)
     assert world.beat is not None
@@ -120,7 +120,7 @@ def test_parked_a_run_costs_nothing_and_its_cap_holds() -> None:
     assert f"{36.0 * IDLE_MIN_S / 3600:.2f} USD" in world.state.reason
 
 
-def test_a_controller_that_dies_after_any_tick_of_a_parking_changes_nothing() -> None:
+def test_controller_death_in_any_parking_tick_changes_nothing() -> None:
     whole = drought(storing_s=20.0)
     first = len(whole.history)
     whole.until(RunPhase.PARKED)

@@ -31,9 +31,7 @@ def dried_up(most: dict[str, float], run: RunSpec) -> World:
 
 @pytest.mark.parametrize("spot", [2.0, 6.0, 10.0])
 @pytest.mark.parametrize("trainer", [5.0, 6.0, 9.0])
-def test_a_parked_run_goes_on_with_prices_that_fit_though_what_is_listed_does_not(
-    spot: float, trainer: float
-) -> None:
+def test_parked_run_resumes_on_real_prices_within_budget(spot: float, trainer: float) -> None:
     world = parked({"trainer on demand": trainer, "rollout on spot": spot, ON_DEMAND: 5.0})
     steps, world.refusing_rollouts = world.steps, False
     world.let_pass(1.0)
@@ -43,7 +41,7 @@ def test_a_parked_run_goes_on_with_prices_that_fit_though_what_is_listed_does_no
     assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 2
 
 
-def test_a_trainer_that_is_lost_comes_before_nodes_that_leave_no_room_for_what_it_may_cost() -> None:
+def test_lost_trainer_comes_before_nodes_under_the_budget() -> None:
     world = two_markets(
         capped(usd_per_h=CAP, max_replicas=1),
         most={"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0},
@@ -58,7 +56,7 @@ def test_a_trainer_that_is_lost_comes_before_nodes_that_leave_no_room_for_what_i
     assert len(world.stood_in) == 2
 
 
-def test_a_trainer_that_costs_what_is_listed_ends_in_a_pause_and_is_bought_once() -> None:
+def test_trainer_at_listed_price_ends_in_one_pause() -> None:
     world = parked({"trainer on demand": 5.0, "rollout on spot": 10.0, ON_DEMAND: 5.0})
     world.most = {"trainer on demand": 9.5, "rollout on spot": 10.0, ON_DEMAND: 5.0}
     world.refusing_rollouts = False
@@ -67,7 +65,7 @@ def test_a_trainer_that_costs_what_is_listed_ends_in_a_pause_and_is_bought_once(
     assert len([one for one in world.launches if one[0].startswith(Role.TRAINER)]) == 1
 
 
-def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_run() -> None:
+def test_run_ends_when_no_returned_node_frees_enough_budget() -> None:
     run = capped(usd=4.5, usd_per_h=CAP, max_replicas=1)
     world = two_markets(run, most={"trainer on demand": 5.0, "rollout on spot": 2.0, ON_DEMAND: 5.0})
     world.let_pass(2.0)
@@ -76,7 +74,7 @@ def test_what_no_return_of_a_node_makes_room_for_under_the_whole_cap_ends_the_ru
 
 
 @pytest.mark.parametrize("left_usd", [2.1, 2.5, 3.9])
-def test_a_parked_run_without_the_money_to_go_on_ends_and_buys_nothing_in_vain(left_usd: float) -> None:
+def test_parked_run_without_budget_ends_and_buys_nothing(left_usd: float) -> None:
     most = {"trainer on demand": 9.0, "rollout on spot": 2.0, ON_DEMAND: 5.0}
     rich = dried_up(most, capped(usd=100.0, usd_per_h=CAP, max_replicas=1))
     spent = rich.spent

@@ -17,7 +17,7 @@ from grpo_orch.policies.tick.snapshot import Action, Launch, Snapshot
 from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, fallback_nodes, parked, spec, two_markets
 
 
-def test_a_day_without_rollout_nodes_costs_no_trainer_and_loses_no_step() -> None:
+def test_day_without_nodes_costs_no_trainer_and_no_step() -> None:
     world = drought()
     lost_at_s, steps = world.now_s, int(world.steps)
     world.until(RunPhase.PARKED)
@@ -63,7 +63,7 @@ def test_a_wait_of_minutes_and_a_trainer_at_work_park_nothing() -> None:
 
 
 @pytest.mark.parametrize("run", [replace(spec(2), grpo={"save_strategy": "no"}), spec(0)])
-def test_what_stores_no_checkpoint_or_generates_itself_stays(run: RunSpec) -> None:
+def test_trainer_without_checkpoints_or_generating_stays(run: RunSpec) -> None:
     run = replace(run, rollout=replace(run.rollout, replicas=Replicas(min=0, max=run.rollout.replicas.max)))
     world = drought(run)
     world.wait(2 * HOUR_S)
@@ -89,7 +89,7 @@ def test_the_trainers_machine_stays_until_all_is_stored() -> None:
     assert [at.step for at in world.checkpoints] == [int(world.steps)]
 
 
-def test_a_trainer_that_is_cut_off_as_it_stores_is_waited_for() -> None:
+def test_trainer_preempted_while_storing_is_awaited() -> None:
     world = drought(storing_s=60.0)
     world.until(RunPhase.PARKED)
     world.cut_off = True  # its gateway will be heard again before it is
@@ -100,7 +100,7 @@ def test_a_trainer_that_is_cut_off_as_it_stores_is_waited_for() -> None:
     assert (world.state.phase, world.machines, len(world.checkpoints)) == (RunPhase.PARKED, {}, 1)
 
 
-def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> None:
+def test_trainer_failing_while_storing_restarts_on_its_machine() -> None:
     world = drought(storing_s=600.0)
     world.until(RunPhase.PARKED)
     world.wait(60.0)
@@ -115,7 +115,7 @@ def test_a_trainer_that_breaks_as_it_stores_is_begun_again_on_its_machine() -> N
     world.until(RunPhase.PARKED)
 
 
-def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
+def test_node_joining_during_draining_is_kept_and_used() -> None:
     world = drought(storing_s=120.0)
     world.launch_s = 60.0
     world.until(RunPhase.PARKED)
@@ -130,7 +130,7 @@ def test_a_node_that_comes_while_the_trainer_drains_is_kept_and_used() -> None:
     assert len(world.up(Role.ROLLOUT)) == 2
 
 
-def test_the_probe_is_kept_while_the_trainer_boots_and_goes_if_none_can_be_had() -> None:
+def test_probe_is_kept_while_trainer_boots_if_available() -> None:
     world = parked()
     world.boot_s[Role.TRAINER] = 800.0
     world.refusing_rollouts = False
@@ -151,7 +151,7 @@ def test_the_probe_is_kept_while_the_trainer_boots_and_goes_if_none_can_be_had()
     assert world.machines == {}
 
 
-def test_what_is_known_of_machines_that_never_serve_outlives_a_parking() -> None:
+def test_knowledge_of_failing_machines_outlives_parking() -> None:
     world = drought()
     world.refusing_rollouts, world.boot_s[Role.ROLLOUT] = False, 10**9
     world.wait(12 * HOUR_S, 20.0)
@@ -188,7 +188,7 @@ def test_both_markets_are_tried_in_turn() -> None:
     assert fallback_nodes(world.state)
 
 
-def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> None:
+def test_on_demand_is_tried_where_spot_never_served() -> None:
     """No other machine on spot can show that what was wrong with the first is mended."""
     world = two_markets(spec(2), no_spot=False, boot_s={Role.ROLLOUT: 10.0**9})
     while world.state.phase is not RunPhase.PARKED:
@@ -201,7 +201,7 @@ def test_where_spot_never_served_and_is_now_refused_one_on_demand_is_tried() -> 
     assert fallback_nodes(world.state)
 
 
-def test_that_there_was_no_money_for_one_once_parks_no_run_that_has_it_now() -> None:
+def test_past_lack_of_money_parks_no_run_that_has_it_now() -> None:
     world = two_markets(capped(usd_per_h=9.0, max_replicas=1), boot_s={Role.ROLLOUT: 900.0}, no_spot=False)
     world.let_pass(0.5)
     told = BudgetRefused("rollout on demand", "another machine had taken the room")

@@ -73,13 +73,13 @@ def test_waiting_and_then_starting_costs_at_most_twice_the_best(
     assert paid <= 2 * min(beside * outage_s / HOUR_S, start_usd) * (1 + 1e-9)
 
 
-def test_a_candidate_that_keeps_the_deadline_comes_first() -> None:
+def test_candidate_that_meets_the_deadline_comes_first() -> None:
     late = Candidate("cheap", 1.0, 100.0, in_time=False)
     found = compare("size", [late, Candidate("fast", 10.0, 50.0)], HOUR_S)
     assert (found.best.name, found.runner_up) == ("fast", late)
 
 
-def test_of_equal_candidates_the_present_one_stays() -> None:
+def test_present_plan_wins_among_equals() -> None:
     found = compare("size", [Candidate("present", 1.0, 100.0), Candidate("other", 1.0, 100.0)], HOUR_S)
     assert (found.best.name, found.difference_usd) == ("present", 0.0)
 
@@ -97,7 +97,7 @@ def test_the_sentence_has_the_numbers_of_the_alternatives() -> None:
 # What is released first.
 
 
-def test_nodes_leave_in_one_order() -> None:
+def test_nodes_leave_in_a_fixed_order() -> None:
     def node(name: str, phase: NodePhase, usd_per_h: float = 1.0, at_s: float = 0.0, risk: bool = False) -> Node:
         made = Node(name, Role.ROLLOUT, name, 1, Market.SPOT, phase, at_s, at_s)
         return replace(made, price_usd_per_h=usd_per_h, rebalance_recommended=risk)
@@ -244,7 +244,7 @@ def test_more_money_buys_no_fewer_nodes() -> None:
 
 
 @pytest.mark.parametrize("no_spot", [True, False])
-def test_what_is_pending_is_explained(no_spot: bool) -> None:
+def test_pending_requests_are_explained(no_spot: bool) -> None:
     world = two_markets(spec(2), no_spot=no_spot)
     world.let_pass(0.02, 2.0)
     told = explain(world.state, world.snapshot(), world.spec)
@@ -255,7 +255,7 @@ def test_what_is_pending_is_explained(no_spot: bool) -> None:
     assert fallback_nodes(world.state) == []
 
 
-def test_what_is_not_known_is_explained_as_that() -> None:
+def test_unknown_values_are_explained_as_unknown() -> None:
     """No step of an hour, no node of 1 USD, no market that is too expensive at a price that nobody knows."""
     unmeasured = two_markets(spec(2))
     unmeasured.let_pass(0.2)
@@ -268,7 +268,7 @@ def test_what_is_not_known_is_explained_as_that() -> None:
     assert {offer.status for offer in told.offers} == {"unknown"}
 
 
-def test_parked_run_explains_what_it_waits_for() -> None:
+def test_parked_run_explains_its_wait() -> None:
     dry = parked()
     told = explain(dry.state, dry.snapshot(), dry.spec)
     assert told.plan.startswith("parked: one rollout node is requested periodically, on spot")

@@ -40,7 +40,7 @@ def record(zone: str, refusals: int, losses: int, at_s: float) -> PoolRecord:
 
 
 @given(usd, usd, counts, counts, counts, counts)
-def test_what_is_worse_in_everything_is_not_chosen(
+def test_dominated_pool_is_not_chosen(
     price: float, dearer: float, refusals: int, more: int, losses: int, lost: int
 ) -> None:
     at_s = NOW_S - 2 * REST_MAX_S  # none rests any more
@@ -67,7 +67,7 @@ def test_a_rest_grows_with_each_refusal_and_ends(times: int) -> None:
 
 
 @given(counts, counts)
-def test_what_was_long_ago_is_forgotten(refusals: int, losses: int) -> None:
+def test_old_observations_are_forgotten(refusals: int, losses: int) -> None:
     forgotten = rates_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S, HALF)
     never = rates_of(pool("a"), None, 0.0, NOW_S, HALF)
     assert abs(forgotten.losses_an_hour - never.losses_an_hour) < 1e-9
@@ -91,7 +91,7 @@ def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
         assert chosen.offer.pool == pool(zone)
 
 
-def test_where_all_rest_the_one_that_has_rested_most_is_asked() -> None:
+def test_longest_resting_pool_is_asked_if_all_rest() -> None:
     first, last = (refused(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S)))
     records = {str(one.pool): one for one in (first, last)}
     chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
@@ -109,7 +109,7 @@ def test_an_order_is_kept() -> None:
     assert chosen.offer.pool == pool("b")
 
 
-def test_a_machine_that_lands_elsewhere_counts_as_refused_where_it_was_asked_for() -> None:
+def test_machine_landing_elsewhere_counts_as_refused() -> None:
     pools = fold(bought("a", "b")).pools
     assert [one.came for one in pools[str(pool("a"))].launches] == [False]
     assert [one.came for one in pools[str(pool("b"))].launches] == [True]
@@ -125,7 +125,7 @@ def test_a_zone_that_was_left_to_the_cloud_refuses_nothing() -> None:
     assert [[one.came for one in found.launches] for found in state.pools.values()] == [[True]]
 
 
-def test_a_loss_is_told_once_and_a_return_is_none() -> None:
+def test_loss_is_counted_once_and_a_return_is_none() -> None:
     node, gone = "rollout-0-i1", NodePhase.GONE
     notice = NodeMoved(node, NodePhase.DRAINING, NOTICED)
     ending = NodeMoved(node, NodePhase.TERMINATING, "drained")
@@ -139,14 +139,14 @@ def test_a_loss_is_told_once_and_a_return_is_none() -> None:
         assert [one.taken for one in stays] == taken
 
 
-def test_refused_credentials_say_nothing_of_a_pool() -> None:
+def test_refused_credentials_do_not_count_for_a_pool() -> None:
     asked = bought("a", "a")[:1]
     for refusal, count in ((Refusal.CREDENTIALS, 0), (Refusal.NO_CAPACITY, 1)):
         move = NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no", refusal)
         assert len(fold([*asked, (2, HOUR_S, (move,))]).pools) == count
 
 
-def test_requests_side_by_side_that_a_pool_refuses_are_one_in_a_row() -> None:
+def test_parallel_refusals_of_a_pool_count_as_one() -> None:
     found = PoolRecord(pool("a"))
     for seconds in range(5):
         found = refused(found, NOW_S - 60, NOW_S + seconds)
@@ -155,7 +155,7 @@ def test_requests_side_by_side_that_a_pool_refuses_are_one_in_a_row() -> None:
     assert refused(found, NOW_S + 5, NOW_S + 9).refused_in_a_row == 2
 
 
-def test_a_quota_that_is_used_up_is_the_regions_until_it_gives_a_machine_again() -> None:
+def test_full_quota_holds_for_region_until_it_gives_a_machine() -> None:
     over = NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no", Refusal.QUOTA)
     asked, offers = bought("a", "a")[:1], [offer("a", 1.0), offer("b", 1.1)]
     refusals = [*asked, (2, HOUR_S, (over,))]

@@ -44,7 +44,7 @@ def tick(world: World, shape: StepShape, activity: str = "training") -> list[obj
     return list(decision.events)
 
 
-def test_a_node_that_does_not_pay_goes_back_while_nothing_is_generated() -> None:
+def test_unprofitable_node_is_returned_between_generations() -> None:
     world = priced(World(spec(2), max_steps=10**6))
     events = tick(world, FLAT, "generating")
     sized = [event for event in events if isinstance(event, FleetSized)]
@@ -60,7 +60,7 @@ def test_a_node_that_does_not_pay_goes_back_while_nothing_is_generated() -> None
     assert len(world.up(Role.ROLLOUT)) == len(world.state.live(Role.ROLLOUT)) == 1
 
 
-def test_a_trainer_that_always_generates_does_not_keep_it_for_ever() -> None:
+def test_always_generating_trainer_does_not_keep_it_forever() -> None:
     world = priced(World(spec(2), max_steps=10**6))
     tick(world, FLAT, "generating")
     world.now_s += RETURN_WAIT_MAX_S + 1
@@ -68,7 +68,7 @@ def test_a_trainer_that_always_generates_does_not_keep_it_for_ever() -> None:
     assert sum(isinstance(action, Terminate) for action in decision.actions) == 1
 
 
-def test_it_grows_again_when_generation_does_but_not_at_once() -> None:
+def test_fleet_grows_with_generation_after_a_delay() -> None:
     world = priced(World(spec(3), max_steps=10**6))
     tick(world, FLAT)
     assert rollouts_wanted(world.state, world.spec) == 1
@@ -82,7 +82,7 @@ def test_it_grows_again_when_generation_does_but_not_at_once() -> None:
     assert len(world.up(Role.ROLLOUT)) == 3
 
 
-def test_without_prices_or_measured_steps_there_are_as_many_as_run_yaml_allows() -> None:
+def test_fleet_is_maximal_without_prices_or_measured_steps() -> None:
     world = until_training(World(spec(2), max_steps=10**6))
     assert not any(isinstance(event, FleetSized) for event in tick(world, FLAT))
     world = priced(World(spec(2), max_steps=10**6))
@@ -90,7 +90,7 @@ def test_without_prices_or_measured_steps_there_are_as_many_as_run_yaml_allows()
     assert rollouts_wanted(world.state, world.spec) == 2
 
 
-def test_a_lost_node_is_replaced_up_to_that_size_alone() -> None:
+def test_lost_node_is_replaced_up_to_that_size_only() -> None:
     world = priced(World(spec(4), max_steps=10**6))
     tick(world, FLAT)
     for _ in range(20):
@@ -110,18 +110,18 @@ LISTED = {"cheap": 1.0, "dear": 4.0}  # USD an hour
 class OneCheap(World):
     """The cheap zone has one machine for rollouts, the dear one many."""
 
-    def _refuses(self, launch: Launch) -> bool:
+    def refuses(self, launch: Launch) -> bool:
         there = [pool for name, pool in self.pools.items() if name in self.machines and name != launch.node]
         is_full = any(pool is not None and (pool.zone, pool.market) == ("cheap", Market.SPOT) for pool in there)
         return launch.pool is not None and launch.pool.zone == "cheap" and is_full
 
-    def _seen(self, machine: Machine) -> Machine:
-        seen = super()._seen(machine)
+    def report(self, machine: Machine) -> Machine:
+        seen = super().report(machine)
         is_spot = seen.pool is not None and seen.pool.market is Market.SPOT
         return replace(seen, price_usd_per_h=LISTED[seen.pool.zone]) if seen.pool and is_spot else seen
 
 
-def test_fleet_does_not_grow_for_a_price_that_is_not_to_be_had() -> None:
+def test_fleet_does_not_grow_for_an_unavailable_price() -> None:
     """One node is cheap, the next costs four times as much: it is not bought at the average, and again and again
     once that one is back."""
     base = spec(4)
@@ -138,7 +138,7 @@ def test_fleet_does_not_grow_for_a_price_that_is_not_to_be_had() -> None:
     assert len(world.up(Role.ROLLOUT)) == 1
 
 
-def test_status_prices_smaller_fleet_without_its_most_expensive_node() -> None:
+def test_status_prices_smaller_fleet_without_dearest_node() -> None:
     world = until_training(World(spec(2), max_steps=10**6))
     usd = {"trainer-0-i1": 4.0, "rollout-0-i1": 1.0, "rollout-1-i1": 4.0}
     bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]

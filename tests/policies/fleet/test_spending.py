@@ -39,7 +39,7 @@ def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> 
     assert "30.00" in reached.reason
 
 
-def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() -> None:
+def test_larger_budget_resumes_and_same_budget_stops_again() -> None:
     world = priced(capped(30.0), max_steps=10**6)
     world.run(10**5)
     world.resume()
@@ -54,7 +54,7 @@ def test_it_goes_on_with_a_larger_one_and_stops_again_at_once_with_the_same() ->
     assert 30.0 < world.spent <= 60.0
 
 
-def test_a_cap_an_hour_keeps_the_fleet_small_and_says_so_once() -> None:
+def test_hourly_cap_keeps_the_fleet_small_and_reports_it_once() -> None:
     world = priced(capped(usd_per_h=44.0, max_replicas=4), max_steps=200)
     world.run(10**4)
     assert world.state.phase is RunPhase.FINISHED
@@ -88,7 +88,7 @@ def test_a_machine_on_its_way_out_makes_room_for_the_next(leaves: Role, usd_per_
     assert world.of(BudgetReached, BudgetRefused) == []
 
 
-def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it() -> None:
+def test_pause_for_unbought_work_reports_it_and_resumes() -> None:
     """A trainer's launch hangs until the budget is reached by what it might have cost, and is then refused."""
     world = priced(patient(capped(30.0)), launch_s=10**6, max_steps=20, ends_in_s=300.0)
     world.until(lambda it: bool(it.of(BudgetReached)), dt_s=60.0)
@@ -106,7 +106,7 @@ def test_a_pause_for_what_was_never_bought_says_so_and_the_run_goes_on_with_it()
     assert (world.state.phase, len(world.of(BudgetReached))) == (RunPhase.FINISHED, 1)
 
 
-def test_what_may_have_been_bought_stays_spent() -> None:
+def test_possibly_bought_machine_stays_paid() -> None:
     """Nobody says that it was refused, or its machine was there once."""
     for came in (False, True):
         launch_s = 0.0 if came else 10**6
@@ -125,7 +125,7 @@ def test_what_may_have_been_bought_stays_spent() -> None:
         assert "bought no machine" not in world.state.reason
 
 
-def test_a_launch_that_failed_and_left_a_machine_is_paid_for_until_that_is_gone() -> None:
+def test_failed_launch_that_left_a_machine_is_paid_until_gone() -> None:
     world = priced(capped(100.0), max_steps=10**6, launch_s=10**6, ends_in_s=300.0)
     world.tick()
     world.advance(60.0)
@@ -161,7 +161,7 @@ def in_gcp(seen: Snapshot) -> Snapshot:
     return replace(seen, machines={name: replace(one, pool=IN_GCP) for name, one in (seen.machines or {}).items()})
 
 
-def test_once_its_place_is_known_a_machines_disk_counts_as_the_one_there() -> None:
+def test_disk_price_is_that_of_the_machines_known_place() -> None:
     disk_anywhere = {"any_of": [DISKS, {"infra": "gcp", "disk_tier": "low"}]}
     run = with_disks(capped(10**4))
     sections = replace(run.trainer, resources=disk_anywhere), replace(run.rollout, resources=disk_anywhere)
@@ -229,7 +229,7 @@ def test_the_cap_is_never_passed(
     assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
 
 
-def test_a_clock_that_is_behind_forgets_no_dollar() -> None:
+def test_slow_clock_forgets_no_dollar() -> None:
     """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
     world = priced(capped(10**4), max_steps=10**6)
     world.wait(3600.0, 10.0)
@@ -255,7 +255,7 @@ def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
     assert all(reason.startswith("terminated, after ") and reason.endswith(" USD") for reason in gone)
 
 
-def test_room_for_a_trainer_among_hundreds_of_nodes_is_found_at_once() -> None:
+def test_budget_for_a_trainer_is_found_fast_among_many_nodes() -> None:
     """No number of returned nodes makes room here; it once took a tick the cube of their number."""
     nodes = 300
     world = priced(capped(None, 40.0 + 4.0 * nodes, nodes), max_steps=10**6, proved=True)

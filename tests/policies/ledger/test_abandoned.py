@@ -39,9 +39,7 @@ LOG = [*steps(0, 1, 10), *steps(1, 6, 9), *steps(2, 4, 5)]
         ([FIRST, ANEW], [(2, 4), (2, 5)]),
     ],
 )
-def test_the_line_is_the_newest_timeline_and_what_it_goes_back_to(
-    forks: list[Fork], line: list[tuple[int, int]]
-) -> None:
+def test_line_is_the_newest_timeline_and_its_ancestors(forks: list[Fork], line: list[tuple[int, int]]) -> None:
     ours, left = split_by_line(LOG, forks)
     assert [(step.timeline, step.step) for step in ours] == line
     assert sorted([*ours, *left], key=LOG.index) == LOG
@@ -65,5 +63,5 @@ def test_the_line_is_the_newest_timeline_and_what_it_goes_back_to(
         ([rollback(Fork(1, "0-10"), 10)], [Abandoned(10, 0, 0)]),
     ],
 )
-def test_what_each_rollback_threw_away(rollbacks: list[Rollback], lost: list[Abandoned]) -> None:
+def test_each_rollbacks_abandoned_steps_are_counted(rollbacks: list[Rollback], lost: list[Abandoned]) -> None:
     assert abandoned(LOG[:14], rollbacks) == lost

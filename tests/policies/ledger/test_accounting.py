@@ -128,7 +128,7 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
         ([RunMoved(RunPhase.FINISHED, ""), moved(NodePhase.GONE)], []),
     ],
 )
-def test_what_the_journal_calls_a_fault(events: list[Event], names: list[str]) -> None:
+def test_journal_events_that_count_as_faults(events: list[Event], names: list[str]) -> None:
     assert [one.name for one in journalled_faults(history(*START, *events))] == names
 
 
@@ -158,13 +158,13 @@ def test_a_journalled_fault_knows_where_and_when() -> None:
         ("daemon", DAEMON, True),
     ],
 )
-def test_a_rehearsed_fault_and_its_trace_are_one(target: str, trace: str, explained: bool) -> None:
+def test_rehearsed_fault_and_its_trace_are_one(target: str, trace: str, explained: bool) -> None:
     all_faults = merge_faults([fault(100, target=target)], [fault(103, target=trace, name="seen")])
     assert [one.name for one in all_faults] == (["kill"] if explained else ["kill", "seen"])
     assert all_faults[0].seen_s == (103 if explained else 100)
 
 
-def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
+def test_fault_explains_one_loss_per_node_soon_after() -> None:
     killed = fault(100, target="rollouts")
     traces = [
         fault(101, target="rollout-0", name="a"),
@@ -177,7 +177,7 @@ def test_a_fault_explains_one_loss_of_each_node_and_only_soon_after() -> None:
     assert [one.name for one in merge_faults([killed], [late])] == ["kill", "late"]
 
 
-def test_of_two_faults_the_later_one_explains_a_trace() -> None:
+def test_later_of_two_faults_explains_a_trace() -> None:
     first, second = fault(100, target="rollout-0", name="first"), fault(120, target="rollouts", name="second")
     found = merge_faults([first, second], [fault(121, target="rollout-0")])
     assert [(one.name, one.seen_s) for one in found] == [("first", 100), ("second", 121)]
@@ -188,44 +188,44 @@ def test_a_lost_trainer_machine_takes_its_gateway_along_once() -> None:
     assert [one.name for one in merge_faults([], traces)] == ["lost", "kill"]
 
 
-def test_seconds_lost_are_what_a_disturbed_gap_is_longer_than_usual() -> None:
+def test_lost_seconds_are_the_excess_of_a_disturbed_gap() -> None:
     # Usual gap 10; the first long gap has no fault in it, and is no fault's.
     log = steps(100, 110, 120, 145, 155, 190, 200)
     assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
 
 
-def test_a_run_that_has_finished_survived_its_faults_without_another_step() -> None:
+def test_finished_run_survived_faults_without_another_step() -> None:
     late, without_steps = [fault(300)], [fault(5)]
     assert [cost.survived for cost in fault_costs(steps(100, 110), late)] == [False]
     assert [cost.survived for cost in fault_costs(steps(100, 110), late, finished=True)] == [True]
     assert [cost.survived for cost in fault_costs([], without_steps, finished=True)] == [True]
 
 
-def test_usual_is_what_gaps_without_faults_are_even_where_most_have_one() -> None:
+def test_usual_gap_is_that_of_undisturbed_steps() -> None:
     log = steps(0, 10, 40, 70, 100)
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(11), fault(41), fault(71)])] == [20.0] * 3
 
 
-def test_faults_in_one_gap_share_its_seconds_and_tokens_and_nothing_gets_lost() -> None:
+def test_faults_in_one_gap_share_its_cost_without_remainder() -> None:
     log = steps(0, 10, 20, 51, 61, discarded={4: 101})
     costs = fault_costs(log, [fault(22), fault(30)])
     assert [cost.seconds_lost for cost in costs] == [10.5, 10.5]
     assert [cost.tokens_regenerated for cost in costs] == [51, 50]
 
 
-def test_a_fault_noticed_after_the_step_that_it_struck_in_costs_the_next_gap_too() -> None:
+def test_fault_noticed_after_its_step_costs_the_next_gap_too() -> None:
     log = steps(0, 10, 20, 30, 48, 58)
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9, seen_s=31.0)])] == [8.0]
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9)])] == [0.0]
 
 
-def test_quick_gaps_inside_a_fault_make_up_for_slow_ones_and_never_go_below_nothing() -> None:
+def test_quick_gaps_offset_slow_ones_and_never_go_below_zero() -> None:
     log = steps(0, 10, 20, 30, 42, 51, 61)
     assert [c.seconds_lost for c in fault_costs(log, [fault(31, seen_s=50)])] == [1.0]
     assert [c.seconds_lost for c in fault_costs(log, [fault(43, seen_s=50)])] == [0.0]
 
 
-def test_the_gap_before_the_first_step_made_again_holds_all_that_a_restart_cost() -> None:
+def test_gap_before_first_remade_step_holds_the_restart_cost() -> None:
     # Steps 3 and 4 were made at 30 and 40, the trainer was killed at 41, went back to 2 and made them again.
     log = steps(10, 20, 75, 85, 95)
     assert fault_costs(log, [fault(41, target="trainer")]) == [FaultCost("kill", 2, 45.0, 0, True)]
@@ -248,7 +248,7 @@ def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
     assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
 
 
-def test_a_fault_that_struck_within_the_tick_that_saw_it_is_one_fault() -> None:
+def test_fault_within_the_tick_that_saw_it_counts_once() -> None:
     rehearsed = Fault("kill rollouts", "rollouts", 100.2, 100.2, 9)
     traces = [Fault(f"rollout-{n}-i1 lost", f"rollout-{n}", 100.0, 100.0, None) for n in range(2)]
     assert [fault.name for fault in merge_faults([rehearsed], traces)] == ["kill rollouts"]

@@ -24,7 +24,7 @@ def moved(phase: NodePhase, node: str = NODE) -> NodeMoved:
     return NodeMoved(node, phase, "")
 
 
-def test_a_machine_is_paid_from_its_request_until_gone_and_one_that_was_refused_never() -> None:
+def test_machine_is_paid_from_request_until_gone_unless_refused() -> None:
     seen: list[tuple[int, float, tuple[Event, ...]]] = [
         (1, 100.0, (requested(NODE), requested(TRAINER), requested("rollout-1-i1"), requested("rollout-2-i1"))),
         (2, 120.0, (moved(NodePhase.BOOTING), moved(NodePhase.BOOTING, TRAINER))),
@@ -44,7 +44,7 @@ def test_a_machine_is_paid_from_its_request_until_gone_and_one_that_was_refused_
     assert bill(rented) == Bill(cost_usd=0.5 + 8.0, cost_all_on_demand_usd=2.0 + 8.0)
 
 
-def test_spent_over_time_is_told_by_what_it_was_for() -> None:
+def test_spending_over_time_is_split_by_purpose() -> None:
     seen: Entries = [
         (1, 0.0, (requested(TRAINER), requested(NODE), requested("rollout-1-i1"))),
         (2, 60.0, (MachineBought(TRAINER, Market.ON_DEMAND, "here", 8.0, 8.0),)),
@@ -112,7 +112,7 @@ def test_spent_never_falls_and_is_the_integral_of_prices(
         assert found[-1].usd == pytest.approx(bill(rentals(history, float(now_s))).cost_usd, abs=1e-6)
 
 
-def test_a_machine_of_ones_own_costs_nothing_though_the_dearest_of_its_kind_would() -> None:
+def test_own_machine_is_free_at_any_listed_price() -> None:
     asked = NodeRequested(NODE, Role.ROLLOUT, "rollout-0", 1, Market.ON_DEMAND, "", most_usd_per_h=98.0)
     seen: Entries = [
         (1, 0.0, (RunCreated("digits", "digits-0a1b"), asked)),

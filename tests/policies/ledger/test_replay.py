@@ -58,7 +58,7 @@ STAYS: list[tuple[str, str, str, str, int, int, str]] = [
 
 
 @pytest.mark.parametrize(("says", "forks", "listed", "stored", "keep_last", "sample", "stays"), STAYS)
-def test_what_stays(
+def test_rollouts_that_stay(
     says: str, forks: str, listed: str, stored: str, keep_last: int, sample: int, stays: str
 ) -> None:
     there = versions(stored)
@@ -66,7 +66,7 @@ def test_what_stays(
     assert [one for one in there if one not in gone] == versions(stays), says
 
 
-def test_every_record_of_a_version_goes_and_foreign_files_stay(tmp_path: Path) -> None:
+def test_all_records_of_a_version_are_removed_others_stay(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     for step in (1, 2):
         for call in (0, 1000):

@@ -95,7 +95,7 @@ RETIRED: list[tuple[str, str, str, int, int | None, int | None, str]] = [
 
 
 @pytest.mark.parametrize("case", RETIRED, ids=[case[0] for case in RETIRED])
-def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
+def test_retirable_checkpoints(case: tuple[str, str, str, int, int | None, int | None, str]) -> None:
     _, forks, text, keep_last, keep_every_steps, before, going = case
     rules = RetentionRules(keep_last, keep_every_steps, before)
     assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
@@ -106,7 +106,7 @@ def test_what_may_go(case: tuple[str, str, str, int, int | None, int | None, str
     [("", TO_80, 60, "0-20 0-30"), ("", TO_80, 0, ""), ("0-70", TO_80 + " 1-75 1-78 1-79", 74, "0-20 0-30 0-80")],
     ids=["all since then", "all there are", "on the line alone"],
 )
-def test_what_stays_for_an_unnoticed_divergence(forks: str, text: str, since: int, going: str) -> None:
+def test_checkpoints_kept_for_an_unnoticed_divergence(forks: str, text: str, since: int, going: str) -> None:
     rules = RetentionRules(1, keep_since_step=since)
     assert " ".join(map(str, versions_to_retire(held(text), forked(forks), rules))) == going
 
@@ -122,7 +122,9 @@ def test_what_stays_for_an_unnoticed_divergence(forks: str, text: str, since: in
         (Verdict(Health.TRIPPED, 120, onset_step=97, tripped_step=110), 120, 5, 97),
     ],
 )
-def test_before_which_step_one_stays(verdict: Verdict, step: int, logging_steps: int, before: int) -> None:
+def test_step_before_which_one_checkpoint_stays(
+    verdict: Verdict, step: int, logging_steps: int, before: int
+) -> None:
     assert keep_before(step, verdict, logging_steps) == before
 
 
@@ -154,7 +156,7 @@ def line_of(checkpoints: list[StoredCheckpoint], forks: tuple[Fork, ...]) -> lis
 
 
 @given(checkpoints=HELD, forks=forks_of_runs(), rules=RULES)
-def test_what_always_stays_and_what_goes(
+def test_checkpoints_always_kept_and_removed(
     checkpoints: list[StoredCheckpoint], forks: Forks, rules: RetentionRules
 ) -> None:
     going = versions_to_retire(checkpoints, forks, rules)

@@ -27,7 +27,7 @@ def mappings(state: RunState) -> list[dict[str, object]]:
     return [dict(one) for one in (state.nodes, state.slots, state.kinds, state.pools)]
 
 
-def test_a_draft_leaves_the_state_that_it_was_made_of_and_ends_as_the_fold_would() -> None:
+def test_draft_leaves_its_state_unchanged_and_equals_the_fold() -> None:
     begun: list[Event] = [asked(0), asked(1), came(0)]
     more: list[Event] = [NodeMoved("rollout-0-i1", NodePhase.GONE, "lost"), came(1), asked(2)]
     before = fold([(1, 10.0, begun)])
@@ -62,7 +62,7 @@ def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: 
     assert (serving.kinds["rollout on spot"].fails, serving.shortages.rollout_since_s) == (False, None)
 
 
-def test_machines_that_a_zone_takes_at_once_are_one_in_a_row() -> None:
+def test_simultaneous_preemptions_of_a_zone_are_one() -> None:
     booting = [NodeMoved(f"rollout-{place}-i1", NodePhase.BOOTING, "") for place in range(3)]
     taken = [NodeMoved(f"rollout-{place}-i1", NodePhase.GONE, "preempted") for place in range(3)]
     state = fold([(1, 100.0, [asked(0), asked(1), asked(2), *booting]), (2, 200.0, taken)])
@@ -86,7 +86,7 @@ DAY_S = 86400.0
         (1000.0 + 30 * DAY_S, 30 * DAY_S + 60.0, 60.0),  # a run that rested for a month
     ],
 )
-def test_time_goes_on_for_as_long_as_either_clock_says(time_s: float, since_told_s: float, back_s: float) -> None:
+def test_time_advances_by_the_later_of_both_clocks(time_s: float, since_told_s: float, back_s: float) -> None:
     assert clock_lag_s(1000.0, time_s, since_told_s) == back_s
 
 

@@ -41,13 +41,13 @@ def test_the_count_that_resources_name(resources: dict[str, Any], count: int | N
     assert named_gpus(resources) == count
 
 
-def test_an_engine_takes_the_product_of_what_works_together() -> None:
+def test_engine_takes_the_product_of_its_parallel_sizes() -> None:
     assert engine_gpus({}) == 1
     assert engine_gpus({"tensor_parallel_size": 4, "pipeline-parallel-size": 2, "data-parallel-size": 9}) == 8
     assert engine_gpus({"tensor-parallel-size": "two", "pipeline-parallel-size": [1]}) == 1, "reported elsewhere"
 
 
-def test_a_node_that_names_none_takes_what_works_on_it() -> None:
+def test_node_without_named_gpus_takes_what_works() -> None:
     plain = spec()
     run = replace(
         plain,

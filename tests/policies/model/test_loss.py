@@ -68,7 +68,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=[case[0] for case in CHANGES])
-def test_what_a_rollback_changes(case: tuple[str, dict[str, Any], dict[str, float]]) -> None:
+def test_changes_of_a_rollback(case: tuple[str, dict[str, Any], dict[str, float]]) -> None:
     _, grpo, changed = case
     found = changes_on_rollback(grpo, OnRollback())
     assert found == changed
@@ -94,7 +94,7 @@ def test_several_processes_share_a_generation() -> None:
         ({"learning_rate": 5e-7, "beta": 0.08}, {}, False),
     ],
 )
-def test_change_without_effect_says_so(
+def test_change_without_effect_is_reported(
     changes: dict[str, float], before: dict[str, Any], does_nothing: bool
 ) -> None:
     assert {text.startswith("nothing") for text in effects(changes, before, 1).values()} == {does_nothing}
@@ -150,7 +150,7 @@ SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize("case", SMALLER, ids=[case[0] for case in SMALLER])
-def test_what_less_memory_is_met_with(
+def test_changes_that_save_memory(
     case: tuple[str, dict[str, Any], int | None, dict[str, Any] | None],
 ) -> None:
     _, grpo, least, changed = case
@@ -167,7 +167,7 @@ def test_what_less_memory_is_met_with(
         ({"deepspeed_config": {"gradient_accumulation_steps": 4}}, True),
     ],
 )
-def test_an_accumulation_that_deepspeed_is_told_stays(accelerate: dict[str, Any] | None, fixed: bool) -> None:
+def test_accumulation_set_in_deepspeed_config_stays(accelerate: dict[str, Any] | None, fixed: bool) -> None:
     base = spec()
     assert fixes_accumulation(replace(base, trainer=replace(base.trainer, accelerate=accelerate))) == fixed
     plain = {"gradient_checkpointing": False}
@@ -183,7 +183,7 @@ def test_an_accumulation_that_deepspeed_is_told_stays(accelerate: dict[str, Any]
     extra=st.sampled_from([{}, {"steps_per_generation": 12}, {"generation_batch_size": 4 * 48 * 16}]),
     least=st.none() | st.integers(1, 600),
 )
-def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
+def test_objective_stays_until_last_and_then_run_ends(
     batch: int, accumulation: int, group: int, extra: dict[str, int], least: int | None
 ) -> None:
     grpo: dict[str, Any] = {
@@ -214,7 +214,7 @@ def test_the_objective_stays_until_nothing_else_is_left_and_then_it_ends(
     assert changes_to_save_memory(grpo, least) is None
 
 
-def test_the_defaults_are_those_of_trl() -> None:
+def test_defaults_equal_trls() -> None:
     keys = json.loads((Path(config.__file__).parent / "tables" / "grpo_keys.json").read_text())["keys"]
     assert {key: keys[key]["default"] for key in TRL_DEFAULTS} == dict(TRL_DEFAULTS)
     assert keys["loss_type"]["default"] == DEFAULT_LOSS

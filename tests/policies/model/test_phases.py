@@ -42,7 +42,7 @@ STAGES: dict[RollbackStage | None, Event] = {
     ],
     ids=["node", "run", "rollback"],
 )
-def test_every_edge_of_a_table_has_a_reason_and_every_other_is_refused(
+def test_every_edge_has_a_reason_and_others_are_refused(
     edges: dict[tuple[Any, Any], str], phases: list[Any]
 ) -> None:
     for edge in product(phases, repeat=2):

@@ -69,7 +69,7 @@ def test_noise_is_let_through_and_another_function_is_not(
         assert f"{node} against {trainer}" in said
 
 
-def test_a_router_may_choose_another_expert_for_a_few_tokens_and_not_for_many() -> None:
+def test_router_may_change_experts_for_few_tokens_only() -> None:
     within = tolerance("float32", "bfloat16", 8)
     assert disagreement(canary(layers=8), apart(within * 5, share=0.1), "bfloat16") == ""
     assert disagreement(canary(layers=8), apart(within * 5, share=0.25), "bfloat16") != ""
@@ -87,16 +87,16 @@ def test_a_router_may_choose_another_expert_for_a_few_tokens_and_not_for_many() 
         (THEIRS[:10], THEIRS, "the trainer's own log-probabilities are not numbers"),
     ],
 )
-def test_what_is_no_proof_is_refused(theirs: list[float | None], ours: list[float], why: str) -> None:
+def test_invalid_proof_is_refused(theirs: list[float | None], ours: list[float], why: str) -> None:
     assert why in disagreement(canary(logprobs=theirs), ours, "float32")
 
 
-def test_a_node_with_a_short_context_proves_what_it_can() -> None:
+def test_node_with_short_context_proves_what_fits() -> None:
     assert disagreement(canary(), THEIRS[:20], "float32") == ""
     assert disagreement(canary(), [one + 1.0 for one in THEIRS[:20]], "float32") != ""
 
 
-def test_a_model_to_which_all_tokens_are_alike_agrees_with_itself() -> None:
+def test_model_with_uniform_tokens_agrees_with_itself() -> None:
     flat: list[float | None] = [-math.log(1000.0)] * (LENGTH - 1)
     assert disagreement(canary(logprobs=flat), [-math.log(1000.0) + 2e-7] * (LENGTH - 1), "bfloat16") == ""
 
@@ -107,9 +107,7 @@ def test_a_model_to_which_all_tokens_are_alike_agrees_with_itself() -> None:
     st.sampled_from(["float32", "bfloat16", "float16", QUANTISED]),
     st.integers(1, 200),
 )
-def test_a_coarser_type_or_a_deeper_model_is_allowed_more_and_never_another_model(
-    trainer: str, node: str, layers: int
-) -> None:
+def test_coarser_or_deeper_models_get_tolerance_others_fail(trainer: str, node: str, layers: int) -> None:
     allowed = tolerance(trainer, node, layers)
     assert 0 < allowed <= TOLERANCE_MAX
     assert tolerance(trainer, node, layers + 1) >= allowed
@@ -119,7 +117,7 @@ def test_a_coarser_type_or_a_deeper_model_is_allowed_more_and_never_another_mode
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 300_000))
-def test_the_text_is_all_over_the_vocabulary_and_the_same_for_all(vocabulary: int) -> None:
+def test_canary_text_covers_the_vocabulary_and_is_constant(vocabulary: int) -> None:
     text = token_ids_for(vocabulary)
     assert text == token_ids_for(vocabulary)
     assert len(text) == LENGTH

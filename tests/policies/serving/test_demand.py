@@ -32,7 +32,7 @@ def demand(**requests: int) -> Demand:
     return found
 
 
-def test_one_policy_is_for_every_machine() -> None:
+def test_single_policy_is_for_every_machine() -> None:
     asked = demand(v0_3=100)
     assert asked.targets([row("a", None), row("b", "0-2", running=3)]) == {"a": OLD, "b": OLD}
 
@@ -55,7 +55,7 @@ def test_older_policy_that_no_machine_holds_takes_the_idlest() -> None:
     assert asked.targets(rows) == {"a": NEW, "b": OLD, "c": NEW}
 
 
-def test_newest_policy_follows_what_is_open() -> None:
+def test_newest_policy_follows_open_requests() -> None:
     """A trainer that was started again goes back; what it asks for then is what members hold."""
     asked = demand(v0_9=4)
     asked.finish("0-9", 4)
@@ -70,7 +70,7 @@ def test_newest_policy_follows_what_is_open() -> None:
     assert not asked.has_older
 
 
-def test_room_for_keys_and_values_bounds_what_a_machine_keeps() -> None:
+def test_kv_cache_bounds_what_a_machine_keeps() -> None:
     asked = demand(v0_3=8, v0_4=1)
     long = [row(name, OLD, running=4) for name in "ab"]
     for one in long:
@@ -97,9 +97,7 @@ requests = st.dictionaries(st.sampled_from(["0-2", OLD, NEW, "1-0"]), st.integer
     [row("a", NEW, 0, 1, NEW), row("b.0", None, 0, 1), row("b.1", NEW, 1, 1), row("c", None, 0, 1)],
     {NEW: 2, "1-0": 1},
 )
-def test_every_machine_holds_what_is_asked_for_and_stays_with_it(
-    members: list[Row], opened: dict[str, int]
-) -> None:
+def test_every_machine_holds_a_requested_policy_and_keeps_it(members: list[Row], opened: dict[str, int]) -> None:
     asked = Demand()
     for version, count in opened.items():
         asked.add(ref(version), count)

@@ -41,13 +41,13 @@ def test_each_engine_of_a_machine_has_gpus_of_its_own(gpus: str, takes: int, sha
     assert divided(gpus.split(",") if gpus else [], takes) == shares
 
 
-def test_an_engine_is_known_by_its_machines_name_and_alone_has_just_that() -> None:
+def test_engine_is_named_after_its_machine_or_equals_it() -> None:
     assert ENGINES == ["rollout-0-i1.0", "rollout-0-i1.1"]
     assert member_of(NODE, 0, 1) == NODE
     assert {machine_of(name) for name in (*ENGINES, NODE)} == {NODE}
 
 
-def test_who_drains_a_machine_drains_all_of_its_engines_those_that_come_later_too(table: Membership) -> None:
+def test_drained_machine_drains_all_engines_and_later_ones(table: Membership) -> None:
     table.started(ENGINES[0], Load("p"))
     table.started(ENGINES[1], Load("q"))
     change = table.drain(NODE)
@@ -59,13 +59,13 @@ def test_who_drains_a_machine_drains_all_of_its_engines_those_that_come_later_to
     assert not table.drain(ENGINES[0]).news
 
 
-def test_who_drains_an_engine_leaves_its_siblings_alone(table: Membership) -> None:
+def test_draining_an_engine_leaves_its_siblings(table: Membership) -> None:
     table.drain(ENGINES[0])
     assert [row.node for row in table.serving(WANTED)] == [ENGINES[1], OTHER]
 
 
 @pytest.mark.parametrize(("name", "out"), [(NODE, ENGINES), (ENGINES[1], ENGINES[1:]), (OTHER, [OTHER])])
-def test_who_removes_a_machine_removes_all_of_its_engines(table: Membership, name: str, out: list[str]) -> None:
+def test_removing_a_machine_removes_all_its_engines(table: Membership, name: str, out: list[str]) -> None:
     terms = tuple(row.term for row in table.rows if row.node in out)
     change = table.remove(name)
     assert (change.nodes, change.ended, change.news) == (tuple(out), terms, True)
@@ -73,7 +73,7 @@ def test_who_removes_a_machine_removes_all_of_its_engines(table: Membership, nam
     assert all(table.is_void(f"boot-{one}") == (one in out) for one in (*ENGINES, OTHER))
 
 
-def test_a_lost_machine_takes_all_of_its_engines_out_and_no_other(table: Membership) -> None:
+def test_lost_machine_removes_all_its_engines_and_no_other(table: Membership) -> None:
     table.announce(OTHER, Announce(f"boot-{OTHER}", "127.0.0.1:1", "0-1", 4), 9.0)
     assert table.expire(9.0).nodes == tuple(ENGINES)
     assert [row.node for row in table.rows] == [OTHER]

@@ -33,7 +33,7 @@ def choose(
     return table.choose(policy, load, avoid)
 
 
-def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: Membership) -> None:
+def test_journalled_change_names_the_members_concerned(table: Membership) -> None:
     table.announce("b", say("y"), 0.0)
     silent = table.expire(9.0)
     joined = table.announce("a", replace(say("z"), unfit="policy 0-1: disk\tfull"), 9.0)
@@ -43,7 +43,7 @@ def test_of_a_change_that_was_written_down_it_is_known_whom_it_concerns(table: M
         assert written.what == " ".join(change.what.split())
 
 
-def test_news_is_what_changes_the_table(table: Membership) -> None:
+def test_news_are_changes_of_the_table(table: Membership) -> None:
     term = table.rows[0].term
     assert not table.announce("a", say("x"), 0.5).news
     assert table.announce("a", say("x", "0-2"), 0.5).news
@@ -88,7 +88,7 @@ def eased_in(table: Membership, node: str) -> None:
     assert table.rows[-1].allowed == 1000
 
 
-def test_groups_stay_together_until_one_member_has_much_more_than_another() -> None:
+def test_groups_stay_together_until_loads_differ_much() -> None:
     table = Membership()
     for node in ("a", "b"):
         eased_in(table, node)
@@ -106,7 +106,7 @@ def test_groups_stay_together_until_one_member_has_much_more_than_another() -> N
         assert high - low <= GROUP_LEAD_REQUESTS
 
 
-def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership) -> None:
+def test_node_reporting_unfit_is_no_longer_awaited(table: Membership) -> None:
     wanted = "0-2"
     assert [row.node for row in table.loading(wanted)] == ["a"]
     why = "policy 0-2: no such tensor"
@@ -119,7 +119,7 @@ def test_a_node_that_says_it_is_unfit_is_waited_for_no_longer(table: Membership)
     assert [row.node for row in table.serving(wanted)] == ["a"]
 
 
-def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Membership) -> None:
+def test_policy_refused_by_all_members_is_named_as_broken(table: Membership) -> None:
     unfit = [Announce(boot, "h:1", None, 4, unfit="policy 0-2: no such tensor") for boot in ("x", "y")]
     assert "all other" not in table.announce("a", unfit[0], 0.1).reason
     assert table.announce("b", unfit[1], 0.2).reason == (
@@ -139,7 +139,7 @@ def test_a_policy_that_every_member_refuses_is_named_as_what_is_broken(table: Me
         (None, 1000),
     ],
 )
-def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineStats | None, allowed: int) -> None:
+def test_full_engine_gets_no_more_than_it_runs(word: EngineStats | None, allowed: int) -> None:
     table = Membership()
     eased_in(table, "a")
     first = replace(say("boot-a", max_requests=1000), engine=EngineStats())
@@ -150,7 +150,7 @@ def test_an_engine_that_is_full_is_sent_no_more_than_it_runs(word: EngineStats |
     assert table.rows[0].allowed == min(allowed + 1, 1000)
 
 
-def test_failed_request_costs_a_member_one_place_and_its_own_failure_all() -> None:
+def test_failed_request_costs_one_place_and_failed_member_all() -> None:
     table = Membership()
     eased_in(table, "a")
     term = table.rows[0].term
@@ -166,7 +166,7 @@ def test_failed_request_costs_a_member_one_place_and_its_own_failure_all() -> No
     assert table.rows[0].allowed == 1
 
 
-def test_stuck_member_is_taken_only_when_no_other_has_room_and_until_a_token_or_policy() -> None:
+def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
     table = Membership()
     for node in ("a", "b"):
         eased_in(table, node)
@@ -211,7 +211,7 @@ def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     assert table.rows[0].replaying == 0
 
 
-def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
+def test_next_request_goes_where_fewest_tokens_remain() -> None:
     table = Membership()
     for node in ("a", "b"):
         eased_in(table, node)
@@ -228,7 +228,7 @@ def test_the_next_request_goes_where_the_fewest_tokens_are_to_be_made() -> None:
     assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
 
 
-def test_a_new_member_gets_one_more_for_each_first_token() -> None:
+def test_new_member_gets_one_more_for_each_first_token() -> None:
     table = Membership()
     table.announce("a", say("x", max_requests=20), 0.0)
     for running in range(EASE_IN_REQUESTS):

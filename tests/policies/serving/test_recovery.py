@@ -40,7 +40,7 @@ BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
     ],
     ids=str,
 )
-def test_only_what_is_known_to_be_the_same_from_the_middle_goes_on(more: dict[str, Any], may: bool) -> None:
+def test_only_proven_reproducible_requests_continue(more: dict[str, Any], may: bool) -> None:
     assert continues({**BODY, **more}) is may
 
 

@@ -46,18 +46,18 @@ def divided(sharers: Sequence[MemberLoad], *, begun: bool = False) -> Counter[st
     return Counter(at.values())
 
 
-def test_who_comes_late_takes_an_even_share() -> None:
+def test_late_member_takes_an_even_share() -> None:
     assert divided([sharer("a", 128), sharer("b", 0)]) == {"a": 64, "b": 64}
     several = [sharer("a", 100), sharer("b", 100, first=100), sharer("c", 0), sharer("d", 0)]
     assert divided(several) == {"a": 50, "b": 50, "c": 50, "d": 50}
 
 
-def test_what_is_left_counts_and_not_how_many_requests_it_is_in() -> None:
+def test_remaining_tokens_count_and_not_requests() -> None:
     """a: 128 with half of them left to make; b: 30 that have just begun."""
     assert 30 <= divided([sharer("a", 128, left=150.0), sharer("b", 30, first=128)])["b"] <= 48
 
 
-def test_a_slow_member_gets_what_it_can_do_in_the_same_time() -> None:
+def test_slow_member_gets_what_it_can_do_in_the_same_time() -> None:
     after = divided([sharer("fast", 128), sharer("slow", 0, speed=25.0)])
     ends = [after[node] / DOUBLING_REQUESTS + 1 for node in ("fast", "slow")]
     assert abs(ends[0] - 2 * ends[1]) < 0.1
@@ -73,12 +73,12 @@ def test_a_moment_is_not_worth_a_move() -> None:
     assert balance_requests([sharer("a", 128, left=16.0), sharer("b", 0)])
 
 
-def test_measurements_are_not_so_exact_that_members_which_differ_a_little_are_not_alike() -> None:
+def test_measurement_noise_does_not_separate_similar_members() -> None:
     assert balance_requests([sharer("a", 64), sharer("b", 64, speed=58.0, first=64)]) is None
     assert balance_requests([sharer("a", 64), sharer("b", 64, speed=90.0, first=64)])
 
 
-def test_a_twentieth_begins_it_and_it_goes_on_until_it_is_even() -> None:
+def test_sharing_starts_at_a_twentieth_and_ends_when_even() -> None:
     nearly = [sharer("a", 70, left=3000.0), sharer("b", 58, left=3000.0, first=70)]
     assert balance_requests(nearly) is None
     assert divided(nearly, begun=True) == {"a": 64, "b": 64}
@@ -88,7 +88,7 @@ def test_no_more_move_than_there_is_room_for() -> None:
     assert divided([sharer("a", 128), sharer("b", 0, free=8)]) == {"a": 120, "b": 8}
 
 
-def test_what_is_computed_again_goes_over_a_little_at_a_time() -> None:
+def test_recomputed_requests_move_a_few_at_a_time() -> None:
     replay = REPLAY_TOKENS_MAX // 4
     assert divided([sharer("a", 128, replay=replay), sharer("b", 0)]) == {"a": 124, "b": 4}
     assert divided([sharer("a", 128, replay=replay), sharer("b", 0, replaying=replay)]) == {"a": 125, "b": 3}
@@ -99,7 +99,7 @@ def test_computing_it_again_may_cost_more_than_it_saves() -> None:
     assert not balance_requests([sharer("a", 128, left=60.0, replay=60_000), sharer("b", 0)])
 
 
-def test_speeds_are_told_apart_from_company() -> None:
+def test_speed_is_distinguished_from_load() -> None:
     assert single_request_rate(20.0, DOUBLING_REQUESTS) == 40.0
 
 
@@ -121,9 +121,7 @@ def fleets(draw: st.DrawFn) -> list[MemberLoad]:
 
 @given(fleets(), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(
-    fleet: list[MemberLoad], begun: bool
-) -> None:
+def test_last_job_is_never_later_and_giver_is_not_idle(fleet: list[MemberLoad], begun: bool) -> None:
     moves = balance_requests(fleet, begun=begun) or []
     assert len({move.request for move in moves}) == len(moves)
     after = divided(fleet, begun=begun)
@@ -146,7 +144,7 @@ def test_the_last_is_never_done_later_and_a_member_that_gave_is_not_idle(
 
 @given(fleets())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_an_even_division_is_left_alone(fleet: list[MemberLoad]) -> None:
+def test_even_division_stays(fleet: list[MemberLoad]) -> None:
     after, first, again = divided(fleet), 0, []
     for one in fleet:
         running = after[one.node]

@@ -101,7 +101,7 @@ def test_slow_is_not_dead(step_s: StepS) -> None:
 
 @given(st.lists(st.tuples(st.floats(1.0, 60.0), st.floats(0.1, NEXT_FLOOR_S)), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_no_stall_below_the_floor_trips_whatever_came_before(phases: list[tuple[float, float]]) -> None:
+def test_no_stall_below_the_floor_trips_after_any_past(phases: list[tuple[float, float]]) -> None:
     ends_s, end_s = [], 0.0
     for lasts_s, step in phases:
         end_s += lasts_s
@@ -109,7 +109,7 @@ def test_no_stall_below_the_floor_trips_whatever_came_before(phases: list[tuple[
     assert given_up(lambda now_s: next((step for end, step in ends_s if now_s < end), 0.1), end_s) == []
 
 
-def test_new_weights_may_keep_the_first_request_waiting_long_after_the_start() -> None:
+def test_new_weights_may_delay_the_first_request_later_on() -> None:
     limits = SilenceLimits()
     assert given_up(TRAFFIC["steady"], 600.0, limits=limits) == []
     assert given_up(lambda now_s: 25.0 if now_s < 25.0 else 0.1, 100.0, limits=limits) == []
@@ -134,7 +134,7 @@ def test_a_stop_soon_after_the_start_is_noticed_too(stop_s: float) -> None:
     assert stop_s < trips[0] < stop_s + (62.0 if stop_s > 5.0 else 125.0)
 
 
-def test_a_member_that_has_become_slow_is_given_up_once_and_not_for_ever() -> None:
+def test_slow_member_is_abandoned_once_and_not_forever() -> None:
     trips = given_up(lambda now_s: 0.1 if now_s < WARM_S else 40.0, 3000.0)
     assert trips
     assert trips[-1] < WARM_S + 40.0
@@ -145,7 +145,7 @@ def test_the_limits_when_nothing_was_seen() -> None:
     assert (limits.first_token_s(0), limits.hard_s) == (120.0, 60.0)
 
 
-def test_a_long_wait_is_remembered_and_fades_with_the_events_that_follow() -> None:
+def test_long_wait_is_remembered_and_fades_with_events() -> None:
     limits = SilenceLimits()
     limits.saw_gap(40.0)
     assert limits.hard_s == 120.0
@@ -156,7 +156,7 @@ def test_a_long_wait_is_remembered_and_fades_with_the_events_that_follow() -> No
 
 
 @pytest.mark.parametrize("event", [lambda one: one.saw_gap(0.1), lambda one: one.saw_first_token(0.1, 0)])
-def test_no_limit_falls_during_the_silence_that_it_is_held_against(event: Callable[[SilenceLimits], None]) -> None:
+def test_no_limit_falls_during_the_silence_it_judges(event: Callable[[SilenceLimits], None]) -> None:
     limits = SilenceLimits()
     limits.pass_time(60.0)
     limits.pass_time(60.0)
@@ -165,7 +165,7 @@ def test_no_limit_falls_during_the_silence_that_it_is_held_against(event: Callab
     assert (limits.first_token_s(0), limits.hard_s) == (FIRST_TOKEN_FLOOR_S, NEXT_FLOOR_S)
 
 
-def test_a_long_prompt_is_granted_its_time_and_explains_a_long_wait() -> None:
+def test_long_prompt_is_granted_time_and_explains_a_wait() -> None:
     limits = SilenceLimits()
     assert limits.first_token_s(20_000) == 220.0
     limits.saw_first_token(140.0, 20_000)
@@ -174,7 +174,7 @@ def test_a_long_prompt_is_granted_its_time_and_explains_a_long_wait() -> None:
     assert limits.first_token_s(0) == 150.0
 
 
-def test_what_stalls_tokens_stalls_first_tokens() -> None:
+def test_stall_of_tokens_is_a_stall_of_first_tokens() -> None:
     limits = SilenceLimits()
     limits.saw_gap(60.0)
     assert limits.first_token_s(200) == 181.0

@@ -49,10 +49,10 @@ def test_unknown_context_of_a_model_is_not_guessed() -> None:
     assert problem({}, 4096, text_config={"max_position_embeddings": 2048})
 
 
-def test_context_above_the_models_is_left_to_who_allows_it() -> None:
+def test_context_above_the_models_is_the_users_decision() -> None:
     assert problem({"max-model-len": 4096}, 512, LONG, max_position_embeddings=2048) == ""
 
 
-def test_context_that_the_model_says_it_can_have_is_taken() -> None:
+def test_context_that_the_model_supports_is_used() -> None:
     assert problem({"max-model-len": 4096}, 512, max_position_embeddings=2048, model_max_length=4096) == ""
     assert problem({"max-model-len": 4097}, 512, max_position_embeddings=2048, model_max_length=4096)

@@ -36,7 +36,7 @@ def test_a_tokens_cache(config: dict[str, Any], gpus: int, token_bytes: int) -> 
     assert engine_memory(shape_of(config), Engine(gpus=gpus), 80 * GIB).token_bytes == token_bytes
 
 
-def test_a_latent_vector_is_all_that_is_kept_of_a_token() -> None:
+def test_latent_attention_keeps_one_vector_per_token() -> None:
     sizes = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     counts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "v_head_dim": 128}
     shape = shape_of({**known.LLAMA_3_2_1B, **sizes, **counts, "model_type": "deepseek_v3"})
@@ -44,7 +44,7 @@ def test_a_latent_vector_is_all_that_is_kept_of_a_token() -> None:
         assert engine_memory(shape, Engine(gpus=gpus), 80 * GIB).token_bytes == 16 * (512 + 64) * 2
 
 
-def test_what_is_left_is_the_caches() -> None:
+def test_remaining_memory_is_the_caches() -> None:
     engine = Engine(utilization=0.85, max_tokens=4096)
     got = engine_memory(LARGE, engine, 141 * GIB)
     assert got.gpu.total_bytes == int(0.85 * 141 * GIB)
@@ -53,13 +53,13 @@ def test_what_is_left_is_the_caches() -> None:
     assert got.tokens == int(got.sequences * 4096)
 
 
-def test_no_room_is_said_and_not_negative() -> None:
+def test_lack_of_memory_is_reported_and_not_negative() -> None:
     got = engine_memory(LARGE, Engine(), 48 * GIB)
     assert (got.tokens, got.sequences) == (0, 0)
     assert got.gpu.total_bytes > 48 * GIB
 
 
-def test_a_window_bounds_what_its_layers_keep() -> None:
+def test_window_bounds_the_cache_of_its_layers() -> None:
     windowed = replace(LARGE, window=1024, windowed_layers=LARGE.layers // 2)
     engine = Engine(max_tokens=32_768)
     longer, all_ = (engine_memory(one, engine, 141 * GIB).sequences for one in (windowed, LARGE))

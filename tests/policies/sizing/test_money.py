@@ -22,7 +22,7 @@ def test_a_day_of_the_pair_and_a_step() -> None:
     assert again_usd(36, 100) == pytest.approx(1)
 
 
-def test_a_price_that_nobody_knows_is_no_price() -> None:
+def test_unknown_price_is_no_price() -> None:
     alone = Prices(on_demand_usd_per_h=1.0)
     assert hourly(alone, alone, 1, (Market.ON_DEMAND, Market.SPOT)) is None
     assert hourly(alone, Prices(), 0, (Market.ON_DEMAND, Market.SPOT)) == 1.0

@@ -22,11 +22,11 @@ from tests.generators import model_configs as known
     ],
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
 )
-def test_parameters_are_those_of_the_models_files(config: dict[str, Any], params: int) -> None:
+def test_parameters_equal_the_models_files(config: dict[str, Any], params: int) -> None:
     assert shape_of(config).params == params
 
 
-def test_a_model_that_sees_has_the_shape_of_its_text_part_and_the_rest_beside_it() -> None:
+def test_vision_model_has_its_text_shape_and_extra_weights() -> None:
     text = {name: value for name, value in known.QWEN_2_5_7B.items() if name != "tie_word_embeddings"}
     shape = shape_of({"model_type": "some_vl", "text_config": text, "tie_word_embeddings": True})
     assert shape.tied
@@ -34,7 +34,7 @@ def test_a_model_that_sees_has_the_shape_of_its_text_part_and_the_rest_beside_it
     assert (seen.other_params, seen.params) == (600_000_000, shape.text_params + 600_000_000)
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_no_other_part() -> None:
+def test_stored_tied_head_is_no_extra_weight() -> None:
     shape = shape_of(known.QWEN_2_5_1_5B)
     assert with_all_params(shape, shape.params + shape.embedding_params) == shape
 
@@ -49,7 +49,7 @@ def test_a_tied_head_that_is_stored_all_the_same_is_no_other_part() -> None:
         ({**known.LLAMA_3_2_1B, "num_attention_heads": 0}, "a size of 0"),
     ],
 )
-def test_what_is_not_known_is_said(config: dict[str, Any], said: str) -> None:
+def test_unknown_shape_is_reported(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnknownShape, match=said):
         shape_of(config)
 

@@ -19,7 +19,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 
 @pytest.mark.parametrize(("save_steps", "kept"), [(10, 20), (25, 17), (50, 15), (100, 12)])
-def test_a_run_of_ten_thousand_steps_keeps_what_its_page_says(save_steps: int, kept: int) -> None:
+def test_long_runs_store_has_the_documented_size(save_steps: int, kept: int) -> None:
     """docs/run-yaml.md, checkpoints."""
     assert most_kept(CheckpointsSpec(), save_steps, 1, 10_000) == kept
 
@@ -42,7 +42,7 @@ def test_a_long_run_is_followed_at_its_end_alone(
     assert most_kept(rules, save_steps, logging_steps, save_steps * saves) == most
 
 
-def test_those_that_stay_for_good_are_counted_and_none_that_was_never_saved() -> None:
+def test_permanent_checkpoints_are_counted_if_saved() -> None:
     every = CheckpointsSpec(keep_every_steps=75)
     assert most_kept(every, 50, 1, 10_000) == 15 + 10_000 // 150
     assert most_kept(CheckpointsSpec(keep_every_steps=50), 50, 1, 500) == 10

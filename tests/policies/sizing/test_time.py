@@ -42,9 +42,7 @@ ENGINE = Engine(1, H200.bandwidth_gb_per_s, H200.tflops, WEIGHTS_32B, KV_32B, PA
         (141, 100, 49, 27),
     ],
 )
-def test_a_sync_takes_what_the_page_of_benchmarks_says(
-    weights_gb: float, link: int, whole: float, delta: float
-) -> None:
+def test_sync_takes_the_benchmarks_time(weights_gb: float, link: int, whole: float, delta: float) -> None:
     assert whole_s(weights_gb * 1e9, link) == pytest.approx(whole, rel=0.03)
     assert delta_s(weights_gb * 1e9, 0.0178, link) == pytest.approx(delta, rel=0.05)
 
@@ -53,14 +51,14 @@ def test_a_slow_link_waits_for_a_large_delta_twice() -> None:
     assert delta_s(8e9, 1.0, 1) == pytest.approx(64 + 64 + 0.5)
 
 
-def test_the_share_of_a_delta_is_the_measured_one_and_between_them_grows() -> None:
+def test_delta_share_is_measured_and_interpolated() -> None:
     assert [delta_share(rate) for rate in (5e-7, 1e-6, 1e-5)] == pytest.approx([0.0106, 0.0178, 0.097])
     shares = [delta_share(rate) for rate in (1e-8, 5e-7, 7e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-2)]
     assert shares == sorted(set(shares))
     assert (delta_share(0), delta_share(1)) == (0, 1)
 
 
-def test_one_node_reads_the_weights_once_a_token_whoever_asks() -> None:
+def test_node_reads_the_weights_once_per_token() -> None:
     """65.5 GB at 0.7 of 4.8 TB/s is 19.5 ms; 64 sequences of 512 tokens on average read 8.6 GB of keys, too."""
     assert token_s(ENGINE, WORK, 1) == pytest.approx(0.0195, rel=0.01)
     assert token_s(ENGINE, WORK, 64) == pytest.approx(0.0221, rel=0.01)
@@ -73,7 +71,7 @@ def test_one_node_reads_the_weights_once_a_token_whoever_asks() -> None:
         assert floor_s + shared_node_s / nodes == pytest.approx(seconds, rel=0.02)
 
 
-def test_many_sequences_wait_for_the_processors_and_more_than_fit_come_in_rounds() -> None:
+def test_many_sequences_wait_or_run_in_rounds() -> None:
     crowd = replace(WORK, generated=2048, prompts=1)
     assert token_s(ENGINE, crowd, 2048) == pytest.approx(2 * PARAMS_32B * 2048 / (989e12 * 0.4))
     held = replace(ENGINE, sequences_max=16)
@@ -103,7 +101,7 @@ def test_a_batch_reads_the_experts_that_its_tokens_are_sent_to() -> None:
         assert token_s(mixture, WORK, sequences) == pytest.approx(share * whole_s, rel=1e-6)
 
 
-def test_two_gpus_read_twice_as_fast_and_a_slow_program_is_a_floor() -> None:
+def test_two_gpus_read_twice_as_fast_above_a_program_floor() -> None:
     assert token_s(replace(ENGINE, gpus=2), WORK, 1) == pytest.approx(token_s(ENGINE, WORK, 1) / 2)
     assert token_s(replace(ENGINE, token_floor_s=0.064), WORK, 1) == 0.064
 

@@ -54,7 +54,7 @@ def test_bytes_a_parameter_by_how_it_is_divided(training: Training, each: float)
     assert held(training, *ADAM) == pytest.approx(each, rel=1e-6)
 
 
-def test_zero_3_copies_the_gradients_of_a_thousand_million_weights_at_a_time() -> None:
+def test_zero_3_copies_gradients_of_1e9_weights_at_a_time() -> None:
     """A 32B model over 8: 4,096 million elements a process, of which DeepSpeed updates 1,000 million at once."""
     three, two = (
         next(one for one in moments(LARGE, Training(processes=8, sharding=stage, **ZERO)) if "step" in one.moment)
@@ -67,18 +67,18 @@ def test_zero_3_copies_the_gradients_of_a_thousand_million_weights_at_a_time() -
     assert small.parts["gradients copied"] == pytest.approx(6 * LARGE.params / 64, rel=1e-6)
 
 
-def test_processes_that_each_have_all_send_a_copy_of_the_gradients() -> None:
+def test_data_parallel_processes_copy_the_gradients() -> None:
     assert held(Training(processes=2), "gradients sent") == 4
     assert held(Training(processes=1), "gradients sent") == 0
 
 
-def test_what_is_offloaded_is_in_the_machines_memory() -> None:
+def test_offloaded_states_are_in_the_machines_memory() -> None:
     away = Training(sharding="zero2", offloads_optimizer=True, **ZERO)
     assert trainer_memory(SHAPE, away).host.parts["optimizer"] == 16 * SHAPE.params
     assert "optimizer" not in trainer_memory(SHAPE, Training()).host.parts
 
 
-def test_32b_trained_whole_takes_what_no_gpu_has_and_an_adapter_fits_one() -> None:
+def test_full_32b_fits_no_gpu_and_an_adapter_fits_one() -> None:
     whole = trainer_memory(LARGE, Training(accumulates=True))
     adapter = Training(lora=Lora(64, ALL), weight_bytes=2, stored_bytes=2, completion_tokens=512)
     assert whole.gpu.total_bytes > 16 * LARGE.params > 520 * GB
@@ -93,7 +93,7 @@ def test_an_adapter_is_two_matrices_for_each_layer_that_it_is_on() -> None:
     assert adapter_params(experts, Lora(8, ALL)) == adapter_params(experts, Lora(8, ALL - {"gate_proj"}))
 
 
-def test_what_is_trained_beside_an_adapter_takes_what_it_takes_when_all_is_trained() -> None:
+def test_modules_trained_with_adapter_cost_as_in_full_training() -> None:
     """The head and the embedding of 7B: 2 x 545 million, of 16 bytes each; of 8 in bfloat16, PEFT leaves it so."""
     plain, ends = Lora(8, ALL), Lora(8, ALL, frozenset({"lm_head", "embed_tokens"}))
     parts = ("adapter", "gradients", "optimizer")
@@ -121,7 +121,7 @@ def test_targets_by_a_pattern(pattern: str, names: set[str]) -> None:
     assert lora_of({"target_modules": pattern}, SHAPE) == Lora(8, frozenset(names))
 
 
-def test_a_completion_four_times_as_long_makes_its_logits_no_larger() -> None:
+def test_four_times_longer_completion_keeps_logits_size() -> None:
     parts = [
         next(one for one in moments(SHAPE, Training(completion_tokens=length)) if "head" in one.moment).parts
         for length in (1024, 4096)
@@ -158,7 +158,7 @@ def test_a_run_as_it_is_written() -> None:
     assert (got.reference, got.checkpointing, got.state_bytes) == (True, False, 2 + 8 / 256)
 
 
-def test_what_is_not_written_is_as_trl_has_it() -> None:
+def test_omitted_settings_are_trls_defaults() -> None:
     got = training_of(spec_with({}), SHAPE, 100)
     assert got == Training(prompt_tokens=100)
     assert (got.weight_bytes, got.compute_bytes, got.state_bytes) == (4, 2, 8)
@@ -203,7 +203,7 @@ def test_how_it_is_divided(trainer: dict[str, Any], grpo: dict[str, Any], divide
     assert (got.processes, got.sharding, got.offloads_optimizer, got.offloads_weights) == divided
 
 
-def test_deepspeed_and_fsdp_compute_in_two_bytes_whatever_is_loaded() -> None:
+def test_deepspeed_and_fsdp_compute_in_two_bytes_always() -> None:
     zero = training_of(spec_with({}, accelerate={"distributed_type": "DEEPSPEED"}), SHAPE, 100)
     fsdp = training_of(spec_with({}, accelerate={"distributed_type": "FSDP"}), SHAPE, 100)
     assert (zero.weight_bytes, zero.stored_bytes, zero.state_bytes) == (2, 2, 8)
@@ -251,7 +251,7 @@ def test_a_reference_model_is_as_wide_as_the_weights() -> None:
     assert held(Training(), "reference") == 0
 
 
-def test_what_is_whole_for_a_while_under_zero_3_and_while_a_trainer_generates() -> None:
+def test_temporarily_whole_weights_under_zero_3_are_counted() -> None:
     """DeepSpeed gathers up to a thousand million weights; autocast keeps all that it has cast."""
     gathered = (held(Training(processes=8, sharding="zero3", **ZERO), "weights gathered"), 2 * GB / SHAPE.params)
     assert gathered[0] == pytest.approx(gathered[1])

@@ -47,7 +47,7 @@ def spec_of(
         },
     ],
 )
-def test_a_plain_adapter_travels_alone(peft: dict[str, Any]) -> None:
+def test_plain_adapter_is_published_alone(peft: dict[str, Any]) -> None:
     assert why_whole(spec_of(peft), CONFIG) == ""
     assert why_whole(spec_of(peft), {}) == ""
 
@@ -76,7 +76,7 @@ def test_a_plain_adapter_travels_alone(peft: dict[str, Any]) -> None:
         ({"r": 4, "rank_pattern": {"q_proj": 600}}, "rank 600"),
     ],
 )
-def test_what_more_is_trained_than_an_adapter_is_published_whole(peft: dict[str, Any] | None, why: str) -> None:
+def test_more_than_an_adapter_is_published_whole(peft: dict[str, Any] | None, why: str) -> None:
     assert why in why_whole(spec_of(peft), CONFIG)
 
 
@@ -112,7 +112,7 @@ def test_what_more_is_trained_than_an_adapter_is_published_whole(peft: dict[str,
         ({"vllm": {"revision": "v1"}, "grpo": {"model_init_kwargs": {"revision": "v1"}}}, CONFIG, ""),
     ],
 )
-def test_what_trainer_and_engine_cannot_do_with_adapters(
+def test_impossible_adapter_settings_are_refused(
     changes: dict[str, Any], config: dict[str, Any], why: str
 ) -> None:
     said = why_whole(spec_of({"r": 8}, **changes), config)
@@ -130,7 +130,7 @@ def test_the_engine_has_room_for_the_rank(rank: int, room: int) -> None:
     assert engine_rank({"r": 1, "rank_pattern": {"q_proj": rank}}) == room
 
 
-def test_vllm_is_started_for_the_adapters_of_run_yaml_whatever_it_says_of_them() -> None:
+def test_vllm_adapter_flags_follow_run_yamls_adapters() -> None:
     spec = spec_of({"r": 20, "target_modules": ["v_proj", "self_attn.q_proj"]}, {"max-lora-rank": 8})
     argv = argv_of(spec, "127.0.0.1", 1, None, adapters=True)
     assert "--enable-lora" in argv
@@ -174,12 +174,12 @@ GOOD = {**pair(Q, (4, 32), (64, 4)), **pair(UP, (2, 32), (128, 2))}
         (pair(Q, (4, 32), (64, 4), "I8"), "quantised weights"),
     ],
 )
-def test_which_tensors_are_an_adapter_for_the_model(published: dict[str, Tensor], why: str) -> None:
+def test_adapter_tensors_are_recognised(published: dict[str, Tensor], why: str) -> None:
     said = adapter_mismatch(published, SAVED, BASE, engine_rank=8)
     assert said == "" if why == "" else why in said
 
 
-def test_without_the_base_models_files_shapes_are_not_compared_and_ranks_are() -> None:
+def test_ranks_are_compared_without_base_files_and_shapes_not() -> None:
     assert adapter_mismatch(pair(Q, (4, 33), (64, 4)), SAVED, {}, engine_rank=8) == ""
     assert "has 16, the engine supports at most 8" in adapter_mismatch(
         pair(Q, (16, 32), (64, 16)), {"r": 16}, BASE, engine_rank=8
@@ -199,7 +199,5 @@ def test_without_the_base_models_files_shapes_are_not_compared_and_ranks_are() -
         ({}, {}, None),
     ],
 )
-def test_what_engines_round_an_adapter_to(
-    vllm: dict[str, Any], config: dict[str, Any], expected: str | None
-) -> None:
+def test_adapter_dtypes_of_engines(vllm: dict[str, Any], config: dict[str, Any], expected: str | None) -> None:
     assert engine_type(spec_of({}, vllm=vllm), config) == expected

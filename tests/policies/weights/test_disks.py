@@ -82,7 +82,7 @@ IN_A_FILE = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_co
         ({"distributed_type": "MULTI_GPU"}, {}, 2 + 4),
     ],
 )
-def test_what_deepspeed_and_fsdp_go_on_from_lies_beside_the_whole_weights(
+def test_deepspeed_and_fsdp_states_are_stored_with_weights(
     accelerate: dict[str, Any], grpo: dict[str, Any], each: int
 ) -> None:
     run = spec(**{"model_init_kwargs": {"dtype": "bfloat16"}, **grpo})
@@ -90,7 +90,7 @@ def test_what_deepspeed_and_fsdp_go_on_from_lies_beside_the_whole_weights(
     assert checkpoint_bytes(run, model("32B")) == each * model("32B").params
 
 
-def test_a_machine_for_32b_under_zero_3_has_a_disk_for_three_of_its_checkpoints() -> None:
+def test_machine_for_32b_under_zero_3_holds_three_checkpoints() -> None:
     """459 GB each: weights in two bytes, and 12 of DeepSpeed's optimizer. After a restart one is read from the
     disk while two others are on their way to the store."""
     run = spec(model_init_kwargs={"dtype": "bfloat16"})
@@ -99,7 +99,7 @@ def test_a_machine_for_32b_under_zero_3_has_a_disk_for_three_of_its_checkpoints(
     )
 
 
-def test_what_the_model_is_loaded_with_may_be_json_as_on_a_command_line() -> None:
+def test_model_options_may_be_json_as_on_a_command_line() -> None:
     asked = spec(model_init_kwargs='{"dtype": "bfloat16"}')
     assert checkpoint_bytes(asked, model("32B")) == checkpoint_bytes(
         spec(model_init_kwargs={"dtype": "bfloat16"}), model("32B")
@@ -110,13 +110,13 @@ def test_what_the_model_is_loaded_with_may_be_json_as_on_a_command_line() -> Non
         )
 
 
-def test_what_is_restored_holds_the_base_model_where_a_restart_needs_it() -> None:
+def test_restore_holds_base_model_where_a_restart_needs_it() -> None:
     with_kl = disk_parts(Role.TRAINER, spec(beta=0.02), model("32B"))["checkpoints"]
     without = disk_parts(Role.TRAINER, spec(), model("32B"))["checkpoints"]
     assert with_kl - without == model("32B").stored_bytes
 
 
-def test_a_spool_elsewhere_an_optimizer_of_eight_bits_and_float32_engines_count() -> None:
+def test_own_spool_8_bit_optimizer_and_float32_engines_count() -> None:
     run, of_32b = spec(), model("32B")
     elsewhere = replace(run, checkpoints=CheckpointsSpec(spool="/mnt/nvme"))
     assert disk_parts(Role.TRAINER, elsewhere, of_32b)["checkpoints"] == checkpoint_bytes(run, of_32b)
@@ -131,6 +131,6 @@ def test_a_trainer_that_generates_itself_publishes_nothing() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {**PLAIN, "architectures": ["BloomForCausalLM"]}])
-def test_adapters_that_may_be_merged_are_counted_as_whole_policies(config: dict[str, Any]) -> None:
+def test_adapters_that_may_be_merged_count_as_whole_policies(config: dict[str, Any]) -> None:
     of_7b = replace(model("7B"), config=config)
     assert disk_parts(Role.ROLLOUT, spec(LORA), of_7b)["two policies"] == 4 * of_7b.params

@@ -31,7 +31,7 @@ MATRIX = "model.layers.0.mlp.down_proj.weight"
         ({}, {"dtype": "bfloat16", "head_dtype": "float32"}, None),
     ],
 )
-def test_what_engines_round_to(flags: dict[str, Any], config: dict[str, Any], to: str | None) -> None:
+def test_dtypes_that_engines_round_to(flags: dict[str, Any], config: dict[str, Any], to: str | None) -> None:
     assert served_types(flags, config).to == to
 
 
@@ -55,12 +55,12 @@ def test_the_type_of_a_tensor(trained: Tensor, in_base: Tensor | None, published
     assert served_types({}, {"dtype": "bfloat16"}, base).of({MATRIX: trained}) == {MATRIX: published}
 
 
-def test_a_model_whose_files_are_all_float32_is_rounded_to_what_engines_take() -> None:
+def test_float32_model_is_rounded_to_what_engines_take() -> None:
     served = served_types({}, {"dtype": "float32"}, {MATRIX: Tensor("F32", (4, 4))})
     assert served.of({MATRIX: Tensor("F32", (4, 4))}) == {MATRIX: "BF16"}
 
 
-def test_names_that_a_base_model_leaves_out_the_prefix_of_are_its_own() -> None:
+def test_names_without_the_base_models_prefix_are_its_own() -> None:
     served = served_types({}, {"dtype": "bfloat16"}, {"h.gate.weight": Tensor("F32", (4, 4))})
     assert served.of({"model.h.gate.weight": Tensor("F32", (4, 4))}) == {"model.h.gate.weight": "F32"}
 
@@ -75,6 +75,6 @@ def test_names_that_a_base_model_leaves_out_the_prefix_of_are_its_own() -> None:
         ("model.layers.1.mlp.shared_expert_gate.weight", "BF16"),
     ],
 )
-def test_what_engines_widen_is_not_rounded(name: str, published: str) -> None:
+def test_weights_that_engines_widen_are_not_rounded(name: str, published: str) -> None:
     served = served_types({}, {"dtype": "bfloat16"}, {name: Tensor("BF16", (4, 4))})
     assert served.of({name: Tensor("F32", (4, 4))}) == {name: published}

@@ -69,11 +69,11 @@ def without(*names: str) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_tensors_are_told_by_name_shape_and_type(published: dict[str, Tensor], why: str) -> None:
+def test_tensor_differences_name_shape_and_type(published: dict[str, Tensor], why: str) -> None:
     assert mismatch(published, BASE) == why
 
 
-def test_what_the_trainer_has_no_use_for_may_be_missing() -> None:
+def test_tensors_unused_by_the_trainer_may_be_missing() -> None:
     tied = without("lm_head.weight")
     assert mismatch(tied, BASE, tied=True) == ""
     bare = {name: tensor for name, tensor in BASE.items() if name != "lm_head.weight"}
@@ -93,7 +93,7 @@ def test_a_base_whose_files_leave_a_prefix_out_is_the_same_model() -> None:
     assert mismatch({"transformer.wte.weight": Tensor("F32", (84, 63))}, gpt2).startswith("wrong shape")
 
 
-def test_a_base_that_is_itself_quantised_is_met_in_kind() -> None:
+def test_quantised_base_model_is_matched_in_kind() -> None:
     base = {**BASE, Q0: Tensor("F8_E4M3", (64, 64)), f"{Q0}_scale_inv": Tensor("F32", (1, 1))}
     assert mismatch(base, base) == ""
     assert mismatch({**base, Q0: Tensor("I8", (64, 64))}, base).startswith("quantised weights")
@@ -103,7 +103,7 @@ def test_a_base_that_is_itself_quantised_is_met_in_kind() -> None:
     ("name", "dtype", "why"),
     [("model.a.weight", "F32", ""), ("model.a.SCB", "F32", "quantised"), ("model.a.weight", "I8", "quantised")],
 )
-def test_without_the_base_models_files_what_is_plainly_no_weight_is_found(name: str, dtype: str, why: str) -> None:
+def test_obvious_non_weight_is_found_without_base_files(name: str, dtype: str, why: str) -> None:
     assert mismatch({name: Tensor(dtype, (1,))}, {}).startswith(why)
 
 
@@ -125,7 +125,7 @@ def check_of(folder: Path, tied: bool | None = None) -> PolicyCheck:
     return PolicyCheck(RunSpec(name="t", storage="memory://t", trainer=trainer, grpo={}, workdir=str(folder)))
 
 
-def test_the_files_that_engines_load_are_the_ones_that_are_compared(tmp_path: Path) -> None:
+def test_compared_files_are_those_that_engines_load(tmp_path: Path) -> None:
     base = tmp_path / "base"
     names = sorted(BASE)
     write(base / "model-00001-of-00002.safetensors", {name: BASE[name] for name in names[:4]})
@@ -143,7 +143,7 @@ def test_the_files_that_engines_load_are_the_ones_that_are_compared(tmp_path: Pa
     assert not caught.value.touched
 
 
-def test_the_head_may_be_missing_where_the_base_model_says_that_it_is_tied(tmp_path: Path) -> None:
+def test_head_may_be_missing_if_base_model_ties_it(tmp_path: Path) -> None:
     write(tmp_path / "base" / "model.safetensors", BASE)
     write(tmp_path / "policy" / "model.safetensors", without("lm_head.weight"))
     assert check_of(tmp_path, tied=True).verify(tmp_path / "policy") is None
@@ -152,7 +152,7 @@ def test_the_head_may_be_missing_where_the_base_model_says_that_it_is_tied(tmp_p
         check_of(tmp_path, tied=False).verify(tmp_path / "policy")
 
 
-def test_the_canary_comes_with_the_files_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_canary_comes_with_files_and_damaged_one_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "base" / "model.safetensors", {**BASE, "mtp.weight": Tensor("BF16", (1,))})
     write(tmp_path / "policy" / "model.safetensors", FULL)
     canary = Canary([1, 2], [None], "bfloat16", 2, ["^mtp"])
@@ -165,7 +165,7 @@ def test_the_canary_comes_with_the_files_and_a_damaged_one_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 40, (4).to_bytes(8, "little") + b"nope"])
-def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_without_safetensors_format_is_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "base" / "model.safetensors", BASE)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "model.safetensors").write_bytes(content)

@@ -103,11 +103,11 @@ class FaultProxy:
 
     def inject(self, fault: Fault, times: int | None = None) -> None:
         """From now on `fault` strikes the next `times` requests, or all until `heal`."""
-        self._await(self._inject(fault, times))
+        self.wait_for(self._inject(fault, times))
 
     def heal(self) -> None:
         """End the fault."""
-        self._await(self._heal())
+        self.wait_for(self._heal())
 
     def heal_after(self, delay_s: float) -> None:
         """End the fault after a delay."""
@@ -115,7 +115,7 @@ class FaultProxy:
             lambda: self.loop.call_later(delay_s, lambda: self.loop.create_task(self._heal()))
         )
 
-    def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def wait_for(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=HANG_S)
 
     async def start(self) -> None:
@@ -246,12 +246,12 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for who listens, and asks for it too
     held.bind(("127.0.0.1", 0))
     proxy = FaultProxy(upstream, held.getsockname()[1], loop)
-    proxy._await(proxy.start())
+    proxy.wait_for(proxy.start())
     try:
         yield proxy
     finally:
         held.close()
-        proxy._await(proxy.stop())
+        proxy.wait_for(proxy.stop())
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=HANG_S)
         loop.close()

@@ -24,6 +24,7 @@ from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"
+RETRY_S = 0.02
 POLICY = PolicyRef("0-0", "policies/0-0", "00" * 16)
 HERE = Path(__file__).parent
 ANSWER_TOKENS = 8
@@ -102,11 +103,20 @@ async def serving(folder: Path) -> AsyncIterator[HttpGateway]:
 
 
 def runner_of(
-    gateway: HttpGateway, agent: str, *, time_s: float = 600.0, turns: int = 32, tokens: int = 1000
+    gateway: HttpGateway,
+    agent: str,
+    *,
+    time_s: float = 600.0,
+    turns: int = 32,
+    tokens: int = 1000,
+    make_host: type[AgentHost] = AgentHost,
+    may_go_on: Callable[[], None] = lambda: None,
 ) -> AgentRunner:
     beat = Heartbeat(gateway.store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
-    host = AgentHost(f"rig_agents.{agent}", HERE)
-    return AgentRunner(Gateway(gateway.store, TOKEN), host, Limits(time_s, turns, tokens), beat, lambda: None)
+    host = make_host(f"rig_agents.{agent}", HERE)
+    return AgentRunner(
+        Gateway(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, may_go_on
+    )
 
 
 def batch_of(

@@ -16,7 +16,6 @@ import msgspec
 import psutil
 import pytest
 
-import grpo_orch.tasks.agents.processes
 from grpo_orch.tasks.agents.host import Ended
 from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
 from tests.budget import until
@@ -42,8 +41,10 @@ async def run(
     return await host.run("http://127.0.0.1:1/sessions/x/v1", "key", row or {}, seed, stop)
 
 
-def host_of(hosts: list[AgentHost], run: str | list[str], memory_bytes: int | None = None) -> AgentHost:
-    hosts.append(AgentHost(f"rig_agents.{run}" if isinstance(run, str) else run, HERE, memory_bytes))
+def host_of(
+    hosts: list[AgentHost], run: str | list[str], memory_bytes: int | None = None, **limits: Any
+) -> AgentHost:
+    hosts.append(AgentHost(f"rig_agents.{run}" if isinstance(run, str) else run, HERE, memory_bytes, **limits))
     return hosts[-1]
 
 
@@ -65,9 +66,7 @@ def host_of(hosts: list[AgentHost], run: str | list[str], memory_bytes: int | No
         ("forks", 0.75, ""),
     ],
 )
-async def test_what_becomes_of_an_agent(
-    hosts: list[AgentHost], agent: str, reward: float | None, why: str
-) -> None:
+async def test_agent_outcomes(hosts: list[AgentHost], agent: str, reward: float | None, why: str) -> None:
     ended = await run(host_of(hosts, agent))
     assert (ended.reward, ended.why) == (reward, why)
     assert len(ended.output) < 20_000
@@ -103,30 +102,26 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
         psutil.Process(pid).kill()
 
 
-async def test_agent_that_stops_its_keeper_is_killed(
-    hosts: list[AgentHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpo_orch.tasks.agents.processes, "END_S", SHORT_S)
-    ended = await run(host_of(hosts, "stops_keeper"), {"folder": str(tmp_path)}, stop_after_s=5.0)
+async def test_agent_that_stops_its_keeper_is_killed(hosts: list[AgentHost], tmp_path: Path) -> None:
+    ended = await run(host_of(hosts, "stops_keeper", end_s=SHORT_S), {"folder": str(tmp_path)}, stop_after_s=5.0)
     assert ended.why == "its process was killed"
     assert await gone(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
-    hosts: list[AgentHost], monkeypatch: pytest.MonkeyPatch, number: int
+    hosts: list[AgentHost], number: int
 ) -> None:
-    monkeypatch.setattr(grpo_orch.tasks.agents.processes, "AGAIN_S", 0.1)
-    host = host_of(hosts, "plain")
+    host = host_of(hosts, "plain", again_s=0.1)
     host.start()
-    assert host._process is not None
-    host._process.send_signal(signal.SIGSTOP)
+    assert host.process is not None
+    host.process.send_signal(signal.SIGSTOP)
     waiting = [asyncio.create_task(run(host)) for _ in range(3)]
     await asyncio.sleep(SHORT_S)  # they are in its queue
     if number == signal.SIGKILL:
-        host._process.kill()
+        host.process.kill()
     else:
-        monkeypatch.setattr(grpo_orch.tasks.agents.processes, "START_S", SHORT_S)
+        host.fork_s = SHORT_S
         waiting.append(asyncio.create_task(run(host)))
     assert [(await one).reward for one in waiting[-3:]] == [1.0] * 3
 
@@ -205,9 +200,7 @@ def test_agent_that_cannot_be_imported_is_named(path: str, says: str) -> None:
         AgentHost(path, HERE).start()
 
 
-def test_function_of_another_environment_is_forked_from_its_interpreter(
-    tmp_path: Path, hosts: list[AgentHost]
-) -> None:
+def test_function_of_another_environment_uses_its_interpreter(tmp_path: Path, hosts: list[AgentHost]) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     packages = next((tmp_path / "env/lib").iterdir()) / "site-packages"
     for package in (msgspec, psutil):

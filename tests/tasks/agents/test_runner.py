@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +15,16 @@ import pytest
 from aiohttp import web
 
 import grpo_orch.tasks.agents.gateway
+import grpo_orch.tasks.agents.runner
 from grpo_orch.checkpoint.records.rollouts import Session
 from grpo_orch.policies.serving.sessions import TURNS_AT_ONCE_MAX
 from grpo_orch.tasks.agents.gateway import Forwarder, Gateway
+from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
-from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
+from tests.tasks.agents.rig import RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 @pytest.fixture
@@ -49,9 +47,7 @@ async def complete(runner: AgentRunner, rows: list[dict[str, Any]], **batch: Any
     return found
 
 
-async def test_sessions_come_back_in_order_with_what_was_recorded(
-    runners: list[AgentRunner], tmp_path: Path
-) -> None:
+async def test_sessions_return_in_order_with_their_records(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
         found = await complete(started(runners, gateway, "answers"), [{"prompt": f"p{n}"} for n in range(12)])
     assert [session.index for session in found] == list(range(12))
@@ -154,9 +150,7 @@ async def test_time_of_the_model_does_not_count(runners: list[AgentRunner], tmp_
     assert time.monotonic() - began_s > 1.0
 
 
-async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
-    runners: list[AgentRunner], tmp_path: Path
-) -> None:
+async def test_incomplete_request_counts_as_the_agents_time(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
         [found] = await complete(started(runners, gateway, "withholds_body", time_s=2.0), [{"prompt": "p"}])
     assert found.failed == "it took longer than 2 s of its own (trainer.agent.time_s)"
@@ -164,7 +158,7 @@ async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
 
 
 @pytest.mark.parametrize("more", [{}, {"model": "gpt-17"}])
-async def test_agent_that_asks_for_ever_uses_up_its_time(
+async def test_agent_that_requests_forever_uses_up_its_time(
     runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
 ) -> None:
     monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
@@ -194,18 +188,15 @@ async def test_session_is_cut_at_its_own_limits_alone(runners: list[AgentRunner]
             assert found.is_cut == is_cut, (agent, limits)
 
 
-async def test_time_begins_with_the_agents_process(
-    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SlowHost(AgentHost):
+    def fork(self) -> socket.socket:
+        time.sleep(3.0)
+        return super().fork()
+
+
+async def test_time_begins_with_the_agents_process(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "answers", time_s=2.0)
-        fork = runner._host._fork
-
-        def slow() -> object:
-            time.sleep(3.0)
-            return fork()
-
-        monkeypatch.setattr(runner._host, "_fork", slow)
+        runner = started(runners, gateway, "answers", time_s=2.0, make_host=SlowHost)
         [found] = await complete(runner, [{"prompt": "p"}])
     assert not found.failed
 
@@ -232,14 +223,14 @@ async def test_thread_that_has_ended_is_named_and_closed(runners: list[AgentRunn
     async with serving(tmp_path) as gateway:
         runner = started(runners, gateway, "answers")
         await asyncio.to_thread(runner.start)
-        runner._loop.call_soon_threadsafe(runner._loop.stop)
+        runner.loop.call_soon_threadsafe(runner.loop.stop)
         with pytest.raises(GenerationFailed, match="thread"):
             await complete(runner, [{"prompt": "p"}])
         await asyncio.to_thread(runner.close)
 
 
 @pytest.mark.parametrize(("limits", "says"), [({"turns": 1}, "turns_max"), ({"tokens": 8}, "tokens_max")])
-async def test_agent_beyond_a_limit_is_told(
+async def test_agent_beyond_a_limit_gets_an_error(
     runners: list[AgentRunner], tmp_path: Path, limits: dict[str, int], says: str
 ) -> None:
     async with serving(tmp_path) as gateway:
@@ -260,9 +251,7 @@ async def test_silent_gateway_ends_the_call_at_its_deadline(runners: list[AgentR
             await complete(started(runners, gateway, "answers"), [{"prompt": "p"}], deadline_s=1.0)
 
 
-async def test_interrupted_call_ends_its_agents(
-    runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_interrupted_call_ends_its_agents(runners: list[AgentRunner], tmp_path: Path) -> None:
     class Told(Exception):
         pass
 
@@ -271,8 +260,7 @@ async def test_interrupted_call_ends_its_agents(
             raise Told
 
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "hangs")
-        monkeypatch.setattr(runner, "_may_go_on", told)
+        runner = started(runners, gateway, "hangs", may_go_on=told)
         with pytest.raises(Told):
             await complete(runner, [{"prompt": "p", "folder": str(tmp_path)}])
         from tests.tasks.agents.test_processes import gone
@@ -330,7 +318,7 @@ async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: 
         assert served.asked == []
 
 
-async def test_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
+async def test_key_in_invalid_text_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(one.base_url.split(":")[2].split("/")[0]))
         writer.write(b"GET /sessions/one/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n")
@@ -365,10 +353,9 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             assert await post(b"x" * (grpo_orch.tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
 
 
-async def test_late_answer_keeps_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_answer_keeps_its_client(tmp_path: Path) -> None:
     """A client that gives up after a second without a byte gets an answer that takes longer."""
-    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "PATIENT_S", 0.2)
-    async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
+    async with serving(tmp_path) as served, forwarding(served, patient_s=0.2) as (forwarder, http):
         status = 200
 
         async def late(_: web.Request) -> web.Response:
@@ -404,9 +391,9 @@ async def next_done(tasks: list[asyncio.Task[int]]) -> asyncio.Task[int]:
 class forwarding:
     """A forwarder to a gateway, and a client of agents."""
 
-    def __init__(self, served: HttpGateway) -> None:
-        self.gateway = Gateway(served.store, TOKEN)
-        self.forwarder = Forwarder(self.gateway)
+    def __init__(self, served: HttpGateway, **options: float) -> None:
+        self.gateway = Gateway(served.store, TOKEN, RETRY_S)
+        self.forwarder = Forwarder(self.gateway, **options)
 
     async def __aenter__(self) -> tuple[Forwarder, aiohttp.ClientSession]:
         await self.forwarder.start()

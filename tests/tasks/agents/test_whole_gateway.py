@@ -6,9 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import grpo_orch.tasks.agents.gateway
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.records.rollouts import Session
@@ -21,20 +18,15 @@ from grpo_orch.tasks.agents.runner import AgentRunner, Limits
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.rigs.gateway_world import TOKEN, World
 from tests.stand_ins.fake_vllm import END
-from tests.tasks.agents.rig import HERE, batch_of
+from tests.tasks.agents.rig import HERE, RETRY_S, batch_of
 
 ROWS = [{"prompt": f"p{n}"} for n in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 def runner_of(store: Store, agent: str, turns: int = 32) -> AgentRunner:
     beat = Heartbeat(store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = AgentHost(f"rig_agents.{agent}", HERE)
-    return AgentRunner(Gateway(store, TOKEN), host, Limits(600.0, turns, 10_000), beat, lambda: None)
+    return AgentRunner(Gateway(store, TOKEN, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None)
 
 
 def announce(store: Store, world: World) -> None:
@@ -104,7 +96,7 @@ async def test_gateway_and_node_that_go_away_change_nothing(tmp_path: Path) -> N
     assert content(found) == content(expected)
 
 
-async def test_trainer_that_is_started_again_gets_what_was_recorded(tmp_path: Path) -> None:
+async def test_restarted_trainer_gets_recorded_turns(tmp_path: Path) -> None:
     expected = await calm(tmp_path / "calm")
     store = Store(f"file://{tmp_path}/store")
     async with World() as world:

@@ -90,7 +90,7 @@ def indices(share: Share) -> list[int]:
     return [one.index for one in share.batch.requests]
 
 
-def test_it_makes_part_after_part_and_looks_for_a_node_before_each(world: World) -> None:
+def test_part_after_part_is_made_with_a_look_for_nodes_before(world: World) -> None:
     asked = batch()
     for expected in ([0, 1], [2, 3]):
         share = world.share(asked)
@@ -106,7 +106,7 @@ def test_it_makes_part_after_part_and_looks_for_a_node_before_each(world: World)
     assert world.costs.own_generate_s == world.costs.generate_s == world.costs.generated_s == 8.0
 
 
-def test_a_drought_waits_for_nobody_until_a_node_serves(world: World) -> None:
+def test_shortage_waits_for_no_node_until_one_serves(world: World) -> None:
     asked = batch(count=2)
     world.take(world.share(asked))
     world.drought.complete(asked)
@@ -118,7 +118,7 @@ def test_a_drought_waits_for_nobody_until_a_node_serves(world: World) -> None:
     assert [patience_s for _, patience_s in world.gateway.asked] == [AFTER_S, 0.0, 0.0, AFTER_S]
 
 
-def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(world: World) -> None:
+def test_completions_of_nodes_stay_and_begun_ones_continue(world: World) -> None:
     world.gateway.made, world.gateway.cut = [0, 3], [begun(2, 4), begun(4, 3), begun(5, 2)]
     share = world.share(batch())
     assert (indices(share), share.begun) == ([2, 4], [begun(2, 4), begun(4, 3)])
@@ -129,7 +129,7 @@ def test_what_nodes_have_made_stays_and_what_they_had_begun_is_gone_on_with(worl
     assert got.discarded == 5 + 1 + 2, "what was begun of 5 has been made anew"
 
 
-def test_of_what_nodes_begin_twice_the_longer_stays_and_every_lost_token_counts(world: World) -> None:
+def test_longer_of_duplicate_starts_stays_and_lost_tokens_count(world: World) -> None:
     world.gateway.cut = [begun(0, 1), begun(1, 1), begun(4, 4), begun(5, 2)]
     world.take(world.share(batch()))
     world.gateway.cut, world.gateway.made = [begun(4, 1), begun(5, 3)], [2]
@@ -143,14 +143,14 @@ def test_of_what_nodes_begin_twice_the_longer_stays_and_every_lost_token_counts(
     assert got.discarded == 3 * 5 + 1 + 2 + 3
 
 
-def test_another_batch_begins_with_nothing_and_each_process_has_a_part(world: World) -> None:
+def test_new_batch_starts_empty_and_each_process_has_a_part(world: World) -> None:
     world.take(world.share(batch()))
     share = world.share(batch(first_seed=200), processes=2)
     assert indices(share) == [0, 1, 2, 3]
     assert [indices(share.of_process(number, 2)) for number in range(2)] == [[0, 2], [1, 3]]
 
 
-def test_what_does_not_fit_is_halved_until_nothing_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_part_is_halved_down_to_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drought, "AT_ONCE", 4)
     world = World()
     sizes = []
@@ -192,7 +192,7 @@ def test_completions_that_were_made_forgive_earlier_failures(world: World) -> No
     assert world.gateway.asked[-1][1] == 2 * AFTER_S
 
 
-def test_a_trainer_that_is_to_end_begins_no_other_part(world: World) -> None:
+def test_ending_trainer_begins_no_further_part(world: World) -> None:
     world.take(world.share(batch()))
     world.ends = InterruptedError("leave")
     with pytest.raises(InterruptedError):
@@ -208,7 +208,7 @@ def test_evaluation_costs_no_step_anything(world: World) -> None:
     assert world.costs.generated_s == 4.0
 
 
-def test_what_was_asked_for_in_a_thread_is_made_here_once_nobody_was_there(world: World) -> None:
+def test_batch_of_a_thread_is_made_here_once_no_node_serves(world: World) -> None:
     asked = batch(count=3)
     world.gateway.made, world.gateway.cut = [0], [begun(1, 4)]
     with pytest.raises(NobodyServes) as nobody:

@@ -68,7 +68,7 @@ def store(tmp_path: Path) -> Store:
     return Store((tmp_path / "store").as_uri())
 
 
-def test_calls_made_together_are_what_they_are_alone(tmp_path: Path, store: Store) -> None:
+def test_concurrent_calls_equal_separate_ones(tmp_path: Path, store: Store) -> None:
     alone, gateway = Gateway(), Gateway()
     one_by_one = source(Store((tmp_path / "other").as_uri()), alone)
     expected = [asked(one_by_one, prompts) for prompts in CALLS]
@@ -78,7 +78,7 @@ def test_calls_made_together_are_what_they_are_alone(tmp_path: Path, store: Stor
     assert (len(alone.batches), len(gateway.batches)) == (3, 1)
 
 
-def test_a_call_that_was_not_foreseen_is_made_as_it_comes(store: Store) -> None:
+def test_unforeseen_call_is_made_when_it_comes(store: Store) -> None:
     gateway = Gateway()
     rollouts = source(store, gateway)
     rollouts.foresee(AT, CALLS, SAMPLES)
@@ -151,7 +151,7 @@ class Comes(Gateway):
         return super().complete(batch)
 
 
-def test_time_of_a_begun_call_that_nobody_made_counts_once(store: Store) -> None:
+def test_time_of_an_unmade_begun_call_counts_once(store: Store) -> None:
     costs = StepCosts()
     rollouts = source(store, Comes(), costs)
     sampling = {"temperature": 1.0}

@@ -49,7 +49,7 @@ def keeping(store: Store, fleet: Fleet, attempt: int = 1) -> Keeping:
     return Keeping(store, (0, 1, attempt), fleet, clock=lambda: next(ticks) * KEEP_S)
 
 
-def test_what_came_before_the_end_is_not_asked_for_again(store: Store) -> None:
+def test_stored_parts_are_not_requested_again(store: Store) -> None:
     first, second = Fleet(fails_at=4), Fleet()
     with pytest.raises(GenerationFailed):
         keeping(store, first).complete(batch())
@@ -69,7 +69,7 @@ def test_another_policy_or_another_question_takes_nothing_of_it(store: Store) ->
         assert len(fleet.asked) == len(other.requests)
 
 
-def test_a_torn_part_is_made_again_and_nothing_is_left_in_the_end(store: Store) -> None:
+def test_torn_part_is_made_again_and_nothing_is_left(store: Store) -> None:
     keeping(store, Fleet()).complete(batch())
     torn = store.entries("evaluated/kept")[0].key
     store.put(torn, b'[{"index": 0')

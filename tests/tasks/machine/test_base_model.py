@@ -27,6 +27,7 @@ from grpo_orch.tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.models import hub, shared
 from grpo_orch.tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
+from grpo_orch.tasks.rollout.compile_caches import FOLDERS
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
 from grpo_orch.tasks.trainer import main
@@ -108,7 +109,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_token(
+def test_fetched_model_reaches_others_by_store_without_token(
     store: Store, snapshot: Path, tmp_path: Path, asked: list[str]
 ) -> None:
     said = list[Stage]()
@@ -132,7 +133,7 @@ def test_what_one_machine_has_fetched_all_others_get_from_the_store_without_a_to
     assert asked == ["own/gated"] * 2, "another revision is another model"
 
 
-def test_a_node_that_needs_no_weights_gets_their_names_and_shapes_instead(
+def test_node_without_need_of_weights_gets_names_and_shapes(
     published: Store, snapshot: Path, tmp_path: Path
 ) -> None:
     outline = base(published, tmp_path / "node").outline()
@@ -171,7 +172,7 @@ def test_damaged_index_of_a_model_is_a_value_error(tmp_path: Path, index: bytes)
         tensors_in(tmp_path)
 
 
-def test_half_an_upload_is_never_seen_and_the_next_one_sends_the_rest(snapshot: Path, tmp_path: Path) -> None:
+def test_partial_upload_is_never_seen_and_next_sends_the_rest(snapshot: Path, tmp_path: Path) -> None:
     whole = Failing((tmp_path / "whole").as_uri(), 1000)
     assert shared.publish(whole, GATED.model, None, snapshot, 1.0)
     everything = len(whole.taken)
@@ -201,9 +202,7 @@ def test_a_damaged_object_sends_a_node_to_the_hub(
     assert not (tmp_path / "node" / FOLDER).exists()
 
 
-def test_what_the_hub_gave_is_not_fetched_again_for_the_next_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_model_is_not_fetched_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the store either, which has it by then: the disk has room for one."""
     store = Store((tmp_path / "store").as_uri())
     snapshot, asked = from_the_hub(tmp_path / "hub"), list[str]()
@@ -221,7 +220,7 @@ def test_what_the_hub_gave_is_not_fetched_again_for_the_next_engine(
     assert list((tmp_path / "node").iterdir()) == []
 
 
-def test_weights_in_another_format_are_left_to_what_loads_them(
+def test_weights_in_other_formats_are_left_to_their_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pickled").mkdir()
@@ -232,7 +231,7 @@ def test_weights_in_another_format_are_left_to_what_loads_them(
     assert not shared.publish(store, GATED.model, None, tmp_path / "pickled", 1.0)
 
 
-def test_who_closes_it_ends_what_is_under_way(published: Store, tmp_path: Path) -> None:
+def test_close_ends_running_transfers(published: Store, tmp_path: Path) -> None:
     one = base(published, tmp_path / "node")
     one.close()
     with pytest.raises(Closed):
@@ -256,14 +255,14 @@ def run_of(workdir: Path, **given: Any) -> RunSpec:
         ({"cloud": "sky", "model": "/mnt/model"}, {}, None),
     ],
 )
-def test_which_models_come_through_the_store(
+def test_models_that_come_through_the_store(
     given: dict[str, Any], settings: dict[str, Any], expected: Source | None, tmp_path: Path
 ) -> None:
     (tmp_path / "here").mkdir()
     assert source_of(run_of(tmp_path, **given), settings) == expected
 
 
-def test_a_trainer_reads_what_its_model_is_loaded_with_from_json_too(tmp_path: Path) -> None:
+def test_trainer_reads_json_model_options_too(tmp_path: Path) -> None:
     run = replace(run_of(tmp_path), grpo={"model_init_kwargs": '{"trust_remote_code": true}'})
     have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
 
@@ -292,22 +291,24 @@ def test_with_the_folder_everything_reads_the_model_there(tmp_path: Path) -> Non
     assert str(folder) in vllm_flags.argv_of(spec, "127.0.0.1", 1, None)
 
 
-def test_an_engine_that_needs_weights_is_not_started_on_what_has_none(
+def test_engine_needing_weights_does_not_start_without_them(
     published: Store, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of them is damaged in the published, and the hub gives none: vLLM asks it, and says why not."""
     place = shared.place_of(GATED.model, None)
     published.put(next(one.key for one in published.entries(place) if one.size_bytes == 4096), bytes(4096))
     env = NodeEnv(published.url, "rollout-0-i1", "token", 1, 0, str(tmp_path / "node"), "127.0.0.1")
-    here = EngineFiles(env, run_of(tmp_path, cloud="sky"), published)
-    here._compiled._is_enabled = False  # it asks the hub for the configuration, as the next does
+    run = run_of(tmp_path, cloud="sky")
+    # Else the compile cache asks the hub for the configuration, as the next does.
+    own_cache = replace(run.rollout, env={name: str(tmp_path) for name in FOLDERS})
+    here = EngineFiles(env, replace(run, rollout=own_cache), published)
     monkeypatch.setattr(vllm_flags, "base_bytes", lambda _: 0)
     spec, bare = asyncio.run(here.prepare(may_be_bare=False))
     assert (spec.trainer.model, bare, asked) == (GATED.model, False, [GATED.model])
 
 
 @pytest.mark.parametrize("bare", [True, False])
-async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_is(
+async def test_agent_brings_model_before_vllm_and_reports_progress(
     machine: Machine, snapshot: Path, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
     shared.publish(machine.store, GATED.model, None, snapshot, 1.0)
@@ -319,33 +320,28 @@ async def test_an_agent_brings_the_model_before_vllm_starts_and_says_how_far_it_
         assert told.wait(HANG_S)
 
     def seen() -> bool:
-        machine.engine._changed.set()
         return any(one.name == BASE_MODEL and one.done_bytes for one in machine.stages)
 
     monkeypatch.setattr(shared, "bring", held_up)
     machine.comes_up.clear()
-    machine.make(machine.publish(0), bare=bare)
+    machine.timing = replace(machine.timing, stage_s=0.01)
+    trainer = replace(machine.spec.trainer, model=GATED.model)
+    machine.spec = replace(machine.spec, cloud="sky", trainer=trainer)
+    machine.start(machine.publish(0), bare=bare)
     agent = machine.agent
-    plain = agent._files.spec
-    spec = replace(plain, cloud="sky", trainer=replace(plain.trainer, model=GATED.model))
-    agent._files = machine.engine._files = EngineFiles(agent._env, spec, machine.store)
-    machine.engine._may_be_bare = bare
-    machine.run()
     await machine.eventually(lambda: first.is_set() and seen())
     assert machine.boots == []
     told.set()
     await machine.eventually(lambda: machine.boots)
     assert machine.boots[0].bare is bare
-    assert (Path(agent._files.spec.trainer.model).name == FOLDER) is not bare
-    assert agent._files.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent._files.spec))
+    assert (Path(agent.files.spec.trainer.model).name == FOLDER) is not bare
+    assert agent.files.stage == Stage(ENGINE, 0, vllm_flags.base_bytes(agent.files.spec))
     machine.comes_up.set()
     await machine.eventually(lambda: len(machine.boots) == 2 or not bare)  # its policy is another model's
-    assert Path(agent._files.spec.trainer.model).name == FOLDER
+    assert Path(agent.files.spec.trainer.model).name == FOLDER
 
 
-def test_a_trainer_publishes_what_it_has_not_got_from_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_publishes_a_model_missing_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real process, which has its own size of chunks. A second trainer's machine publishes nothing."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 16 << 20)
     store = Store((tmp_path / "store").as_uri())

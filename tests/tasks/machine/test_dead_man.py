@@ -62,7 +62,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("writer", [layout.LEASE, MEMBERS])
-def test_while_either_writes_nothing_ends_and_once_both_are_silent_it_does(writer: str) -> None:
+def test_machine_ends_only_once_daemon_and_gateway_are_silent(writer: str) -> None:
     watched = Watched()
     assert watched.lasts_s(writer, most_s=10 * LIMIT_S) is None
     silent_s = watched.lasts_s(most_s=10 * LIMIT_S)
@@ -71,7 +71,7 @@ def test_while_either_writes_nothing_ends_and_once_both_are_silent_it_does(write
 
 
 @pytest.mark.parametrize(("writer", "most"), [(layout.LEASE, 1.1), (MEMBERS, 2.1)])
-def test_who_is_heard_is_all_that_is_asked_for(writer: str, most: float) -> None:
+def test_only_daemon_and_gateway_objects_are_read(writer: str, most: float) -> None:
     watched = Watched()
     watched.lasts_s(writer, most_s=3 * LOOK_S)
     watched.store.gets = watched.store.listings = 0
@@ -80,14 +80,14 @@ def test_who_is_heard_is_all_that_is_asked_for(writer: str, most: float) -> None
     assert watched.store.listings == 0
 
 
-def test_a_gateway_that_comes_is_heard_while_nobody_steers() -> None:
+def test_joining_gateway_counts_without_a_daemon() -> None:
     watched = Watched()
     assert watched.lasts_s(MEMBERS, most_s=LIMIT_S) is None
     watched.store.put(layout.gateway((0, 2, 1)), b"{}")
     assert watched.lasts_s(layout.members((0, 2, 1)), most_s=10 * LIMIT_S) is None
 
 
-def test_a_store_that_is_away_is_no_silence_for_a_day() -> None:
+def test_store_outage_is_no_silence_for_a_day() -> None:
     watched = Watched()
     watched.lasts_s(layout.LEASE, most_s=LOOK_S)
     watched.store.away = True
@@ -98,7 +98,7 @@ def test_a_store_that_is_away_is_no_silence_for_a_day() -> None:
     assert watched.lasts_s(most_s=2 * UNREADABLE_S) is not None
 
 
-def test_an_hour_in_which_this_machine_slept_is_no_silence() -> None:
+def test_hour_of_sleep_is_no_silence() -> None:
     watched = Watched()
     watched.lasts_s(layout.LEASE, most_s=LOOK_S)
     watched.now_s += 10 * LIMIT_S
@@ -106,7 +106,7 @@ def test_an_hour_in_which_this_machine_slept_is_no_silence() -> None:
     assert watched.lasts_s(most_s=LIMIT_S / 2) is None
 
 
-def test_it_is_called_once_in_a_run_that_was_never_heard_and_never_where_it_is_off() -> None:
+def test_dead_man_acts_once_if_never_heard_and_never_if_off() -> None:
     store, ended = Store(f"memory://dead-man-{next(names)}"), threading.Event()
     start(store, {DEAD_MAN_ENV: "0.05"}, ended.set)
     assert ended.wait(HANG_S)

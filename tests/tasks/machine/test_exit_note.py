@@ -32,14 +32,14 @@ from tests.rigs.locales import ASCII_LOCALE
         (137, None, 137),
     ],
 )
-def test_a_trainer_is_done_only_by_its_own_word(tmp_path: Path, ended: int, noted: int | None, told: int) -> None:
+def test_trainer_is_done_only_by_its_own_note(tmp_path: Path, ended: int, noted: int | None, told: int) -> None:
     if noted is not None:
         leave_exit_code(tmp_path, noted)
     assert trainer_exit_code(tmp_path, ended) == told
     assert take_exit_code(tmp_path) is None, "it is of this attempt alone"
 
 
-def test_reason_that_is_no_utf8_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_invalid_utf8_in_reason_keeps_the_exit_code(tmp_path: Path) -> None:
     """A path may hold any bytes, and the error that names it then holds lone surrogates."""
     leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such file: /data/\udcff")
     assert (take_exit_code(tmp_path), take_reason(tmp_path)) == (
@@ -49,7 +49,7 @@ def test_reason_that_is_no_utf8_keeps_the_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told_to_end", [exit_codes.OK, exit_codes.STOPPED])
-def test_a_process_that_is_told_to_end_leaves_the_others_reason(tmp_path: Path, told_to_end: int) -> None:
+def test_terminated_process_keeps_the_others_reason(tmp_path: Path, told_to_end: int) -> None:
     """As a launcher tells all once one has failed."""
     leave_exit_code(tmp_path, exit_codes.BAD_SPEC, "no such column")
     leave_exit_code(tmp_path, told_to_end, "told to end")

@@ -60,7 +60,7 @@ def test_a_timeline_that_begins_ends_a_wait(store: Store) -> None:
         heartbeat.wait(HANG_S)
 
 
-def test_a_trainer_that_was_told_ends_by_itself(store: Store) -> None:
+def test_stop_request_ends_the_trainer_by_itself(store: Store) -> None:
     ended: queue.Queue[int] = queue.Queue()
     heartbeat, others = Heartbeat(store, beat(), end=ended.put, grace_s=HANG_S), set(threading.enumerate())
     heartbeat.start()
@@ -99,7 +99,7 @@ def test_a_process_that_hangs_is_really_gone(store: Store) -> None:
         process.kill()
 
 
-def test_the_guards_verdict_is_said(store: Store) -> None:
+def test_guards_verdict_is_in_the_heartbeat(store: Store) -> None:
     heartbeat = Heartbeat(store, beat())
     heartbeat.start()
     verdict = Verdict(Health.TRIPPED, 40, onset_step=30, tripped_step=40, evidence=("kl is 9.1, was 0.02",))
@@ -111,7 +111,7 @@ def test_the_guards_verdict_is_said(store: Store) -> None:
     assert (said.verdict, said.step, said.activity) == (verdict, 40, "diverged")
 
 
-def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store, tmp_path: Path) -> None:
+def test_stop_request_reaches_main_thread_and_heartbeat(store: Store, tmp_path: Path) -> None:
     ended: queue.Queue[int] = queue.Queue()
     leaving = Leaving(tmp_path, 1)
     heartbeat = Heartbeat(store, beat(), leaving=leaving, end=ended.put)
@@ -128,7 +128,7 @@ def test_asked_to_stop_the_main_thread_is_told_and_the_beat_says_so(store: Store
     heartbeat.stop("stopped")
 
 
-def test_asked_to_stop_before_it_trains_the_process_ends(store: Store, tmp_path: Path) -> None:
+def test_stop_request_before_training_ends_the_process(store: Store, tmp_path: Path) -> None:
     ended: queue.Queue[int] = queue.Queue()
     documents.request_stop(store, "trainer-0-i1", 1, 0.0)
     heartbeat = Heartbeat(store, beat(), leaving=Leaving(tmp_path, 1), end=ended.put)

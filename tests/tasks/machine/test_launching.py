@@ -123,7 +123,7 @@ SAID = "nvidia-smi ends with exit code 9: NVIDIA-SMI has failed because it could
         ("H100", {"use_cpu": True}, Role.ROLLOUT, True),
     ],
 )
-def test_a_driver_that_fails_is_no_machine_without_gpus_where_they_were_asked_for(
+def test_failing_driver_is_no_machine_without_gpus(
     accelerators: str, grpo: dict[str, Any], role: Role, asked: bool, broken_driver: str
 ) -> None:
     spec = spec_of(accelerators, **grpo)
@@ -161,14 +161,14 @@ def ended(spec: RunSpec, folder: Path, node: str, module: str) -> subprocess.Com
     )
 
 
-def test_a_rollout_machine_that_cannot_begin_says_that_it_is_the_machine(tmp_path: Path) -> None:
+def test_unfit_rollout_machine_reports_that_it_is_the_machine(tmp_path: Path) -> None:
     spec = spec_of()
     spec = replace(spec, rollout=replace(spec.rollout, setup="false"))
     done = ended(spec, tmp_path, "rollout-0-i1", "grpo_orch.tasks.rollout.agent")
     assert done.returncode == exit_codes.UNFIT_MACHINE, done.stderr
 
 
-def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
+def test_machine_with_failing_driver_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
     done = ended(spec_of("H100:8"), tmp_path, "trainer-0-i1", "grpo_orch.tasks.machine.trainer_machine")
     assert done.returncode == exit_codes.UNFIT_MACHINE
     assert done.stderr.splitlines() == [f"grpo-orch trainer machine: {broken_driver}; {DRIVER_HINT}"]
@@ -197,7 +197,7 @@ def test_gpus_that_do_not_fit(spec: RunSpec, gpus: int | None, code: int | None,
     assert found is None or says in found[1]
 
 
-def test_a_lock_that_a_killed_build_has_left_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_lock_of_a_killed_build_blocks_no_process(tmp_path: Path) -> None:
     first = with_own_builds({"PATH": "p"}, tmp_path)
     lock = Path(first["TORCH_EXTENSIONS_DIR"]) / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)

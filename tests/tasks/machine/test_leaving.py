@@ -71,7 +71,7 @@ def test_an_undisturbed_trainer_stays(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "down"])
-def test_asked_to_end_it_leaves_at_once(world: World, how: str) -> None:
+def test_stop_request_ends_at_once(world: World, how: str) -> None:
     if how == "down":
         world.leaving.request_stop()
     else:
@@ -82,7 +82,7 @@ def test_asked_to_end_it_leaves_at_once(world: World, how: str) -> None:
     assert not Leaving(world.folder, 2).is_leaving, "another attempt on the same machine was not asked"
 
 
-def test_through_a_notice_it_trains_as_long_as_a_step_and_a_checkpoint_fit(world: World) -> None:
+def test_trainer_works_through_notice_while_a_checkpoint_fits(world: World) -> None:
     """120 s, steps of 20 s, 4 s to save and 20 to store: the last step has to end before 89."""
     world.measured(4.0, 20.0)
     world.step(20.0)
@@ -98,7 +98,7 @@ def test_through_a_notice_it_trains_as_long_as_a_step_and_a_checkpoint_fit(world
     assert world.leaving.is_due(in_step=True)
 
 
-def test_a_notice_that_is_too_short_for_a_checkpoint_is_trained_through(world: World) -> None:
+def test_notice_too_short_for_a_checkpoint_is_trained_through(world: World) -> None:
     world.measured(30.0, 400.0)
     world.noticed("")
     for _ in range(10):
@@ -147,11 +147,11 @@ def test_leaving_in_time(lasts_s: float, closing_s: float | None, leaves_at_s: f
         (0.1, 500.0, False, True),  # the machine is paid to its end anyway
     ],
 )
-def test_what_is_worth_storing(again_s: float, closing_s: float | None, machine_stays: bool, worth: bool) -> None:
+def test_worthwhile_checkpoints(again_s: float, closing_s: float | None, machine_stays: bool, worth: bool) -> None:
     assert is_worth_storing(again_s, closing_s, machine_stays=machine_stays) is worth
 
 
-def test_what_would_be_done_again_is_without_generating_and_since_the_last_checkpoint(world: World) -> None:
+def test_repeated_work_excludes_generation_since_checkpoint(world: World) -> None:
     world.leaving.request_stop()
     world.step(100.0)
     world.measured(1.0, 9.0)
@@ -166,7 +166,7 @@ def test_what_would_be_done_again_is_without_generating_and_since_the_last_check
     assert (world.folder / "stop-1").read_text() != DOWN
 
 
-def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Path) -> None:
+def test_machine_of_dead_trainer_waits_until_all_is_stored(tmp_path: Path) -> None:
     await_upload(tmp_path)  # before there is a spool
     spool: Spool = make_spool(tmp_path, CheckpointsSpec(spool=str(tmp_path / "memory")), 10)
     slot = spool.claim(5)
@@ -195,9 +195,7 @@ def test_a_machine_whose_trainer_has_died_waits_until_all_is_stored(tmp_path: Pa
         (beat(leaving=True, node="trainer-0-i2", attempt=1), False),  # this machine's own, which is over
     ],
 )
-def test_a_new_trainer_waits_for_one_that_stores_what_it_has(
-    said: Trainer | None, waits: bool, tmp_path: Path
-) -> None:
+def test_new_trainer_waits_for_one_that_stores(said: Trainer | None, waits: bool, tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     if said is not None:
         documents.TRAINER.write(store, said)
@@ -211,7 +209,7 @@ def test_a_new_trainer_waits_for_one_that_stores_what_it_has(
     assert not waiting.is_alive()
 
 
-def test_one_that_falls_silent_is_not_waited_for(tmp_path: Path) -> None:
+def test_silent_predecessor_is_not_awaited(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}/store")
     documents.TRAINER.write(store, beat(leaving=True))
     env = NodeEnv(store.url, "trainer-0-i2", "secret", 2, 0, str(tmp_path), "127.0.0.1")

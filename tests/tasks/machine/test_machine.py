@@ -167,7 +167,7 @@ def test_a_pods_end_is_a_notice_and_the_pod_waits_for_the_work(rig: Rig, tmp_pat
     assert told.wait(HANG_S) == 0
 
 
-def test_a_pods_end_is_told_to_no_process_that_has_the_number_by_now(rig: Rig, tmp_path: Path) -> None:
+def test_pods_end_signals_no_process_with_a_reused_pid(rig: Rig, tmp_path: Path) -> None:
     rig.workdir.mkdir()
     anothers = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     rig.processes.append(anothers)
@@ -176,7 +176,7 @@ def test_a_pods_end_is_told_to_no_process_that_has_the_number_by_now(rig: Rig, t
     assert anothers.poll() is None
 
 
-def test_the_start_and_the_end_are_reported_and_the_exit_code_is_the_works(rig: Rig) -> None:
+def test_start_end_and_exit_code_of_work_are_reported(rig: Rig) -> None:
     wrapper = rig.start()
     _, _, child = rig.running()
     report = rig.reported(lambda _: True)
@@ -189,7 +189,7 @@ def test_the_start_and_the_end_are_reported_and_the_exit_code_is_the_works(rig: 
     assert (ended.attempt, ended.exit_code) == (1, 7)
 
 
-def test_killed_work_is_reported_as_a_shell_says_it(rig: Rig) -> None:
+def test_killed_work_has_the_shells_exit_code(rig: Rig) -> None:
     wrapper = rig.start()
     _, work, _ = rig.running()
     os.kill(work, signal.SIGKILL)
@@ -197,7 +197,7 @@ def test_killed_work_is_reported_as_a_shell_says_it(rig: Rig) -> None:
     rig.reported(lambda report: report.exit_code == 128 + signal.SIGKILL)
 
 
-def test_of_many_started_at_once_one_works(rig: Rig) -> None:
+def test_one_of_many_simultaneous_starts_works(rig: Rig) -> None:
     wrappers = [rig.start() for _ in range(5)]
     rig.running()
     until("the others' end", lambda: sum(wrapper.poll() == exit_codes.OK for wrapper in wrappers) == 4)
@@ -220,7 +220,7 @@ def test_an_attempt_that_has_ended_is_reported_again_and_not_run(rig: Rig) -> No
     assert again.exit_reason == "no such column"
 
 
-def test_a_killed_wrapper_takes_the_work_with_it_and_the_next_one_says_so(rig: Rig) -> None:
+def test_killed_wrapper_ends_its_work_and_next_one_reports_it(rig: Rig) -> None:
     wrapper = rig.start()
     _, work, child = rig.running()
     wrapper.kill()
@@ -273,7 +273,7 @@ def test_a_newer_attempt_does_not_wait_for_ever(rig: Rig) -> None:
     assert len(rig.runs()) == 1
 
 
-def test_store_that_is_away_delays_the_exit_code_and_no_notice(rig: Rig) -> None:
+def test_store_outage_delays_the_exit_code_and_no_notice(rig: Rig) -> None:
     with fake_metadata("aws") as cloud:
         rig.metadata_url = cloud.url
         wrapper = rig.start()
@@ -290,7 +290,7 @@ def test_store_that_is_away_delays_the_exit_code_and_no_notice(rig: Rig) -> None
         rig.reported(lambda report: report.notice and report.exit_code == 9)
 
 
-def test_recommendation_and_notice_are_reported_also_by_later_attempts(rig: Rig) -> None:
+def test_notices_are_reported_by_later_attempts_too(rig: Rig) -> None:
     with fake_metadata("aws") as cloud:
         rig.metadata_url = cloud.url
         wrapper = rig.start()
@@ -358,7 +358,7 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
     assert read_run_here(store, "secret").spec == replace(spec, workdir=found or str(tmp_path))
 
 
-def test_a_store_that_nobody_can_open_is_said_in_one_line(tmp_path: Path) -> None:
+def test_unopenable_store_is_one_line(tmp_path: Path) -> None:
     names = {"RUN": "ftp", "NODE": NODE, "TOKEN": "t", "ATTEMPT": "1", "WORKDIR": str(tmp_path / "work")}
     environment = {**os.environ, **{f"GRPO_ORCH_{name}": value for name, value in names.items()}}
     argv = [sys.executable, "-m", "grpo_orch.tasks.machine.cloud_machine", "rollout"]

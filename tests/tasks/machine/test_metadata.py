@@ -64,7 +64,7 @@ PATHS = {"aws": "/latest/", "gcp": "/computeMetadata/", "azure": "/metadata/"}
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_each_cloud_is_known_by_its_zone_and_its_notice_is_told_once(stack: ExitStack, cloud: str) -> None:
+def test_each_cloud_is_known_by_zone_and_notice_given_once(stack: ExitStack, cloud: str) -> None:
     fake, watched = on(stack, cloud)
     until("the zone", lambda: watched.zones)
     asked = len(fake.asked)
@@ -82,7 +82,7 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 ADVICE = "rebalance recommendation of 2026-05-01T10:00:00Z"
 
 
-def test_rebalance_recommendation_is_reported_once_and_is_no_notice(stack: ExitStack) -> None:
+def test_rebalance_recommendation_is_reported_once_as_no_notice(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
     until("looks without one", lambda: fake.asked.count(REBALANCE) > 2)
     assert watched.recommendations == []
@@ -126,7 +126,7 @@ def test_token_that_no_header_can_hold_hides_no_other_cloud(stack: ExitStack) ->
     assert watched.zones == [CLOUDS["gcp"]]
 
 
-def test_no_one_answers_and_nothing_is_said(stack: ExitStack) -> None:
+def test_missing_metadata_service_reports_nothing(stack: ExitStack) -> None:
     fake, watched = on(stack, "an ordinary server")
     until("all were asked", lambda: len(fake.asked) >= 3)
     watched.close()
@@ -134,7 +134,7 @@ def test_no_one_answers_and_nothing_is_said(stack: ExitStack) -> None:
     assert len(fake.asked) == 3
 
 
-def test_a_service_that_hangs_does_not_keep_the_others_from_being_asked(stack: ExitStack) -> None:
+def test_hanging_metadata_service_does_not_block_the_others(stack: ExitStack) -> None:
     hung = stack.enter_context(fake_metadata("aws"))
     hung.silent = True
     gcp = stack.enter_context(fake_metadata("gcp"))
@@ -144,7 +144,7 @@ def test_a_service_that_hangs_does_not_keep_the_others_from_being_asked(stack: E
     assert watched.zones == ["us-central1-a"]
 
 
-def test_a_session_token_that_ran_out_is_renewed_and_hides_nothing(stack: ExitStack) -> None:
+def test_expired_session_token_is_renewed_and_hides_nothing(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
     until("the zone", lambda: watched.zones)
     fake.token, fake.rebalance = "token-2", True
@@ -154,7 +154,7 @@ def test_a_session_token_that_ran_out_is_renewed_and_hides_nothing(stack: ExitSt
     until("the notice", lambda: watched.notices)
 
 
-def test_a_service_that_is_away_for_a_while_is_asked_on(stack: ExitStack) -> None:
+def test_service_away_for_a_while_is_polled_on(stack: ExitStack) -> None:
     fake, watched = on(stack, "gcp")
     until("the zone", lambda: watched.zones)
     fake.silent = True
@@ -165,7 +165,7 @@ def test_a_service_that_is_away_for_a_while_is_asked_on(stack: ExitStack) -> Non
     until("the notice", lambda: watched.notices)
 
 
-def test_the_preemption_of_another_machine_of_the_set_is_none_of_this_one(stack: ExitStack) -> None:
+def test_preemption_of_another_machine_of_the_set_is_ignored(stack: ExitStack) -> None:
     fake, watched = on(stack, "azure")
     fake.preempted_name = "vm-8"
     fake.noticed = True
@@ -175,9 +175,7 @@ def test_the_preemption_of_another_machine_of_the_set_is_none_of_this_one(stack:
     until("the notice", lambda: watched.notices)
 
 
-def test_no_proxy_is_asked_for_what_is_this_machines_own(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_proxy_is_used_for_metadata(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = stack.enter_context(fake_metadata("aws"))
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, proxy.url)

@@ -22,7 +22,7 @@ def test_this_environment_is_the_controllers_lock() -> None:
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_a_lock_holds_what_the_project_asks_for_and_names_no_registry(environment: str) -> None:
+def test_lock_matches_the_project_and_names_no_registry(environment: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     theirs = {"sky", "dev"} if environment == "controller" else extras.keys() - {"sky", "dev", "node", "node-cpu"}
     wanted = [one for extra in theirs | {environment} & extras.keys() for one in extras[extra]]
@@ -74,7 +74,7 @@ def test_an_own_environment_may_differ_and_ours_may_not(
         check_versions(("trl",))
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirement_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(WrongVersions, match=r"^vllm is not installed in "):
         check_versions(("vllm",))

@@ -78,7 +78,7 @@ def test_a_program_runs_as_under_python_itself(program: str) -> None:
 
 
 @pytest.mark.parametrize("limit_s", [0, -1, 0.5, 2.5, "2", True])
-def test_a_limit_that_the_kernel_cannot_have_is_told(limit_s: Any) -> None:
+def test_limit_beyond_the_kernels_is_reported(limit_s: Any) -> None:
     with pytest.raises(ValueError, match="code_tests: expected limit_s as a whole number of seconds"):
         code_tests(["print(1)"], tests=[PAIR], limit_s=limit_s)
 
@@ -89,7 +89,7 @@ def test_chats_and_thoughts() -> None:
 
 
 @pytest.mark.parametrize("tests", [7, [7], [{"input": "x"}], [{"input": 1, "output": "1"}]])
-def test_what_is_no_test_is_told(tests: Any) -> None:
+def test_invalid_test_is_reported(tests: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="code_tests: "):
         code_tests(["print()"], tests=[tests])
 
@@ -118,7 +118,7 @@ def test_what_is_no_test_is_told(tests: Any) -> None:
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nx = bytearray(1 << 33)",
     ],
 )
-def test_what_harms_the_machine_fails_alone(program: str) -> None:
+def test_harmful_program_fails_alone(program: str) -> None:
     tests = [[{"input": "", "output": "1"}]] * 3
     assert code_tests(["print(1)", program, "print(1)"], tests=tests, limit_s=1) == [1.0, 0.0, 1.0]
 
@@ -178,7 +178,7 @@ def test_nothing_can_be_written(folder: str) -> None:
     assert passes(f"try:\n    open({folder!r} + '/x', 'w')\nexcept OSError:\n    print('no')", "no")
 
 
-def test_there_is_no_network_not_even_this_machines_own() -> None:
+def test_program_has_no_network_not_even_loopback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for address in (("127.0.0.1", port), ("169.254.169.254", 80)):
@@ -220,7 +220,7 @@ def test_calls_that_no_program_needs_are_refused(call: str) -> None:
     assert passes(program, "-1 1")
 
 
-def test_a_program_cannot_look_for_what_it_should_print() -> None:
+def test_program_cannot_find_its_expected_output() -> None:
     cheat = """
 import gc, sys
 frame = sys._getframe()
@@ -233,7 +233,7 @@ if found: print("gold-" + "4711")
     assert not passes(cheat.replace('"gold-" + "4711"', '"gold-" + str(4711)'), "gold-4711")
 
 
-def test_a_program_cannot_copy_the_one_beside_it() -> None:
+def test_program_cannot_copy_its_neighbour() -> None:
     copies = """
 import sys
 frame, found = sys._getframe(1), ""

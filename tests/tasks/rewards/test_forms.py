@@ -146,7 +146,7 @@ def test_json_by_a_schema() -> None:
     assert json_schema(["p"], ["{}"], schema=[None]) == [None]  # a row of another dataset
 
 
-def test_a_pattern_that_never_ends_costs_its_own_sample() -> None:
+def test_endless_pattern_costs_only_its_sample() -> None:
     schema = {"type": "string", "pattern": "^(a+)+$"}
     assert json_schema(["p"] * 2, [f'"{"a" * 60}!"', '"aa"'], {"schema": schema}) == [0.0, 1.0]
 
@@ -164,7 +164,7 @@ def test_length() -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_long_or_strange_is_wrong_and_nothing_more(text: str) -> None:
+def test_long_or_strange_text_is_only_wrong(text: str) -> None:
     assert think_format([text]) == [0.0]
     assert xml_format([text]) == [0.0]
     assert gsm8k_reward([text], answer=["1"]) == [0.0]
@@ -200,7 +200,7 @@ def test_any_text_has_a_score(text: str) -> None:
         ),
     ],
 )
-def test_what_is_right_can_be_read_and_what_cannot_is_never_right(
+def test_right_answer_is_readable_and_unreadable_never_right(
     reward: Any, column: str, right: str, completions: list[str], readable: list[bool]
 ) -> None:
     told = {"prompts": PROMPTS, "completions": completions, column: [right] * len(completions)}
@@ -210,7 +210,7 @@ def test_what_is_right_can_be_read_and_what_cannot_is_never_right(
     assert not any(score and not read for score, read in zip(scores, readable, strict=True))
 
 
-def test_arguments_and_the_guard_leave_what_a_function_says() -> None:
+def test_arguments_and_guard_keep_a_functions_attributes() -> None:
     reward = with_arguments(gsm8k_reward, {"tag": "answer", "column": "right"})
     kept: Any = guarded(reward, "grpo_orch.rewards.gsm8k_reward", "fail", 10.0, lambda _: False)
     completions = ["<answer>4</answer>", "#### 4"]
@@ -218,6 +218,6 @@ def test_arguments_and_the_guard_leave_what_a_function_says() -> None:
     assert kept.full == 1.0
 
 
-def test_formats_say_that_they_look_at_nothing_else() -> None:
+def test_formats_declare_that_they_check_form_only() -> None:
     assert (think_format.is_form, xml_format.is_form) == (True, True)  # type: ignore[attr-defined]  # set by `form`
     assert not hasattr(gsm8k_reward, "is_form")

@@ -67,7 +67,7 @@ def returns(*values: Any) -> Any:
     return mine
 
 
-def test_what_works_is_handed_on() -> None:
+def test_working_function_is_passed_through() -> None:
     assert called(returns(1, True, None, 0.5)) == [1.0, 1.0, None, 0.5]
     assert guarded(returns(), "r.mine", "fail", 1.0, never).__name__ == "mine"
 
@@ -129,7 +129,7 @@ guard.guarded(endless, "rewards.endless", "none", 0.1, lambda _: False)(prompts=
 """
 
 
-def test_what_holds_the_interpreters_lock_ends_the_process_and_says_where() -> None:
+def test_reward_holding_the_gil_ends_the_process_with_its_place() -> None:
     done = subprocess.run([sys.executable, "-c", ENDLESS], stderr=subprocess.PIPE, timeout=HANG_S, check=False)
     assert done.returncode == exit_codes.FAILED
     assert b"in endless" in done.stderr
@@ -142,7 +142,7 @@ def test_async_functions_too() -> None:
         asyncio.run(called(never_done, "fail", timeout_s=0.01))
 
 
-def test_what_is_the_machines_fault_goes_on_as_it_is() -> None:
+def test_machines_fault_is_passed_on() -> None:
     def full(**_: Any) -> Any:
         raise MemoryError
 
@@ -188,7 +188,7 @@ def forks(completions: list[str], **_: Any) -> list[float]:
         (numbered, "raised TypeError: it returned a dict, expected a list"),
     ],
 )
-def test_what_no_function_should_do_has_its_name(function: Any, says: str) -> None:
+def test_forbidden_behaviour_is_named_with_its_prompt(function: Any, says: str) -> None:
     def scores(rule: OnBadReward) -> Any:
         found = called(function, rule)
         return asyncio.run(found) if asyncio.iscoroutine(found) else found
@@ -198,11 +198,11 @@ def test_what_no_function_should_do_has_its_name(function: Any, says: str) -> No
         scores("fail")
 
 
-def test_what_a_function_does_to_its_lists_is_its_own_affair() -> None:
+def test_function_may_change_its_own_lists() -> None:
     assert called(empties) == [1.0] * 4
 
 
-def test_a_process_that_a_function_forked_comes_no_further() -> None:
+def test_process_forked_by_a_function_goes_no_further() -> None:
     before, read = os.getpid(), os.pipe()
     assert called(forks) == [1.0] * 4
     if os.getpid() != before:  # here is what would train a second time

@@ -72,7 +72,7 @@ def hanging_room(on_bad_reward: OnBadReward) -> Any:
     return made
 
 
-def test_what_works_is_as_it_was() -> None:
+def test_working_tool_is_unchanged() -> None:
     made = room("nothing")
     assert (made.step(way="left"), made.get_reward(), type(made)) == ("left", 1.0, Room)
     assert (made.step.__name__, made.step.__doc__) == ("step", Room.step.__doc__)
@@ -91,23 +91,23 @@ def test_what_works_is_as_it_was() -> None:
         ("reset hangs", "reset timed out"),
     ],
 )
-def test_an_environment_that_does_not_begin_is_named_with_its_prompt(does: str, says: str) -> None:
+def test_environment_that_does_not_start_is_named_with_prompt(does: str, says: str) -> None:
     with pytest.raises(BadReward) as caught:
         room(does, rule("none", SHORT_S if "hangs" in does else HANG_S))
     assert str(caught.value) == f"envs.Room.{says}, for the prompt 'Go on.'"
 
 
-def test_what_is_not_its_fault_goes_on_as_it_is() -> None:
+def test_foreign_fault_is_passed_on() -> None:
     with pytest.raises(ConnectionResetError):
         room("the network is away")
 
 
-def test_what_a_tool_raises_is_for_the_model_to_read() -> None:
+def test_tools_error_is_shown_to_the_model() -> None:
     with pytest.raises(ValueError, match=r"^a wall$"):
         room("step raises").step(way="left")
 
 
-def test_a_tool_that_hangs_is_told_to_the_model_or_ends_the_run() -> None:
+def test_hanging_tool_is_reported_to_model_or_ends_the_run() -> None:
     says = r"^envs.Room.step timed out, for the prompt 'Go on.'$"
     with pytest.raises(TimeoutError, match=says):
         hanging_room("none").step(way="left")
@@ -118,7 +118,7 @@ def test_a_tool_that_hangs_is_told_to_the_model_or_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("does", "says"), [("nan", "returned nan"), ("text", "raised ValueError: could not convert string to float")]
 )
-def test_an_environments_reward_that_is_none_follows_the_rule(does: str, says: str) -> None:
+def test_environments_reward_of_none_follows_the_rule(does: str, says: str) -> None:
     with pytest.raises(BadReward, match=f"envs.Room.get_reward {says}"):
         room(does).get_reward()
     with capture_logs() as logs:

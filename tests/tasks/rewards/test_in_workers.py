@@ -31,7 +31,7 @@ def test_many_are_scored_in_order() -> None:
 
 
 @pytest.mark.parametrize("deed", ["hang", "end", "kill", "memory", "nest"])
-def test_what_ends_or_holds_a_worker_fails_alone_and_is_named(deed: str, log: list[Any]) -> None:
+def test_worker_that_ends_or_hangs_fails_alone_and_is_named(deed: str, log: list[Any]) -> None:
     said: list[tuple[str, float]] = []
     found = scores("yes", "none", deed, "yes", "no", log_metric=lambda name, value: said.append((name, value)))
     assert found == [1.0, None, 0.0, 1.0, 0.0]
@@ -47,25 +47,25 @@ def test_what_ends_or_holds_a_worker_fails_alone_and_is_named(deed: str, log: li
     assert said == [("reward_failures/by_deed", 1.0)]
 
 
-def test_memory_that_one_completion_keeps_costs_no_other() -> None:
+def test_memory_kept_by_one_completion_costs_no_other() -> None:
     assert scores("much", "keep", "much", "much") == [1.0, 0.0, 1.0, 1.0]
     assert scores("much") == [1.0]
 
 
-def test_what_waits_for_ever_is_ended_by_the_clock() -> None:
+def test_endless_wait_is_ended_by_the_clock() -> None:
     assert waits(["p"], ["x"]) == [0.0]
     patient: Any = in_workers(limit_s=HANG_S)(waits.score)  # type: ignore[attr-defined]  # held there for workers
     assert patient(["p"], [""]) == [1.0], "it is what waits that takes long"
 
 
 @pytest.mark.parametrize(("text", "says"), [("raise", "ValueError: no such answer"), ("nan", "it returned nan")])
-def test_what_raises_is_told_with_its_sample(text: str, says: str) -> None:
+def test_error_is_reported_with_its_sample(text: str, says: str) -> None:
     with pytest.raises(RewardRaised, match=rf"^by_deed: {says}.*; sample 1, '{text}'$"):
         scores("yes", text)
     assert scores("yes") == [1.0], "what was half done is forgotten"
 
 
-def test_nothing_that_is_printed_is_taken_for_a_score() -> None:
+def test_printed_text_is_not_taken_for_a_score() -> None:
     assert scores("print", "yes") == [0.0, 1.0]
 
 
@@ -76,7 +76,7 @@ def test_workers_know_no_secret_and_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first == second != [float(os.getpid())]
 
 
-def test_a_worker_that_was_killed_between_two_calls_fails_no_sample() -> None:
+def test_worker_killed_between_calls_fails_no_sample() -> None:
     (pid,) = scores("pid")
     assert pid is not None
     os.kill(int(pid), 9)
@@ -89,7 +89,7 @@ def test_any_text_reaches_a_worker() -> None:
     assert scores(*hostile, "yes") == [0.0] * len(hostile) + [1.0]
 
 
-def test_a_column_or_an_argument_that_is_missing_is_named() -> None:
+def test_missing_column_or_argument_is_named() -> None:
     with pytest.raises(TypeError, match="by_deed needs a column or an argument `right`"):
         by_deed(["p"], ["yes"])
 
@@ -102,6 +102,6 @@ def test_arguments_stand_before_columns() -> None:
         with_arguments(by_deed, {"bonbon": 1})
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_missing_package_is_named() -> None:
     with pytest.raises(NoWorker, match=r"^needy: ModuleNotFoundError: No module named 'no_such_module'$"):
         needy(["p"], ["x"])

@@ -37,12 +37,12 @@ def test_thoughts_that_the_prompt_opened() -> None:
     assert math_reward(["p"] * 3, texts, solution=["4"] * 3, opened=True) == [1.0, 0.0, 0.0]
 
 
-def test_a_power_that_is_never_done_costs_its_own_sample() -> None:
+def test_endless_power_costs_only_its_sample() -> None:
     texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{4}"]
     assert math_reward(["p"] * 2, texts, solution=["4"] * 2) == [0.0, 1.0]
 
 
-def test_a_right_answer_that_is_none_scores_nobody() -> None:
+def test_missing_right_answer_scores_none() -> None:
     assert math_reward(["p"] * 2, ["4"] * 2, solution=["", None]) == [None, None]
     with pytest.raises(TypeError, match="needs a column `solution`"):
         math_reward(["p"], ["4"], answer=["4"])

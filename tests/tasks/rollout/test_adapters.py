@@ -93,7 +93,7 @@ def header_alone(folder: Path) -> None:
         (lambda folder: (folder / "base.json").write_text('{"identity": "abc"}'), "for another base model, abc"),
     ],
 )
-def test_damage_is_named_and_the_engine_keeps_what_it_has(
+def test_damage_is_named_and_engine_keeps_its_policy(
     world: World, damage: Callable[[Path], Any], why: str
 ) -> None:
     folder = world.publish(good())
@@ -103,7 +103,7 @@ def test_damage_is_named_and_the_engine_keeps_what_it_has(
     assert not caught.value.touched
 
 
-def test_a_rank_for_which_the_engine_has_no_room(world: World) -> None:
+def test_rank_too_large_for_the_engine_is_refused(world: World) -> None:
     folder = world.publish(good())
     with pytest.raises(PolicyRefused, match="the engine supports at most 1"):
         world.check({"r": 1}).verify(folder)
@@ -128,7 +128,7 @@ def test_each_kind_of_node_takes_its_own_kind_of_policy(world: World) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_what_is_not_a_number_is_found_in_each_type(world: World, dtype: str) -> None:
+def test_nan_is_found_in_each_type(world: World, dtype: str) -> None:
     def as_stored(number: float) -> np.ndarray[Any, Any]:
         numbers = np.array([[1.0, -2.0], [number, 0.0]])
         if dtype == "BF16":

@@ -83,7 +83,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
     return Machines(tmp_path)
 
 
-def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machines) -> None:
+def test_second_node_starts_with_the_firsts_compile_cache(machines: Machines) -> None:
     machines.compiles()
     node, folder = machines.node()
     spec = node.restore(machines.spec)
@@ -96,7 +96,7 @@ def test_what_the_first_has_compiled_the_second_has_at_its_start(machines: Machi
     assert len(machines.places()) == 1
 
 
-def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machines: Machines) -> None:
+def test_model_at_different_paths_is_linked_to_one_path(machines: Machines) -> None:
     """As one that comes through the store, without its weights or with them; vLLM's own keys name its path."""
     found = list[str]()
     for folder in ("i1/base-model", "i2/base-outline"):
@@ -109,7 +109,7 @@ def test_a_model_that_each_machine_has_elsewhere_is_one_model_at_one_path(machin
     assert found[0] == found[1]
 
 
-def test_what_an_earlier_run_has_left_on_the_machine_is_shared_with_others(machines: Machines) -> None:
+def test_compile_cache_of_an_earlier_run_is_shared(machines: Machines) -> None:
     node, folder = machines.node()
     write(folder, KERNELS)
     node.restore(machines.spec)
@@ -184,7 +184,7 @@ DAMAGE: dict[str, Callable[[str, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_or_hostile_is_not_used_and_is_replaced(
+def test_damaged_or_hostile_cache_is_replaced(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     machines.compiles()
@@ -199,7 +199,7 @@ def test_what_is_damaged_or_hostile_is_not_used_and_is_replaced(
     assert machines.brought() == KERNELS
 
 
-def test_what_is_too_large_locked_or_a_link_does_not_travel(
+def test_too_large_locked_or_linked_files_are_not_stored(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, folder = machines.node()
@@ -233,7 +233,7 @@ def test_a_store_that_fails_costs_a_compilation(
 
 
 @pytest.mark.parametrize("why", ["named in run.yaml", "named here", "nothing is compiled", "AMD", "no folder"])
-def test_where_nothing_can_be_shared_nothing_is_asked(
+def test_no_request_is_made_where_nothing_can_be_shared(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
 ) -> None:
     rollout = machines.spec.rollout
@@ -258,7 +258,7 @@ def test_where_nothing_can_be_shared_nothing_is_asked(
     assert machines.places() == []
 
 
-def test_what_vllm_does_not_work_with_is_replaced_once_it_works(machines: Machines) -> None:
+def test_cache_that_fails_vllm_is_replaced_once_it_works(machines: Machines) -> None:
     machines.compiles()
     [place] = machines.places()
     node, folder = machines.node()
@@ -285,7 +285,7 @@ def kept(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("fails", ["start", "load", "start hangs", "second end"])
-async def test_vllm_that_fails_with_what_was_brought_starts_without(
+async def test_vllm_failing_with_a_restored_cache_starts_without(
     machine: Machine, kept: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """One that hangs has a share of the machine's time: the controller counts from the next start again."""
@@ -319,7 +319,7 @@ async def test_vllm_that_fails_with_what_was_brought_starts_without(
     assert found == [True] * (2 if fails == "second end" else 1) + [False]
 
 
-async def test_what_is_compiled_is_stored_once_the_node_has_served_for_a_while(
+async def test_compile_cache_is_stored_after_serving_for_a_while(
     machine: Machine, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_caches, "SERVED_S", 0.0)

@@ -83,7 +83,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     until("no process of the machine left", lambda: not machine.boots())
 
 
-def test_two_engines_serve_one_dies_alone_and_a_notice_drains_both(machine: Machine) -> None:
+def test_two_engines_serve_one_dies_and_notice_drains_both(machine: Machine) -> None:
     wanted = publish(machine.store, machine.folder, 0, size_bytes=1000)
     until("both among the members", lambda: sorted(one.node for one in machine.status().members) == ENGINES)
     batch = replace(make_batch("", requests=64, max_tokens=128), policy=wanted)

@@ -16,8 +16,8 @@ from grpo_orch.policies.model.gpus import VISIBLE
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.serving.fitness import STARTS_MAX, TRIES
 from grpo_orch.policies.serving.wire import Announce, EngineStats, PolicyRef
-from grpo_orch.tasks.machine.children import _descendants
-from grpo_orch.tasks.rollout import engine_files, node_agent, rollout_engine
+from grpo_orch.tasks.machine.children import descendants
+from grpo_orch.tasks.rollout import engine_files
 from grpo_orch.tasks.rollout.agent import gpus_of_engines
 from grpo_orch.tasks.rollout.rollout_engine import GaveUp
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
@@ -36,7 +36,7 @@ async def both_hold(machine: Machine, policy: PolicyRef) -> dict[str, Announce]:
     return dict(sorted(machine.members.items()))
 
 
-async def test_each_engine_has_gpus_of_its_own_and_a_policy_is_fetched_once_for_all(
+async def test_engines_have_own_gpus_and_share_one_policy_fetch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = machine.publish(0, size_bytes=1000), machine.publish(1, size_bytes=1000)
@@ -59,7 +59,7 @@ async def test_each_engine_has_gpus_of_its_own_and_a_policy_is_fetched_once_for_
     assert len(machine.boots) == 2
 
 
-async def test_an_engine_that_dies_is_started_again_and_its_sibling_serves_on(machine: Machine) -> None:
+async def test_dead_engine_is_restarted_while_its_sibling_serves(machine: Machine) -> None:
     first, second = machine.publish(0), machine.publish(1)
     machine.start(first, SHARES)
     before = await both_hold(machine, first)
@@ -89,7 +89,7 @@ async def hangs(_: Boot) -> None:
     [(fails, HANG_S), (Boot.stop, HANG_S), (hangs, 0.01)],
     ids=["fails", "ends", "hangs"],
 )
-async def test_engine_that_never_serves_is_given_up_alone(
+async def test_engine_that_never_serves_is_abandoned_alone(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, start: Any, start_limit_s: float
 ) -> None:
     """The controller, which sees that the machine serves, does not end it."""
@@ -102,7 +102,7 @@ async def test_engine_that_never_serves_is_given_up_alone(
     monkeypatch.setattr(engine_files, "limit_s", lambda *_: start_limit_s)
     machine.on_start = on_start
     machine.start(first, SHARES)
-    await machine.eventually(lambda: machine.agent._engines[1].is_given_up)
+    await machine.eventually(lambda: machine.agent.engines[1].is_given_up)
     await machine.holds(first)
     machine.wanted = second
     await machine.holds(second)
@@ -110,8 +110,8 @@ async def test_engine_that_never_serves_is_given_up_alone(
 
 
 @pytest.mark.parametrize(("works", "given_up"), [(0, True), (40, True), (80, False)])
-async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, works: int, *, given_up: bool
+async def test_engine_dying_at_first_requests_is_abandoned(
+    machine: Machine, works: int, *, given_up: bool
 ) -> None:
     """Its policy loads and it becomes a member, each time. One that has worked for long is started again."""
 
@@ -124,10 +124,10 @@ async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
     async def takes_as_long_as_60_looks(boot: Boot) -> None:
         boot.start_s, boot.trial_s = 50 * LOOK_S, 10 * LOOK_S
 
-    monkeypatch.setattr(rollout_engine, "ENGINE_POLL_S", LOOK_S)
+    machine.timing = replace(machine.timing, poll_s=LOOK_S)
     machine.on_look, machine.on_start = word, takes_as_long_as_60_looks
     machine.start(machine.publish(0), SHARES)
-    second = machine.agent._engines[1]
+    second = machine.agent.engines[1]
     await machine.eventually(lambda: second.is_given_up or len(machine.boots_of(SECOND)) > STARTS_MAX)
     assert second.is_given_up is given_up
     assert len(machine.boots_of(FIRST)) == 1
@@ -135,7 +135,7 @@ async def test_an_engine_that_dies_at_its_first_requests_each_time_is_given_up(
 
 
 @pytest.mark.parametrize(("lame", "ends"), [(1, False), (2, False), (3, True), (4, True)])
-async def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_left(
+async def test_machine_ends_once_less_than_half_its_engines_remain(
     machine: Machine, lame: int, *, ends: bool
 ) -> None:
     async def on_start(boot: Boot) -> None:
@@ -150,11 +150,11 @@ async def test_a_machine_ends_its_work_once_fewer_than_half_of_its_engines_are_l
         assert error.subgroup(GaveUp) is not None
         assert all(boot.ends.is_set() for boot in machine.boots if int(boot.member[-1]) >= lame)
     else:
-        await machine.eventually(lambda: sum(one.is_given_up for one in machine.agent._engines) == lame)
+        await machine.eventually(lambda: sum(one.is_given_up for one in machine.agent.engines) == lame)
 
 
 @pytest.mark.parametrize("touched", [True, False])
-async def test_an_engine_that_computes_something_else_is_unfit_alone(machine: Machine, *, touched: bool) -> None:
+async def test_engine_that_computes_otherwise_is_unfit_alone(machine: Machine, *, touched: bool) -> None:
     async def on_load(boot: Boot) -> None:
         if boot.member == SECOND:
             raise PolicyRefused("its canary is another's", touched=touched)
@@ -174,14 +174,14 @@ async def until_both_start(machine: Machine) -> None:
     machine.comes_up.set()  # both at once
 
 
-async def test_an_engine_that_hangs_in_a_load_is_ended_and_keeps_its_sibling_from_nothing_for_long(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+async def test_engine_hanging_in_load_is_killed_and_others_go_on(
+    machine: Machine,
 ) -> None:
     async def on_load(boot: Boot) -> None:
         if boot in machine.boots[:2] and boot.member == SECOND:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(node_agent, "LATE_S", 0.1)
+    machine.timing = replace(machine.timing, late_s=0.1)
     first, second = machine.publish(0), machine.publish(1)
     machine.on_load = on_load
     machine.comes_up.clear()
@@ -194,15 +194,13 @@ async def test_an_engine_that_hangs_in_a_load_is_ended_and_keeps_its_sibling_fro
     assert said[FIRST].boot_id in {boot.boot_id for boot in machine.boots[:2]}
 
 
-async def test_engine_whose_sibling_fails_has_all_the_time_its_load_takes(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_whose_sibling_fails_has_all_its_load_time(machine: Machine) -> None:
     async def on_load(boot: Boot) -> None:
         if boot.member == SECOND:
             raise ServerFailed("it is gone")
         await machine.eventually(lambda: len(machine.boots) >= 3)
 
-    monkeypatch.setattr(node_agent, "LATE_S", 0.0)
+    machine.timing = replace(machine.timing, late_s=0.0)
     wanted, machine.on_load = machine.publish(0), on_load
     machine.comes_up.clear()
     machine.start(wanted, SHARES, bare=False)
@@ -233,12 +231,12 @@ def test_a_machine_divides_the_gpus_that_it_sees(
     assert gpus_of_engines(run) == shares
 
 
-def test_a_process_between_two_programs_still_belongs_to_its_boot(tmp_path: Path) -> None:
+def test_process_between_two_programs_belongs_to_its_boot(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text(f"exec sh {again}")
     process = subprocess.Popen(["sh", again], env={**os.environ, "BOOT": str(tmp_path)})
     try:
-        found = (_descendants(("BOOT", str(tmp_path))) for _ in range(300))
+        found = (descendants(("BOOT", str(tmp_path))) for _ in range(300))
         assert all([one.pid for one in living] == [process.pid] for living in found)
     finally:
         process.kill()

@@ -39,7 +39,7 @@ async def test_policies_are_fetched_while_vllm_starts(machine: Machine) -> None:
     assert said.join_s["all"] >= said.join_s["fetch"] > 0
 
 
-def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine, tmp_path: Path) -> None:
+def test_fetch_of_whole_policy_reports_progress(machine: Machine, tmp_path: Path) -> None:
     wanted = machine.publish(0, size_bytes=1000)
     folders, seen = PolicyFolders(machine.store, tmp_path / "policies"), list[Stage | None]()
 
@@ -65,7 +65,7 @@ def test_a_whole_policy_tells_how_far_it_is_while_it_is_fetched(machine: Machine
         ("on_start", ServerFailed("ended with exit code 1")),
     ],
 )
-async def test_a_vllm_without_weights_that_does_not_get_them_all_is_started_with_them(
+async def test_vllm_lacking_weights_restarts_with_base_weights(
     machine: Machine, when: str, error: Exception
 ) -> None:
     async def fails(boot: Boot) -> None:
@@ -80,7 +80,7 @@ async def test_a_vllm_without_weights_that_does_not_get_them_all_is_started_with
     assert [boot.bare for boot in machine.boots] == [True, False]
 
 
-async def test_each_boot_starts_without_weights_while_that_goes_well(machine: Machine) -> None:
+async def test_each_boot_starts_bare_while_that_works(machine: Machine) -> None:
     wanted = machine.publish(0)
     machine.start(wanted)
     said = await machine.holds(wanted)
@@ -127,7 +127,7 @@ UNTIED = {"tie_word_embeddings": False}
         (UNTIED, [*BODY, HEAD], {}, {"bias": "all"}, True),  # which is published merged
     ],
 )
-def test_vllm_starts_without_weights_only_where_a_policy_is_all_that_it_holds(
+def test_vllm_starts_bare_only_if_a_policy_covers_it(
     config: dict[str, Any],
     names: list[str],
     flags: dict[str, Any],
@@ -141,7 +141,7 @@ def test_vllm_starts_without_weights_only_where_a_policy_is_all_that_it_holds(
     assert PolicyCheck(spec).covers_engine() is covers
 
 
-def test_a_tensor_that_the_trainer_lacks_may_be_missing_only_where_the_engine_has_it(
+def test_tensor_lacking_in_trainer_must_exist_in_engine(
     tmp_path: Path,
 ) -> None:
     spec = a_run(tmp_path, UNTIED, [*BODY, HEAD, "mtp.weight"], {})
@@ -155,7 +155,7 @@ def test_a_tensor_that_the_trainer_lacks_may_be_missing_only_where_the_engine_ha
         PolicyCheck(spec).verify(policy, bare=True)
 
 
-def test_a_load_format_of_run_yaml_is_kept_and_without_weights_there_is_one(tmp_path: Path) -> None:
+def test_users_load_format_is_kept_and_bare_start_has_one(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, {"load-format": "safetensors"})
     assert "safetensors" in argv_of(spec, "127.0.0.1", 1, None)
     assert "dummy" in argv_of(spec_of(tmp_path, {}), "127.0.0.1", 1, None, bare=True)

@@ -62,14 +62,14 @@ def in_a_tree(
     return process, [int(pid) for pid in pids.read_text().split()]
 
 
-def test_what_a_program_started_ends_after_it_and_its_exit_code_is_kept(tmp_path: Path) -> None:
+def test_programs_descendants_end_after_it_with_its_exit_code(tmp_path: Path) -> None:
     process, pids = in_a_tree(tmp_path, lives_s=0.0)
     assert process.wait(timeout=HANG_S) == 7
     assert not any(alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("victim", ["process_tree", "program"])
-def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victim: str) -> None:
+def test_whole_tree_ends_when_either_is_stopped_or_killed(tmp_path: Path, victim: str) -> None:
     process, pids = in_a_tree(tmp_path, lives_s=600.0)
     if victim == "process_tree":
         process.terminate()
@@ -83,9 +83,7 @@ def test_the_whole_tree_ends_when_either_is_told_or_killed(tmp_path: Path, victi
 
 
 @pytest.mark.parametrize(("lives_s", "code"), [(600.0, 128 + signal.SIGTERM), (0.0, 7)])
-def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
-    tmp_path: Path, lives_s: float, code: int
-) -> None:
+def test_whole_tree_ends_on_a_signal_while_it_is_ending(tmp_path: Path, lives_s: float, code: int) -> None:
     """An agent that is killed while it ends its engine: it tells, and at its end the kernel does."""
     process, pids = in_a_tree(tmp_path, lives_s, ["-c", TOLD_WHILE_IT_ENDS])
     if lives_s:
@@ -94,7 +92,7 @@ def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
     assert not any(alive(pid) for pid in pids)
 
 
-def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
+def test_tree_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
         "import signal, sys, os; from grpo_orch.tasks.machine.children import start_child; "
@@ -115,7 +113,7 @@ def test_flags_are_written_as_vllm_reads_them() -> None:
     ]
 
 
-def test_run_yaml_decides_on_flags_except_those_that_the_run_depends_on(tmp_path: Path) -> None:
+def test_run_yaml_sets_flags_except_the_required_ones(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     flags = {"stream_interval": 2, "logprobs-mode": "raw_logprobs", "middleware": "mine.Open"}
     argv = argv_of(spec_of(tmp_path, flags), "127.0.0.1", 1234, None)
@@ -195,7 +193,7 @@ async def tried(sampler: Sampler, refusal: str = "") -> None:
     [0.0, 1e-6, 0.06, 0.25],  # a bf16 logit between 16 and 32 has steps of 0.125, one of fp8 weights errs by more
 )
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-async def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
+async def test_vllm_that_draws_by_position_is_fit_with_any_last_bits(
     model: int, rounding: float, spread: float
 ) -> None:
     await tried(Sampler(rounding=rounding, spread=spread, model=model))
@@ -203,17 +201,17 @@ async def test_a_vllm_that_draws_by_position_is_fit_whatever_its_last_bits(
 
 @pytest.mark.parametrize("model", range(4))
 @pytest.mark.parametrize("spread", [1.0, 4.0])
-async def test_a_vllm_that_draws_anew_is_not_let_in(model: int, spread: float) -> None:
+async def test_vllm_that_redraws_is_not_admitted(model: int, spread: float) -> None:
     with pytest.raises(Unfit, match="this vLLM does not sample by seed and position"):
         await tried(Sampler(forgetful=True, spread=spread, model=model))
 
 
-async def test_a_vllm_that_says_it_cannot_is_not_let_in() -> None:
+async def test_vllm_that_reports_inability_is_not_admitted() -> None:
     with pytest.raises(Unfit, match="with speculative decoding"):
         await tried(Sampler(), "with speculative decoding")
 
 
-def test_what_chance_alone_gives_is_no_proof() -> None:
+def test_chance_result_is_no_proof() -> None:
     assert judge([1, 2, 3, 4], [1, 2, 3, 9]) == Trial(0.75, 0.0)
     assert judge([5, 5, 5, 6], [5, 5, 5, 6]) == Trial(1.0, 0.5)
     assert judge([5, 5, 5, 6], [5, 5, 5, 6]).passed

@@ -191,7 +191,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"GRPO_ORCH_{name}", value)
 
 
-async def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_no_other_work() -> None:
+async def test_no_request_is_admitted_while_the_canary_runs() -> None:
     vllm = FakeEngine()
     door = Door(vllm)
     loading = asyncio.ensure_future(door.load("0-1@a"))
@@ -216,7 +216,7 @@ async def test_nobody_is_let_in_while_the_canary_is_computed_and_the_engine_has_
         (FakeEngine(context=8), "too few to compare"),
     ],
 )
-async def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm: FakeEngine, why: str) -> None:
+async def test_node_without_proof_holds_nothing(vllm: FakeEngine, why: str) -> None:
     vllm.go_on.set()
     door = Door(vllm)
     assert await door.load("0-0@a", canary=None) == (204, "")
@@ -228,7 +228,7 @@ async def test_without_a_proof_the_node_holds_nothing_not_even_what_it_held(vllm
     assert vllm.calls.count("compute") == 1
 
 
-async def test_an_engine_without_weights_is_asked_whether_it_has_them_all_until_it_has() -> None:
+async def test_engine_without_weights_is_polled_until_complete() -> None:
     vllm = FakeEngine(says={"missing_weights": [[], ["lm_head.weight", "model.norm.weight"]]})
     vllm.go_on.set()
     door = Door(vllm)
@@ -263,7 +263,7 @@ async def test_a_short_context_takes_the_beginning_of_the_text() -> None:
         b"policy",
     ],
 )
-async def test_beside_an_adapter_nobody_asks_for_the_bare_weights(body: bytes) -> None:
+async def test_bare_weights_are_refused_next_to_an_adapter(body: bytes) -> None:
     vllm = FakeEngine()
     door = Door(vllm)
     assert await door.load("0-1@a", canary=None, adapter=True) == (204, "")
@@ -299,9 +299,7 @@ TRIAL = ["follow_loader", "apply_deltas", "compute", "reload_all /there", "compu
         ),
     ],
 )
-async def test_after_a_trial_the_engine_serves_what_it_reloaded_whatever_came_of_it(
-    vllm: FakeEngine, why: str, calls: list[str]
-) -> None:
+async def test_engine_after_trial_serves_what_it_reloaded(vllm: FakeEngine, why: str, calls: list[str]) -> None:
     vllm.go_on.set()
     door = Door(vllm)
     assert await door.load("0-0@a", canary=None) == (204, "")
@@ -313,7 +311,7 @@ async def test_after_a_trial_the_engine_serves_what_it_reloaded_whatever_came_of
 
 
 @pytest.mark.parametrize(("base", "status"), [("0-0@a", 204), ("0-0@c", 400)])
-async def test_changes_are_put_only_upon_what_they_are_to(base: str, status: int) -> None:
+async def test_deltas_apply_only_to_their_base(base: str, status: int) -> None:
     vllm = FakeEngine()
     vllm.go_on.set()
     door = Door(vllm)
@@ -331,7 +329,7 @@ async def test_changes_are_put_only_upon_what_they_are_to(base: str, status: int
     ("version", "differs", "status", "then"),
     [("0-0@a", ["", ""], 200, 200), ("0-0@a", ["", "w"], 422, 409), ("0-1@b", ["", "w"], 204, 200)],
 )
-async def test_an_engine_that_differs_from_its_file_serves_nobody(
+async def test_engine_that_differs_from_its_file_serves_no_request(
     version: str, differs: list[str], status: int, then: int
 ) -> None:
     door = Door(FakeEngine(says={"find_difference": differs}))
@@ -371,9 +369,7 @@ async def test_the_adapter_before_is_out_before_the_next_is_in() -> None:
         ([[], None], "any layer"),
     ],
 )
-async def test_an_adapter_of_which_a_part_has_no_place_is_taken_out(
-    workers: list[list[str] | None], layer: str
-) -> None:
+async def test_adapter_with_unplaced_part_is_removed(workers: list[list[str] | None], layer: str) -> None:
     vllm = FakeEngine(says={"unmatched_layers": workers})
     why = await change_adapter(vllm.state, "/a")
     assert bool(why) == bool(layer)
@@ -397,14 +393,14 @@ vllm:time_to_first_token_seconds_bucket{engine="%(n)s",le="0.001",model_name="po
 """
 
 
-def test_what_vllm_counts_is_read_and_several_engines_are_one() -> None:
+def test_vllms_counts_are_summed_over_engines() -> None:
     one = ENGINE % {"n": 1}
     assert read_metrics(one) == EngineStats(3, 2, 0.91, 1, 1_200_034)
     assert read_metrics(one + ENGINE % {"n": 2}) == EngineStats(6, 4, 0.92, 2, 2_400_068)
 
 
 @pytest.mark.parametrize("number", ["NaN", "+Inf", "-Inf", "-1.0", "1e+300"])
-def test_what_is_no_count_is_taken_for_nothing(number: str) -> None:
+def test_invalid_count_is_ignored(number: str) -> None:
     text = ENGINE % {"n": 1}
     for line in [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]:
         assert read_metrics(text.replace(line, f"{line.rpartition(' ')[0]} {number}")) is None
@@ -415,7 +411,7 @@ def test_what_is_no_count_is_taken_for_nothing(number: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "vllm:", "vllm:num_requests_running", "<html>", "python_info 1.0"])
-def test_what_is_no_such_text_says_nothing(text: str) -> None:
+def test_invalid_metrics_text_is_ignored(text: str) -> None:
     assert read_metrics(text) is None
 
 
@@ -433,7 +429,7 @@ def test_what_is_no_such_text_says_nothing(text: str) -> None:
         ("/grpo/engine", "", "127.0.0.1", 401),
     ],
 )
-async def test_the_engines_numbers_are_for_agent_and_gateway_alone(
+async def test_engine_stats_are_for_agent_and_gateway_only(
     path: str, bearer: str, host: str, status: int, blocks: int | None, kv_tokens: int
 ) -> None:
     found, said = await Door(FakeEngine(blocks=blocks)).ask(path, bearer, host)

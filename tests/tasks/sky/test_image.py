@@ -34,7 +34,7 @@ def image_folder(folder: Path) -> Path:
     return folder
 
 
-def test_skypilot_takes_the_recipe_and_its_setup_makes_the_environment(
+def test_skypilot_takes_recipe_and_its_setup_makes_environment(
     rig: MachineRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = image_folder(rig.home / "sky_workdir")

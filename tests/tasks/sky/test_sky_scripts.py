@@ -106,7 +106,7 @@ def rig(tmp_path: Path) -> MachineRig:
     return rig
 
 
-def test_a_prepared_environment_is_used_and_the_project_put_beside_it(rig: MachineRig) -> None:
+def test_prepared_environment_is_used_with_the_project_added(rig: MachineRig) -> None:
     program(rig.prepared / "bin" / "python", PYTHON)
     done = rig.run("setup.sh")
     assert (done.returncode, done.stderr) == (0, "")
@@ -183,7 +183,7 @@ def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) ->
     assert rig.uv_calls() == made
 
 
-def test_another_wheel_brings_its_requirements_and_leaves_the_older_code(rig: MachineRig) -> None:
+def test_new_wheel_brings_requirements_and_leaves_older_code(rig: MachineRig) -> None:
     rig.run("setup.sh")
     before, calls = rig.code, len(rig.uv_calls())
     other = rig.home / rig.wheel
@@ -198,7 +198,7 @@ def test_another_wheel_brings_its_requirements_and_leaves_the_older_code(rig: Ma
 
 
 @pytest.mark.parametrize("step", ["venv", "pip"])
-def test_a_set_up_that_failed_says_why_and_is_done_again(rig: MachineRig, step: str) -> None:
+def test_failed_setup_is_reported_and_repeated(rig: MachineRig, step: str) -> None:
     rig.more["UV_FAILS"] = step
     done = rig.run("setup.sh")
     assert done.returncode == 1
@@ -240,7 +240,7 @@ def test_uv_is_installed_where_there_is_none(rig: MachineRig) -> None:
     assert "uv not found, and pip failed to install it" in failed.stderr.splitlines()[-1]
 
 
-def test_what_the_work_is_told(rig: MachineRig) -> None:
+def test_environment_of_the_work(rig: MachineRig) -> None:
     program(rig.prepared / "bin" / "python", PYTHON)
     rig.run("setup.sh")
     program(rig.prepared / "bin" / "python", TELLING)
@@ -264,7 +264,7 @@ def test_what_the_work_is_told(rig: MachineRig) -> None:
     assert other["GRPO_ORCH_WORKDIR"] != env["GRPO_ORCH_WORKDIR"]
 
 
-def test_the_work_runs_from_the_unpacked_wheel_and_its_end_is_in_the_store(rig: MachineRig) -> None:
+def test_work_runs_from_unpacked_wheel_and_its_end_is_stored(rig: MachineRig) -> None:
     program(rig.prepared / "bin" / "python", PYTHON)
     rig.run("setup.sh")
     done = rig.run("run.sh")
@@ -277,7 +277,7 @@ def test_the_work_runs_from_the_unpacked_wheel_and_its_end_is_in_the_store(rig: 
     assert "hunter2" not in done.stdout + done.stderr
 
 
-def test_the_users_setup_installs_beside_what_is_locked_and_not_in_its_place(rig: MachineRig) -> None:
+def test_users_setup_installs_next_to_locked_packages(rig: MachineRig) -> None:
     rig.run("setup.sh")
     env = rig.home / ".grpo-orch" / "env"
     program(env / "bin" / "python", TELLING)
@@ -306,9 +306,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("script", "more", "line"), FAILURES)
-def test_what_is_missing_is_said_in_one_line(
-    rig: MachineRig, script: str, more: dict[str, str], line: str
-) -> None:
+def test_missing_requirement_is_one_line(rig: MachineRig, script: str, more: dict[str, str], line: str) -> None:
     program(rig.prepared / "bin" / "python", PYTHON)
     assert rig.run("setup.sh").returncode == 0
     rig.more.update(more)
@@ -318,7 +316,7 @@ def test_what_is_missing_is_said_in_one_line(
     assert f"grpo-orch {line.format(home=rig.home)}" in done.stderr
 
 
-def test_a_prepared_environment_that_is_too_old_is_said(rig: MachineRig) -> None:
+def test_outdated_prepared_environment_is_reported(rig: MachineRig) -> None:
     program(rig.prepared / "bin" / "python", "#!/bin/sh\nexit 1\n")
     done = rig.run("setup.sh")
     assert done.returncode == 1

@@ -14,12 +14,11 @@ from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.stream import chunks, manifest
 from grpo_orch.checkpoint.weights import delta, safetensors
 from grpo_orch.tasks.rollout.policy_folders import STAGED, PolicyFolders, Superseded
-from grpo_orch.tasks.storing import publish
 from tests.node.rollout.deltas.world import World, always, check
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "no manifest"])
-def test_a_damaged_chain_is_never_applied_and_a_repaired_one_is(world: World, damage: str) -> None:
+def test_damaged_chain_is_refused_and_repaired_one_applied(world: World, damage: str) -> None:
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     held = list(world.root.iterdir())
@@ -42,7 +41,7 @@ def test_a_damaged_chain_is_never_applied_and_a_repaired_one_is(world: World, da
 
 
 @pytest.mark.parametrize("by", ["stage", "settle"])
-def test_a_staged_delta_that_the_disk_has_damaged_is_fetched_again(world: World, by: str) -> None:
+def test_damaged_staged_delta_is_fetched_again(world: World, by: str) -> None:
     publisher, node = world.publisher(), world.node()
     base = world.publish(publisher, 0)
     world.fetch(node, base)
@@ -61,9 +60,7 @@ def test_a_staged_delta_that_the_disk_has_damaged_is_fetched_again(world: World,
     assert world.whole_bytes() == 0, "what is held is not given up for it"
 
 
-def test_what_is_staged_while_the_file_follows_needs_no_store_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_delta_needs_no_store_for_the_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies go from the store as steps go on, however far behind the file is."""
     publisher, node = world.publisher(), world.node()
     base = world.publish(publisher, 0)
@@ -88,10 +85,8 @@ def test_what_is_staged_while_the_file_follows_needs_no_store_later(
     check(node.settle(second, always), world.made[second.label])
 
 
-def test_a_damaged_delta_beside_a_whole_policy_costs_the_whole_and_no_more(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 0)
+def test_damaged_delta_next_to_whole_policy_costs_only_the_whole(world: World) -> None:
+    world.chain_max = 0
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     [ref] = world.steps(publisher, 1)
@@ -102,11 +97,11 @@ def test_a_damaged_delta_beside_a_whole_policy_costs_the_whole_and_no_more(
 
 
 @pytest.mark.parametrize("anchored", [True, False])
-def test_weights_that_do_not_come_out_as_named_are_given_up(
+def test_weights_with_a_wrong_digest_are_abandoned(
     world: World, monkeypatch: pytest.MonkeyPatch, *, anchored: bool
 ) -> None:
     """Whatever goes wrong between a delta that is intact and the file that it changes."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 0 if anchored else 8)
+    world.chain_max = 0 if anchored else 8
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     [ref] = world.steps(publisher, 1)
@@ -119,7 +114,7 @@ def test_weights_that_do_not_come_out_as_named_are_given_up(
     assert list(world.root.glob("[!.]*")) == []
 
 
-def test_a_node_killed_in_the_middle_of_an_overwrite_holds_nothing(world: World) -> None:
+def test_node_killed_during_overwrite_holds_nothing(world: World) -> None:
     publisher = world.publisher()
     begun = world.publish(publisher, 0)
     *_, newest = world.steps(publisher, 1, 2)
@@ -145,7 +140,7 @@ def killed_at_first_write() -> None:
     safetensors.write = dying
 
 
-def test_a_node_that_is_to_hold_another_policy_by_now_keeps_what_it_has(world: World) -> None:
+def test_superseded_fetch_keeps_the_held_policy(world: World) -> None:
     publisher, node = world.publisher(), world.node()
     world.publish(publisher, 0)
     held = world.fetch(node, world.steps(publisher, 1)[0])
@@ -159,9 +154,7 @@ def test_a_node_that_is_to_hold_another_policy_by_now_keeps_what_it_has(world: W
     assert world.whole_bytes() == 0
 
 
-def test_a_whole_policy_that_takes_longer_than_a_step_arrives_all_the_same(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_policy_slower_than_a_step_still_arrives(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that overtake a node are deltas to the same whole policy: what came of that is not fetched again."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
     monkeypatch.setattr(chunks, "TRANSFERS", 1)

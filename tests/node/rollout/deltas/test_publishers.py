@@ -53,9 +53,7 @@ def test_a_lost_answer_is_no_failure_and_another_manifest_is(
         world.publish(publisher, 0)
 
 
-def test_a_delta_that_the_disk_does_not_take_costs_that_delta_and_no_other(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delta_refused_by_disk_costs_only_that_delta(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
     with monkeypatch.context() as patch:
@@ -67,9 +65,7 @@ def test_a_delta_that_the_disk_does_not_take_costs_that_delta_and_no_other(
     world.fetch(node, ref)
 
 
-def test_a_version_whose_answer_was_lost_is_published_again_by_the_same_trainer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_with_lost_answer_is_published_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is there: with its delta, and with what it follows."""
     publisher, node = world.publisher(), world.node()
     world.fetch(node, world.publish(publisher, 0))
@@ -108,7 +104,7 @@ def test_weights_that_were_left_half_written_are_no_base(
     world.fetch(node, ref)
 
 
-def test_a_trainer_that_is_started_again_begins_whole_and_moves_nothing_that_is_held(world: World) -> None:
+def test_restarted_trainer_publishes_whole_and_moves_nothing(world: World) -> None:
     node, publisher = world.node(), world.publisher()
     world.publish(publisher, 0)
     [ref] = world.steps(publisher, 1)
@@ -123,7 +119,7 @@ def test_a_trainer_that_is_started_again_begins_whole_and_moves_nothing_that_is_
     world.fetch(node, ref)
 
 
-def test_a_trainer_that_is_started_again_on_its_machine_builds_on_what_it_left(world: World) -> None:
+def test_restarted_trainer_on_its_machine_builds_on_leftovers(world: World) -> None:
     publisher, node = world.publisher(machine="m"), world.node()
     world.publish(publisher, 0)
     *_, ref = world.steps(publisher, 1, 2)
@@ -139,7 +135,7 @@ def test_a_trainer_that_is_started_again_on_its_machine_builds_on_what_it_left(w
 
 
 @pytest.mark.parametrize("machine", ["m", "another"])
-def test_a_version_that_is_stored_is_not_sent_again(world: World, machine: str) -> None:
+def test_stored_version_is_not_sent_again(world: World, machine: str) -> None:
     publisher, node = world.publisher(machine="m"), world.node()
     world.publish(publisher, 0)
     *_, ref = world.steps(publisher, 1, 2)
@@ -158,7 +154,7 @@ def test_a_version_that_is_stored_is_not_sent_again(world: World, machine: str) 
     world.fetch(world.node(), ref)
 
 
-def test_what_others_take_away_is_seen_and_ends_with_a_whole_policy(world: World) -> None:
+def test_policies_deleted_by_others_force_a_whole_policy(world: World) -> None:
     publisher: Any = world.publisher()
     begun = world.publish(publisher, 0)
     world.steps(publisher, 1, 2)
@@ -177,7 +173,7 @@ def test_a_type_that_cannot_be_stored_is_named(world: World) -> None:
         world.publish(world.publisher(), 0)
 
 
-def test_two_trainers_of_one_version_and_a_rollback_are_told_apart_by_digest(world: World) -> None:
+def test_trainers_of_one_version_are_distinguished_by_digest(world: World) -> None:
     zombie, newer, node = world.publisher(), world.publisher(SECOND), world.node()
     world.publish(zombie, 0)
     begun = dict(world.weights)
@@ -199,9 +195,7 @@ def test_two_trainers_of_one_version_and_a_rollback_are_told_apart_by_digest(wor
     world.fetch(node, world.publish(forked, 0, timeline=1))
 
 
-def test_what_cannot_be_read_for_once_costs_no_base_and_no_trainer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_failed_read_costs_no_base_and_no_trainer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = world.publisher()
     world.publish(publisher, 0)
     world.steps(publisher, 1)

@@ -15,14 +15,13 @@ from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.stream import chunks, manifest
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.rollout.policy_folders import Superseded
-from grpo_orch.tasks.storing import publish
 from grpo_orch.tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, settle, snapshots
 
 
-def test_what_may_be_wanted_stays_usable_for_every_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 3)
+def test_wanted_policies_stay_usable_for_every_node(world: World) -> None:
+    world.chain_max = 3
     publisher, kept = world.publisher(), world.node()
     before = world.publish(publisher, 0)
     world.fetch(kept, before)
@@ -56,12 +55,12 @@ class Gate:
         return False
 
 
-def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
+def test_snapshot_of_changing_weights_yields_the_named_policy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are published while it is sent, and each of its chunks is as it was when it was read."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
-    monkeypatch.setattr(publish, "CHAIN_MAX", 4)
+    world.chain_max = 4
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     begun = world.steps(publisher, 1, 2, 3, 4)[-1]
@@ -69,14 +68,14 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     gate.open.release(3)  # its own
     world.step()
     of = publisher.publish(PolicyVersion(0, 5), world.weights.items(), None)
-    snapshot = publisher._snapshot[0]
+    snapshot = publisher.snapshot
     assert kind(world, of) == "delta+"
     for step in (6, 7, 8):
         gate.open.release(3)
         world.step()
         ref = publisher.publish(PolicyVersion(0, step), world.weights.items(), None)
         world.made[ref.label] = dict(world.weights)
-        publisher._removal.result()
+        publisher.removal.result()
         assert not snapshot.stored.done()
         world.fetch(world.node(), ref)
     gate.open.release(100)
@@ -97,10 +96,8 @@ def test_a_snapshot_of_weights_that_change_meanwhile_makes_what_names_it(
     assert begun.prefix not in world.store.folders(f"{layout.POLICIES}/0000")
 
 
-def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+def test_failed_snapshot_is_repeated_with_a_later_policy(world: World) -> None:
+    world.chain_max = 2
     publisher = world.publisher()
     world.publish(publisher, 0)
     world.steps(publisher, 1, 2)
@@ -111,10 +108,8 @@ def test_a_snapshot_that_fails_is_taken_again_of_a_later_policy(
     world.fetch(world.node(), refs[2])
 
 
-def test_a_lost_snapshot_costs_only_those_who_need_it_and_them_one_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
+def test_lost_snapshot_costs_its_users_one_step(world: World) -> None:
+    world.chain_max = 1
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     begun, of, _, newest = world.steps(publisher, 1, 2, 3, 4)
@@ -132,9 +127,9 @@ def test_a_lost_snapshot_costs_only_those_who_need_it_and_them_one_step(
     world.fetch(world.node(), ref)
 
 
-def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 1)
-    monkeypatch.setattr(publish, "UNCOMPARED", 0)
+def test_no_snapshot_is_named_once_no_delta_follows_it(world: World) -> None:
+    world.chain_max = 1
+    world.uncompared = 0
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     world.steps(publisher, 1)
@@ -142,7 +137,7 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     gate.open.release(3)  # its own
     world.step()
     publisher.publish(PolicyVersion(0, 2), world.weights.items(), None)
-    snapshot = publisher._snapshot[0]
+    snapshot = publisher.snapshot
     world.step(1.0)
     assert kind(world, world.publish(publisher, 3)) == "whole"
     gate.open.release(100)
@@ -152,10 +147,8 @@ def test_no_snapshot_is_named_once_no_delta_follows_it(world: World, monkeypatch
     world.fetch(world.node(), ref)
 
 
-def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publish, "CHAIN_MAX", 2)
+def test_step_waits_if_the_store_is_too_slow_for_a_snapshot(world: World) -> None:
+    world.chain_max = 2
     publisher: Any = world.publisher()
     world.publish(publisher, 0)
     gate = Gate(world, layout.policy(PolicyVersion(0, 3), FIRST) + "/")
@@ -172,18 +165,15 @@ def test_where_the_store_is_too_slow_for_a_snapshot_a_step_waits(
     world.fetch(world.node(), ref)
 
 
-def test_a_snapshot_of_a_file_that_another_begins_anew_ends_no_trainer(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshot_of_a_truncated_file_stops_no_trainer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", mmap.ALLOCATIONGRANULARITY)
-    publisher: Any = world.publisher()
-    ref = world.publish(publisher, 0)
-    idle = threading.Event()
+    ref = world.publish(world.publisher(machine="trainer"), 0)
+    idle, weights = threading.Event(), world.folder / "trainer" / layout.MODEL
 
     def begun(timeout: float) -> bool:
-        os.truncate(publisher._weights, 0)
+        os.truncate(weights, 0)
         return timeout > 0
 
     monkeypatch.setattr(idle, "wait", begun)
     with pytest.raises(Corrupt):
-        Snapshot(world.store, ref, publisher._weights, idle).stored.result(HANG_S)
+        Snapshot(world.store, ref, weights, idle).stored.result(HANG_S)

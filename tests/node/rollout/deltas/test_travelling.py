@@ -16,11 +16,11 @@ from grpo_orch.checkpoint.weights import scratch
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.weights.tensors import ServedTypes
-from grpo_orch.tasks.storing import publish
+from grpo_orch.tasks.storing.publish import UNCOMPARED
 from tests.node.rollout.deltas.world import World, check, kind
 
 
-def test_after_the_first_version_only_what_has_changed_travels(world: World) -> None:
+def test_only_changes_are_sent_after_the_first_version(world: World) -> None:
     publisher, node = world.publisher(), world.node()
     first = world.publish(publisher, 0)
     world.fetch(node, first)
@@ -59,7 +59,7 @@ def test_floats_are_rounded_as_engines_do_and_nothing_else_is(world: World) -> N
         assert bytes(held[name].view(torch.uint8).flatten()) == bytes(wanted.view(torch.uint8).flatten())
 
 
-def test_a_node_that_comes_fetches_the_whole_one_and_what_follows(world: World) -> None:
+def test_new_node_fetches_whole_policy_and_its_deltas(world: World) -> None:
     publisher = world.publisher()
     world.publish(publisher, 0)
     *_, before, newest = world.steps(publisher, 1, 2, 3)
@@ -79,16 +79,14 @@ def test_where_almost_all_changes_all_travels(world: World) -> None:
     assert kind(world, ref) == "whole"
     world.fetch(node, ref)
     kinds = [kind(world, world.steps(publisher, step)[0]) for step in range(2, 12)]
-    assert kinds == ["whole"] * publish.UNCOMPARED + ["delta+"] * 2
+    assert kinds == ["whole"] * UNCOMPARED + ["delta+"] * 2
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_a_node_gets_what_the_label_names_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_node_gets_the_labelled_weights_or_nothing(tmp_path: Path, seed: int) -> None:
     """Steps, restarts, failed puts, lost objects, nodes that come, skip versions or run again, in any order."""
-    monkeypatch.setattr(publish, "CHAIN_MAX", 4)
     world, draw = World(tmp_path), random.Random(seed)
+    world.chain_max = 4
     attempt, publisher, nodes = 1, world.publisher((0, 1, 1)), [world.node()]
     roots, refs, got = {0: world.root}, list[PolicyRef](), 0
     for step in range(60):

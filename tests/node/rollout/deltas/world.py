@@ -19,7 +19,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
-from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.publish import CHAIN_MAX, UNCOMPARED, PolicyPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from tests.budget import HANG_S
 
@@ -64,6 +64,7 @@ class World:
         self.folder = folder
         self.store = Watched(f"memory://{folder}")
         self.costs = StepCosts()
+        self.chain_max, self.uncompared = CHAIN_MAX, UNCOMPARED  # of publishers to come
         self.nodes = 0
         self.made: dict[str, Tensors] = {}  # by label
         self.draw = torch.Generator().manual_seed(7)
@@ -86,7 +87,8 @@ class World:
     ) -> PolicyPublisher:
         """One on a machine of its own, where none is named."""
         scratch = self.folder / (machine or "-".join(map(str, by)))
-        return PolicyPublisher(self.store, Model(), scratch, by, served or ServedTypes(), self.costs)
+        limits = {"chain_max": self.chain_max, "uncompared": self.uncompared}
+        return PolicyPublisher(self.store, Model(), scratch, by, served or ServedTypes(), self.costs, **limits)
 
     def publish(self, publisher: PolicyPublisher, step: int, timeline: int = 0) -> PolicyRef:
         ref = publisher.publish(PolicyVersion(timeline, step), self.weights.items(), None)
@@ -172,6 +174,6 @@ def always() -> bool:
 
 def settle(publisher: Any) -> None:
     """Wait for what goes on after a publication."""
-    if publisher._snapshot is not None:
-        wait([publisher._snapshot[0].stored], timeout=HANG_S)
-    publisher._removal.result()
+    if publisher.snapshot is not None:
+        wait([publisher.snapshot.stored], timeout=HANG_S)
+    publisher.removal.result()

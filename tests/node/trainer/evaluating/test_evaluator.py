@@ -26,7 +26,7 @@ from grpo_orch.policies.model.node_contract import EVALUATOR
 from grpo_orch.policies.model.spec import Dataset, Replicas
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
 from grpo_orch.tasks.evaluating.keeping import KEEP_S
-from grpo_orch.tasks.evaluating.main import _evaluate
+from grpo_orch.tasks.evaluating.main import run_evaluation
 from grpo_orch.tasks.machine.leaving import Leaving
 from tests.budget import until
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig
@@ -76,7 +76,7 @@ def evaluating(parent: Rig, tiny: Path, folder: Path, replicas: int) -> Any:
 def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
     """Run the evaluator in this process."""
     run, leaving = documents.read_run(rig.store), Leaving(rig.work, attempt)
-    return _evaluate(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
+    return run_evaluation(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
 
 
 def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:
@@ -140,7 +140,7 @@ def test_an_adapter_is_evaluated_without_nodes(adapted: Rig, tiny: Path, tmp_pat
         is_as_transformers_says(rig, adapted, tiny, model)
 
 
-def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_killed_evaluator_continues_from_stored_results(trained: Rig, tiny: Path, tmp_path: Path) -> None:
     with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
         argv = [sys.executable, "-m", EVALUATOR]
         killed: list[int] = []
@@ -165,7 +165,7 @@ def test_a_killed_evaluator_goes_on_with_what_is_stored(trained: Rig, tiny: Path
         assert (beat.activity, beat.step, beat.max_steps) == ("done", 2, 2)
 
 
-def test_a_checkpoint_that_is_gone_is_a_line_and_no_token(trained: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_one_line_and_costs_no_token(trained: Rig, tiny: Path, tmp_path: Path) -> None:
     with evaluating(trained, tiny, tmp_path / "eval", replicas=1) as rig:
         record = documents.read_run(rig.store)
         assert record.evaluation is not None

@@ -17,8 +17,8 @@ from grpo_orch.policies.model.vocabulary import BASE, Evaluation, Subject
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.rewards import readable_by
 from grpo_orch.tasks.completions.gateway_client import Generated
-from grpo_orch.tasks.evaluating.assemble import _InPieces
-from grpo_orch.tasks.evaluating.scoring import _readable_by_judge
+from grpo_orch.tasks.evaluating.assemble import InPieces
+from grpo_orch.tasks.evaluating.scoring import readable_by_judge
 from grpo_orch.tasks.rewards.guard import BadReward
 from grpo_orch.tasks.trl.trl_evaluating import EvaluatingTrainer, Made
 from tests.budget import HANG_S
@@ -45,7 +45,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> Iterator[Rig]
         yield made
 
 
-def test_an_environments_own_score_is_one_of_the_scores(rig: Rig) -> None:
+def test_environments_score_is_one_of_the_scores(rig: Rig) -> None:
     assert evaluator.evaluate(rig) == (exit_codes.OK, "evaluated base")
     summary, samples = evaluator.found(rig, BASE)
     assert list(summary.scores) == ["share_of_calls", "Ladder"]
@@ -79,15 +79,15 @@ def judged_by(says: Any, timeout_s: float = HANG_S) -> tuple[Any, Made]:
 
 
 @pytest.mark.parametrize(("says", "told"), [(hangs, "timed out"), (leaves, "raised SystemExit: 3")])
-def test_what_says_which_can_be_read_is_under_the_rules_of_what_scores(says: Any, told: str) -> None:
+def test_judge_of_readability_is_under_the_rules_of_rewards(says: Any, told: str) -> None:
     of, made = judged_by(says, 0.2 if says is hangs else HANG_S)
     with pytest.raises(BadReward, match=f"what right says of which completions can be read {told}"):
-        _readable_by_judge(of, "right", made)
+        readable_by_judge(of, "right", made)
 
 
-def test_what_says_which_can_be_read_changes_no_sample() -> None:
+def test_readability_score_changes_no_sample() -> None:
     of, made = judged_by(takes_all)
-    assert _readable_by_judge(of, "right", made) == [True, True]
+    assert readable_by_judge(of, "right", made) == [True, True]
     assert made.completions == ["x", "y"]
 
 
@@ -101,7 +101,7 @@ def test_what_says_which_can_be_read_changes_no_sample() -> None:
         ([], None, False),
     ],
 )
-def test_cut_off_is_what_has_reached_its_length_without_an_end(
+def test_completion_at_full_length_without_end_is_cut(
     ids: list[int], kwargs: dict[str, Any] | None, cut: bool
 ) -> None:
     trainer: Any = SimpleNamespace(
@@ -123,7 +123,7 @@ def test_pieces_are_halved_until_there_is_room_for_them() -> None:
 
     requests = [CompletionRequest(index, [5], 0) for index in range(5)]
     batch, arrived = Batch(PolicyRef("0-0", ""), {}, requests, 1.0), list[Completion]()
-    made = _InPieces(Small(), 8).complete(batch, arrived.append).completions  # type: ignore[arg-type]  # a stand-in
+    made = InPieces(Small(), 8).complete(batch, arrived.append).completions  # type: ignore[arg-type]  # a stand-in
     assert [one.index for one in made] == [0, 1, 2, 3, 4]
     assert arrived == made
     assert asked == [5, 4, 2, 2, 1]

@@ -21,7 +21,7 @@ SPEC: dict[str, Any] = {"model": MODEL, "cloud": "sky", "reward": "tests.node.tr
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.02])
-def test_a_trainer_trains_on_the_model_that_another_has_published(beta: float, tmp_path: Path, tiny: Path) -> None:
+def test_trainer_uses_the_model_another_machine_published(beta: float, tmp_path: Path, tiny: Path) -> None:
     """With a KL term the checkpoints hold the base model, too."""
     with open_rig(tmp_path, tiny, **SPEC, grpo={**STEPS, "beta": beta}) as rig:
         assert shared.publish(rig.store, MODEL, None, tiny / "model", 1.0)
@@ -33,7 +33,7 @@ def test_a_trainer_trains_on_the_model_that_another_has_published(beta: float, t
         assert any(file.name == "base_model/model.safetensors" for file in restored.files) is (beta > 0)
 
 
-def test_without_store_and_hub_the_trainer_says_which_model_it_has_not(tmp_path: Path, tiny: Path) -> None:
+def test_without_store_and_hub_trainer_names_the_missing_model(tmp_path: Path, tiny: Path) -> None:
     with open_rig(tmp_path, tiny, **SPEC, grpo=STEPS) as rig:
         code = rig.start_trainer().wait(HANG_S)
         assert code in (exit_codes.BAD_SPEC, exit_codes.FAILED)

@@ -60,7 +60,7 @@ def logprobs_of(model: Any, prompt: list[int], tokens: list[int], temperature: f
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_each_token_comes_with_the_log_probability_that_the_model_gives_it(model: Any, temperature: float) -> None:
+def test_each_token_has_the_models_log_probability(model: Any, temperature: float) -> None:
     made = engine(model).complete(batch(PROMPTS, [1, 2, 3], temperature=temperature)).completions
     for prompt, one in zip(PROMPTS, made, strict=True):
         assert len(one.token_ids) == len(one.logprobs) <= 12
@@ -68,7 +68,7 @@ def test_each_token_comes_with_the_log_probability_that_the_model_gives_it(model
         torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=1e-5, rtol=0)
 
 
-def test_a_completion_depends_on_its_seed_and_on_nothing_beside_it(model: Any) -> None:
+def test_completion_depends_on_its_seed_alone(model: Any) -> None:
     all_ = engine(model).complete(batch(PROMPTS, [1, 2, 3])).completions
     alone = [
         engine(model).complete(batch([p], [s])).completions[0] for p, s in zip(PROMPTS, [1, 2, 3], strict=True)
@@ -78,7 +78,7 @@ def test_a_completion_depends_on_its_seed_and_on_nothing_beside_it(model: Any) -
     assert [one.token_ids for one in all_] != [one.token_ids for one in again]
 
 
-def test_what_was_begun_elsewhere_is_gone_on_with_as_if_it_had_never_been_cut(model: Any) -> None:
+def test_continued_completion_is_as_if_never_cut(model: Any) -> None:
     asked = batch(PROMPTS, [1, 2, 3])
     whole = engine(model).complete(asked).completions
     cut = [
@@ -93,7 +93,7 @@ def test_what_was_begun_elsewhere_is_gone_on_with_as_if_it_had_never_been_cut(mo
         assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-def test_what_was_begun_is_drawn_to_no_position_that_the_model_has_not() -> None:
+def test_continued_completion_stays_within_the_models_positions() -> None:
     tiny: dict[str, int] = {"vocab_size": 40, "n_embd": 8, "n_layer": 1, "n_head": 1}
     few = GPT2LMHeadModel(GPT2Config(n_positions=16, bos_token_id=0, eos_token_id=0, **tiny))
     asked = batch([[3] * 10, [7]], [1, 2], max_tokens=6)
@@ -103,7 +103,7 @@ def test_what_was_begun_is_drawn_to_no_position_that_the_model_has_not() -> None
     assert [one.token_ids for one in found] == [one.token_ids for one in whole]
 
 
-def test_tokens_are_drawn_as_often_as_the_model_says(model: Any) -> None:
+def test_tokens_are_drawn_with_the_models_probabilities(model: Any) -> None:
     count = 4000
     found = engine(model).complete(batch([PROMPTS[0]] * count, list(range(count)), max_tokens=1)).completions
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(model: Any) -> None:
     assert (drawn - expected).abs().max() < 5 * (0.25 / count) ** 0.5  # five deviations of the most uncertain
 
 
-def test_it_ends_behind_an_end_and_says_why(model: Any) -> None:
+def test_generation_stops_at_an_end_token_with_its_reason(model: Any) -> None:
     long = engine(model).complete(batch([PROMPTS[0]], [7])).completions[0]
     assert (len(long.token_ids), long.finish_reason) == (12, "length")
     end = long.token_ids[4]
@@ -122,7 +122,7 @@ def test_it_ends_behind_an_end_and_says_why(model: Any) -> None:
     assert ended.logprobs == pytest.approx(long.logprobs[:until], abs=1e-6)
 
 
-def test_only_what_top_k_leaves_is_drawn(model: Any) -> None:
+def test_only_top_k_tokens_are_drawn(model: Any) -> None:
     one = engine(model).complete(batch([PROMPTS[0]], [3], top_k=1)).completions[0]
     with torch.no_grad():
         best = model.generate(torch.tensor([PROMPTS[0]]), do_sample=False, max_new_tokens=12, eos_token_id=-1)
@@ -130,21 +130,21 @@ def test_only_what_top_k_leaves_is_drawn(model: Any) -> None:
     assert one.logprobs == pytest.approx([0.0] * 12, abs=1e-6)
 
 
-def test_a_prompt_without_room_behind_it_is_refused_and_the_others_are_not(model: Any) -> None:
+def test_prompt_without_room_is_refused_and_others_are_not(model: Any) -> None:
     limit = model.config.max_position_embeddings
     found = engine(model).complete(batch([[3] * (limit - 11), [3] * (limit - 12), [5]], [1, 2, 3])).completions
     assert [bool(one.refused) for one in found] == [True, False, False]
     assert (found[0].limit_tokens, found[0].token_ids) == (limit, [])
 
 
-def test_a_prompt_without_a_token_or_with_one_that_the_model_has_not_is_refused(model: Any) -> None:
+def test_empty_prompt_or_unknown_token_is_refused(model: Any) -> None:
     size = model.config.vocab_size
     found = engine(model).complete(batch([[], [5, size], [5]], [1, 2, 3])).completions
     beyond = f"token {size} of the prompt is not in the model's vocabulary of {size}"
     assert [one.refused for one in found] == ["the prompt is empty", beyond, ""]
 
 
-def test_the_models_own_settings_come_back_and_count_for_nothing(model: Any) -> None:
+def test_models_generation_config_is_ignored_and_restored(model: Any) -> None:
     model.generation_config.repetition_penalty = 50.0
     before = model.generation_config
     made = engine(model).complete(batch(PROMPTS, [1, 2, 3])).completions[0]
@@ -170,7 +170,7 @@ def test_a_run_trains_without_nodes_and_publishes_nothing(calm: Rig) -> None:
     assert calm.gateway.asked == []
 
 
-def test_a_killed_trainer_reads_its_completions_back_and_ends_with_the_same_weights(
+def test_killed_trainer_rereads_completions_to_same_weights(
     calm: Rig, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(HELD, str(tmp_path / "held"))
@@ -195,7 +195,7 @@ def test_a_killed_trainer_reads_its_completions_back_and_ends_with_the_same_weig
         pytest.param({"steps_per_generation": 2, "num_iterations": 2}, 1e-4, id="a window of steps"),
     ],
 )
-def test_what_is_generated_is_what_is_trained(
+def test_generated_tokens_are_the_trained_ones(
     grpo: dict[str, Any], difference_max: float, tiny: Path, tmp_path: Path
 ) -> None:
     with open_rig(tmp_path, tiny, replicas=0, grpo={"max_steps": 4, **grpo}, peft=LORA) as rig:

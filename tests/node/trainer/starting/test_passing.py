@@ -50,7 +50,7 @@ LASTING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_a_server_that_may_answer_later_is_asked_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporarily_failing_server_is_retried(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a restart in an hour without the hub would end the run for good."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     wrapped = ValueError("the model cannot be loaded")
@@ -64,11 +64,11 @@ def test_a_refusal_is_final(error: Exception) -> None:
     assert not passes(error)
 
 
-def test_a_judge_that_is_late_is_under_the_rule_for_bad_rewards() -> None:
+def test_late_judge_follows_the_rule_for_bad_rewards() -> None:
     assert not is_cut_off(requests.Timeout("slow"))
 
 
-def test_a_file_that_is_not_here_offline_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_missing_offline_is_a_final_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     assert not passes(LocalEntryNotFoundError("no such file"))
 

@@ -62,7 +62,7 @@ def test_a_column_that_trl_passes_something_else_under_is_named() -> None:
 
 
 @pytest.mark.parametrize("max_steps", [-1, 40])
-def test_a_reward_gets_what_it_may_count_on_in_training(max_steps: int) -> None:
+def test_preflight_calls_reward_as_training_does(max_steps: int) -> None:
     """A whole group, the share of the steps that is done, and TRL's names for what it logs."""
 
     def best_of_group(completions: list[str], **_: Any) -> list[float]:
@@ -86,7 +86,7 @@ def test_a_service_out_of_reach_is_not_the_functions_fault() -> None:
         check_rewards([judged], ["judged"], TEXTS, config_of())
 
 
-def test_trls_own_reward_without_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_reward_with_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.rewards import accuracy_reward
 
     monkeypatch.setattr("trl.rewards.accuracy_rewards.is_math_verify_available", lambda: False)
@@ -96,7 +96,7 @@ def test_trls_own_reward_without_what_it_needs_is_told(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_what_returns_in_time_is_left_alone(leaves: bool, tmp_path: Path) -> None:
+def test_reward_that_returns_in_time_passes(leaves: bool, tmp_path: Path) -> None:
     """Also where it leaves a process behind, which holds the other end of all that was open."""
     left = 0
     with kill_after(HANG_S, tmp_path, "late"):
@@ -199,7 +199,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "my_package.inner.one",
     ],
 )
-def test_whatever_can_be_called_is_a_reward_by_its_import_path_alone(name: str, beside: Path) -> None:
+def test_any_callable_import_path_is_a_reward(name: str, beside: Path) -> None:
     function = tried(beside, name)
     assert function.__name__ == name.rpartition(".")[2]
     scores = guarded(function, name, "fail", HANG_S, lambda _: False)(prompts=["p"], completions=["c"])
@@ -247,7 +247,7 @@ def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
         ("openenv.envs.Echo", "openenv.envs.Echo: No module named 'openenv'"),
     ],
 )
-def test_one_line_says_what_is_wrong_with_a_module_or_a_reward(name: str, says: str, beside: Path) -> None:
+def test_faulty_module_or_reward_is_one_line(name: str, says: str, beside: Path) -> None:
     with pytest.raises(BadSpec, match=says) as caught:
         tried(beside, name)
     assert "\n" not in str(caught.value)
@@ -306,7 +306,7 @@ def test_data_that_no_step_can_be_made_of_end_the_first_attempt(
 
 
 @pytest.mark.parametrize("what", ["template", "token"])
-def test_prompts_that_the_model_cannot_take_end_the_first_attempt(what: str, tiny: Path, tmp_path: Path) -> None:
+def test_prompts_the_model_cannot_take_end_the_first_attempt(what: str, tiny: Path, tmp_path: Path) -> None:
     """A template that raises, and a special token that the tokenizer has and the model has no embedding for."""
     model, chat = tmp_path / "model", '{"prompt": [{"role": "user", "content": "1 apples:"}]}\n'
     shutil.copytree(tiny / "model", model)
@@ -330,7 +330,7 @@ def test_prompts_that_the_model_cannot_take_end_the_first_attempt(what: str, tin
         ({"use_liger_kernel": True}, "liger_kernel", "grpo.use_liger_kernel: it is not installed"),
     ],
 )
-def test_a_package_that_is_not_there_ends_the_first_attempt(
+def test_missing_package_ends_the_first_attempt(
     grpo: dict[str, Any], package: str, says: str, tiny: Path, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec(package) is not None:
@@ -338,7 +338,7 @@ def test_a_package_that_is_not_there_ends_the_first_attempt(
     assert says in refused(tiny, tmp_path, grpo=grpo)
 
 
-def test_the_first_attempt_ends_before_any_node_is_asked_for(
+def test_first_attempt_ends_before_nodes_are_requested(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process itself, by a home that cannot be written; the model is a name that no hub has."""
@@ -364,7 +364,7 @@ def test_a_reward_that_never_returns_ends_the_first_attempt(tiny: Path, tmp_path
         assert rig.last_line().startswith(said)
 
 
-def test_a_table_of_completions_is_written_beside_the_spool(tiny: Path, tmp_path: Path) -> None:
+def test_completions_table_is_written_next_to_the_spool(tiny: Path, tmp_path: Path) -> None:
     with open_rig(tmp_path, tiny, grpo={"log_completions": True, "max_steps": 2, "save_steps": 2}) as rig:
         rig.train()
         tables = sorted(path.name for path in (rig.work / "reports" / "completions").iterdir())

@@ -80,7 +80,7 @@ def test_a_refused_prompt_leaves_the_step_to_the_others(rows: Path, tmp_path: Pa
             assert values[key] == pytest.approx(without[key], abs=1e-4), key
 
 
-def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(rows: Path, tmp_path: Path) -> None:
+def test_refused_prompt_fails_the_run_if_configured(rows: Path, tmp_path: Path) -> None:
     grpo = {**GRPO, "gradient_accumulation_steps": 8}
     with open_rig(tmp_path / "run", rows, grpo=grpo, dataset="two.jsonl", on_bad_prompt="fail") as rig:
         refusing(rig)
@@ -88,7 +88,7 @@ def test_a_refused_prompt_fails_the_run_where_run_yaml_says_so(rows: Path, tmp_p
         assert "policies.on_bad_prompt is fail: row 1 of the dataset has" in rig.last_line()
 
 
-def test_a_prompt_that_is_no_input_for_the_model_leaves_the_step_to_the_others(rows: Path, tmp_path: Path) -> None:
+def test_invalid_prompt_leaves_the_step_to_the_others(rows: Path, tmp_path: Path) -> None:
     """One without a token, and one with a special token that was added to the tokenizer alone: it would index past
     the model's embedding."""
     model = tmp_path / "model"

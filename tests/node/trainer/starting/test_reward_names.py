@@ -39,7 +39,7 @@ def spec_of(*paths: str) -> RunSpec:
     ],
     ids=["alone", "closures", "modules"],
 )
-def test_functions_of_one_name_are_told_apart(
+def test_functions_of_one_name_get_distinct_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], names: list[str]
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

@@ -129,13 +129,13 @@ def test_a_function_makes_a_text_a_chat_or_columns(folder: Path, name: str, prom
     assert (row["prompt"], row["answer"]) == (prompt, answer)
 
 
-def test_a_function_may_return_numbers_of_any_kind_and_change_some_rows(folder: Path) -> None:
+def test_function_may_return_any_numbers_and_change_some_rows(folder: Path) -> None:
     row = load(folder, gsm8k(prompt="my_prompts.numbers")).rows[3]
     assert (row["at"], row["answer"], row["score"] == row["score"]) == ([0.0, 0.0], "x", False)
 
 
 @pytest.mark.parametrize("other", [{"a": 1}, [1], "x"])
-def test_a_column_of_nothing_goes_with_any_whichever_is_first(folder: Path, other: Any) -> None:
+def test_column_of_nulls_joins_any_type_in_any_order(folder: Path, other: Any) -> None:
     write(folder / "none.jsonl", [{"prompt": "p", "m": None}])
     write(folder / "some.jsonl", [{"prompt": "q", "m": other}])
     parts = [Dataset(path="none.jsonl"), Dataset(path="some.jsonl")]
@@ -150,7 +150,7 @@ def test_chats_that_only_json_can_hold_are_chats(folder: Path) -> None:
     assert load(folder, Dataset(path="json.parquet")).rows["prompt"][:] == prompts
 
 
-def test_a_function_that_was_edited_is_asked_again(folder: Path) -> None:
+def test_edited_function_is_called_again(folder: Path) -> None:
     assert load(folder, gsm8k(prompt="my_prompts.asks")).rows[0]["prompt"].endswith("Answer:")
     (folder / "my_prompts.py").write_text(PROMPTS.replace("Answer:", "It is ..."))
     del sys.modules["my_prompts"]
@@ -185,9 +185,7 @@ def test_a_folder_with_configurations_as_hub_datasets_have_them(folder: Path) ->
         load(folder, Dataset(path="set", name="main", split="test"))
 
 
-def test_a_hub_name_goes_with_its_revision_and_configuration(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_includes_revision_and_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def hub(*args: Any, **kwargs: Any) -> datasets.Dataset:
@@ -224,7 +222,7 @@ def test_as_many_prompts_as_a_training_takes(
     assert prompts_used(config) == prompts
 
 
-def test_several_stand_one_after_the_other_with_the_columns_of_all(folder: Path) -> None:
+def test_several_datasets_are_concatenated_with_all_columns(folder: Path) -> None:
     found = load(folder, gsm8k(prompt="{question}"), math(prompt="{problem}"))
     assert found.rows["prompt"][:] == [*(one["question"] for one in GSM8K), *(one["problem"] for one in MATH)]
     assert found.rows["answer"][len(GSM8K)] is None
@@ -295,7 +293,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ([Dataset(path="broken.json")], r"broken\.json: (?!An error occurred)"),
     ],
 )  # fmt: skip
-def test_what_is_said(folder: Path, parts: list[Dataset], says: str) -> None:
+def test_user_data_errors_name_their_cause(folder: Path, parts: list[Dataset], says: str) -> None:
     write(folder / "holes.jsonl", [{"a": "x"}, {"a": None}])
     write(folder / "lists.jsonl", [{"a": ["x"]}])
     write(folder / "empty.jsonl", [])

@@ -83,9 +83,7 @@ def test_nothing_is_known_before_the_first_look(clouds: SkyWorld) -> None:
     assert seen(cloud) == {}
 
 
-def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
-    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_is_unknown_after_a_long_outage(clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = running(clouds)
     monkeypatch.setattr(watch, "STALE_S", 0.05)
     clouds.sky.fails = CloudUnavailable("the API server is away")
@@ -100,9 +98,7 @@ def test_nothing_is_known_any_more_when_no_look_succeeds_for_long(
     wait_until("nothing is known", nothing_is_known)
 
 
-def test_a_machine_that_is_slow_to_tell_of_its_jobs_is_left_to_them(
-    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_slow_to_report_its_jobs_keeps_them(clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def slowly(name: str, _: float) -> bool:
@@ -143,7 +139,7 @@ def test_a_half_made_cluster_is_launched_again_under_its_name(clouds: SkyWorld) 
 @pytest.mark.parametrize(
     ("bought", "said"), [(False, CloudRefused), (True, CloudUnavailable), (None, CloudUnavailable)]
 )
-def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down_and_was_bought_if_its_cloud_had_it(
+def test_launching_machine_is_listed_and_can_be_terminated(
     clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch, bought: bool | None, said: type[Exception]
 ) -> None:
     cloud = clouds.open()
@@ -182,9 +178,7 @@ def test_a_machine_that_is_being_launched_is_there_and_can_be_taken_down_and_was
         cloud.launch(order())
 
 
-def test_a_refused_launch_that_left_a_machine_says_so_and_the_machine_is_there(
-    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_launch_that_left_a_machine_reports_it(clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = clouds.open()
     seen(cloud)
     name = PREFIX + "trainer-0-i1"
@@ -201,9 +195,7 @@ def test_a_refused_launch_that_left_a_machine_says_so_and_the_machine_is_there(
     assert list(cloud.machines()) == ["trainer-0-i1"]
 
 
-def test_a_launch_is_not_refused_while_nobody_can_say_what_it_left(
-    clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_stays_pending_until_leftovers_are_known(clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = clouds.open()
     seen(cloud)
 
@@ -240,7 +232,7 @@ def test_the_plan_names_both_prices(clouds: SkyWorld) -> None:
     assert clouds.open().offers()[0].other_market_usd_per_h is None
 
 
-def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_market(clouds: SkyWorld) -> None:
+def test_forbidden_kind_is_reported_once_per_region_and_market(clouds: SkyWorld) -> None:
     assert clouds.open().without_quota() == []
     clouds.sky.no_quota = {True}
     (line,) = clouds.open().without_quota()
@@ -253,7 +245,7 @@ def test_a_kind_that_the_account_may_not_have_is_named_once_for_its_region_and_m
     assert rollout == line
 
 
-def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: SkyWorld) -> None:
+def test_plan_in_two_regions_is_refused_before_purchase(clouds: SkyWorld) -> None:
     trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
     rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})
     clouds.spec = replace(clouds.spec, trainer=trainer, rollout=rollout)
@@ -261,7 +253,7 @@ def test_a_plan_in_two_regions_is_refused_before_anything_is_bought(clouds: SkyW
         clouds.open().offers()
 
 
-def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds: SkyWorld) -> None:
+def test_pools_cover_both_markets_unless_candidates_are_named(clouds: SkyWorld) -> None:
     pools = clouds.open().pools()
     assert {(one.role, one.pool.market) for one in pools} == {(role, market) for role in Role for market in Market}
     named = replace(clouds.spec.rollout, resources={"ordered": [{"use_spot": True}, {"use_spot": False}]})
@@ -269,7 +261,7 @@ def test_pools_are_on_both_markets_and_none_where_candidates_name_theirs(clouds:
     assert clouds.open().pools() == []
 
 
-def test_a_machine_of_which_little_is_known_is_there_and_costs_what_it_was_asked_for(clouds: SkyWorld) -> None:
+def test_sparse_record_counts_as_machine_at_requested_price(clouds: SkyWorld) -> None:
     cloud = running(clouds)
     before = cloud.machines()["rollout-0-i1"]
     for node in ("rollout-0-i1", "rollout-1-i1"):
@@ -296,7 +288,7 @@ def test_the_log_of_a_daemon_on_this_machine_is_read_here(clouds: SkyWorld) -> N
     assert cloud.logged_nodes() == ["daemon"]
 
 
-def test_work_is_run_again_on_its_machine_which_another_controller_sets_up_anew(
+def test_work_reruns_on_its_machine_set_up_by_new_controller(
     clouds: SkyWorld,
 ) -> None:
     cloud = running(clouds)
@@ -315,7 +307,7 @@ def test_work_is_run_again_on_its_machine_which_another_controller_sets_up_anew(
     [(0.0, None, exit_codes.FAILED), (0.0, exit_codes.BAD_SPEC, exit_codes.BAD_SPEC), (1000.0, None, None)],
     ids=["the set-up failed", "it said how it ended", "it may still be starting"],
 )
-def test_work_that_ended_without_a_word_has_failed(
+def test_work_that_ended_without_report_has_failed(
     clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch, since_s: float, said: int | None, exit_code: int | None
 ) -> None:
     monkeypatch.setattr(sky_cloud, "IDLE_EVERY_S", since_s)
@@ -334,7 +326,7 @@ def test_work_that_ended_without_a_word_has_failed(
     assert cloud.machines()["trainer-0-i1"].exit_code is None
 
 
-def test_what_a_machine_said_goes_with_it(clouds: SkyWorld) -> None:
+def test_machines_reports_are_deleted_with_it(clouds: SkyWorld) -> None:
     cloud = running(clouds)
     cloud.terminate("rollout-0-i1")
     assert documents.machine("rollout-0-i1").read(clouds.run.store) is None

@@ -42,7 +42,7 @@ def look(clusters: Clusters, *found: Cluster) -> None:
         ([STARTING, None], None),  # it never came up, and is forgotten
     ],
 )
-def test_what_looks_find_of_a_cluster(clusters: Clusters, looks: list[Cluster | None], lost: str | None) -> None:
+def test_looks_update_a_cluster(clusters: Clusters, looks: list[Cluster | None], lost: str | None) -> None:
     for found in looks:
         look(clusters, *([found] if found else []))
     entry = clusters.entries().get(NAME)
@@ -50,7 +50,7 @@ def test_what_looks_find_of_a_cluster(clusters: Clusters, looks: list[Cluster | 
     assert entry is None or entry.is_up == (not lost)
 
 
-def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> None:
+def test_lost_cluster_stays_lost_until_forgotten(clusters: Clusters) -> None:
     look(clusters, UP)
     clusters.mark_lost(NAME, "preempted")
     clusters.mark_lost(NAME, "something else")
@@ -60,7 +60,7 @@ def test_what_is_lost_stays_lost_until_it_is_forgotten(clusters: Clusters) -> No
     assert clusters.entries() == {}
 
 
-def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clusters) -> None:
+def test_listing_from_before_a_launch_does_not_undo_it(clusters: Clusters) -> None:
     began = clusters.begin_scan()
     with clusters.call(NAME):
         clusters.record(UP)
@@ -70,7 +70,7 @@ def test_a_look_that_began_before_a_launch_ended_does_not_undo_it(clusters: Clus
     assert clusters.entries()[NAME].lost == "preempted"
 
 
-def test_a_look_that_began_before_a_teardown_ended_does_not_bring_it_back(clusters: Clusters) -> None:
+def test_listing_from_before_a_teardown_does_not_revive_it(clusters: Clusters) -> None:
     look(clusters, UP)
     began = clusters.begin_scan()
     with clusters.call(NAME):
@@ -87,7 +87,7 @@ def test_while_a_call_lasts_no_look_counts(clusters: Clusters) -> None:
     assert not clusters.entries()[NAME].is_up
 
 
-def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(clusters: Clusters) -> None:
+def test_pending_cluster_is_known_until_its_last_call_ends(clusters: Clusters) -> None:
     with clusters.call(NAME):
         with clusters.call(NAME):
             assert clusters.launching() == [NAME]
@@ -98,7 +98,7 @@ def test_what_is_being_made_is_known_until_the_last_call_about_it_ends(clusters:
     assert clusters.launching() == []
 
 
-def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
+def test_new_attempt_clears_the_failed_one(clusters: Clusters) -> None:
     look(clusters, UP)
     clusters.mark_submitted(NAME, 1)
     clusters.mark_failed(NAME)
@@ -107,7 +107,7 @@ def test_a_new_attempt_forgives_the_failed_one(clusters: Clusters) -> None:
     assert (clusters.entries()[NAME].attempt, clusters.entries()[NAME].failed) == (2, False)
 
 
-def test_what_is_handed_out_is_a_copy(clusters: Clusters) -> None:
+def test_returned_clusters_are_copies(clusters: Clusters) -> None:
     look(clusters, UP)
     clusters.entries()[NAME].lost = "not really"
     assert clusters.entries()[NAME].lost == ""

@@ -46,7 +46,7 @@ for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(ask
 """
 
 
-def test_skypilot_has_one_place_alone_for_a_machine_that_is_pinned(tmp_path: Path) -> None:
+def test_pinned_machine_has_one_place_in_skypilot(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _REAL], env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True
     )
@@ -61,14 +61,14 @@ def ask(asked: dict[str, object], spot: bool) -> list[SkyOffer]:
     return [SkyOffer("aws/us-east-1/a", gpu, gpu, spot, 2.0)]
 
 
-def test_an_order_is_a_rank_and_a_place_without_a_price_leaves_nothing_to_choose() -> None:
+def test_order_is_a_rank_and_unpriced_places_leave_no_choice() -> None:
     found = offers_of(Role.ROLLOUT, WANTED, None, ask)
     assert [(one.pool.accelerators, one.rank) for one in found[::2]] == [("H100:8", 0), ("A10G:1", 1)]
     free = offers_of(Role.ROLLOUT, WANTED, None, lambda *_: [SkyOffer("kubernetes/c", "4CPU", "", False, 0.0)])
     assert free == []
 
 
-def test_a_pinned_launch_keeps_what_its_alternative_says_and_no_other_is_left() -> None:
+def test_pinned_launch_keeps_only_its_alternatives_settings() -> None:
     assert resources_in(WANTED, Role.ROLLOUT, A10G) == {
         "infra": "aws/us-west-2/usw2-az1",
         "instance_type": "g5.xlarge",
@@ -85,12 +85,12 @@ def place(accelerators: str, instance_type: str = "g5") -> Pool:
 
 
 @pytest.mark.parametrize("words", ["24GB+", "nvidia:24GB", "24gb+:1", "nvidia:24GB+:1", ["80GB+", "24GB"], "a10"])
-def test_what_skypilot_finds_by_memory_or_by_part_of_a_name_can_be_launched(words: str | list[str]) -> None:
+def test_machines_found_by_memory_or_part_of_name_can_launch(words: str | list[str]) -> None:
     found = resources_in({"accelerators": words}, Role.ROLLOUT, place("A10G:1"))
     assert found["accelerators"] == "A10G:1"
 
 
-def test_the_alternative_that_names_the_pool_best_says_what_else_its_machine_has() -> None:
+def test_best_matching_alternative_sets_the_other_fields() -> None:
     listed: list[dict[str, object]] = [
         {"cpus": "4+"},
         {"accelerators": "24GB+:4"},

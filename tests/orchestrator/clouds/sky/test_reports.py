@@ -61,7 +61,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("count", [9, 12, 13, 101, 1001])
-def test_a_quiet_fleet_asks_what_is_reckoned(count: int) -> None:
+def test_quiet_fleet_makes_the_estimated_requests(count: int) -> None:
     fleet = Fleet(count)
     fleet.looks(10)
     assert set(fleet.reports.by_node) == set(fleet.nodes)
@@ -73,7 +73,7 @@ def test_a_quiet_fleet_asks_what_is_reckoned(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 40])
-def test_what_is_said_is_heard_at_the_next_look(count: int) -> None:
+def test_report_is_read_at_the_next_look(count: int) -> None:
     fleet = Fleet(count)
     fleet.looks(10)
     fleet.says(fleet.nodes[1], notice=True)
@@ -81,7 +81,7 @@ def test_what_is_said_is_heard_at_the_next_look(count: int) -> None:
     assert [node for node, one in fleet.reports.by_node.items() if one.notice] == [fleet.nodes[1]]
 
 
-def test_what_is_said_twice_in_a_second_is_heard_though_the_list_does_not_tell() -> None:
+def test_second_report_in_one_second_is_read() -> None:
     fleet = Fleet(40)
     fleet.looks(10)
     fleet.says(fleet.nodes[1], "z1")
@@ -91,7 +91,7 @@ def test_what_is_said_twice_in_a_second_is_heard_though_the_list_does_not_tell()
     assert fleet.reports.by_node[fleet.nodes[1]].exit_reason == "z2"
 
 
-def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
+def test_dropped_report_counts_as_none() -> None:
     fleet = Fleet(40)
     fleet.looks(10)
     documents.machine(fleet.nodes[1]).drop(fleet.store)
@@ -103,14 +103,14 @@ def test_a_machine_whose_report_is_dropped_has_said_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 40])
-def test_a_damaged_report_keeps_none_of_the_others_from_being_heard(count: int) -> None:
+def test_damaged_report_hides_no_other(count: int) -> None:
     fleet = Fleet(count)
     fleet.store.put(layout.machine(fleet.nodes[0]), b"{")
     fleet.looks(1)
     assert set(fleet.reports.by_node) == set(fleet.nodes[1:])
 
 
-def test_what_was_read_before_the_fleet_grew_is_read_again() -> None:
+def test_reports_are_read_again_after_the_fleet_grew() -> None:
     fleet = Fleet(40)
     nodes, fleet.nodes = fleet.nodes, fleet.nodes[:5]
     fleet.looks(10)

@@ -70,7 +70,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         (False, None, [INIT, UP, INIT], 3, ""),  # a word of life between
     ],
 )
-def test_what_a_silent_machine_comes_to(
+def test_silent_machine_is_classified(
     world: World, answers: bool, has: bool | None, says: list[Cluster | None], asked: int, lost: str
 ) -> None:
     world.answers, world.has = answers, has
@@ -81,7 +81,7 @@ def test_what_a_silent_machine_comes_to(
     assert there == answers or len(says) > 1
 
 
-def test_one_that_is_still_being_made_is_not_dead(world: World) -> None:
+def test_machine_still_launching_is_not_dead(world: World) -> None:
     world.clusters.forget(NAME)
     world.clusters.record(INIT)
     world.answers, world.says = False, INIT
@@ -103,7 +103,7 @@ def test_silence_is_counted_from_the_last_answer(world: World, monkeypatch: pyte
     assert world.lost == DEAD
 
 
-def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> None:
+def test_no_verdict_while_the_cloud_is_unreachable(world: World) -> None:
     world.look()
     world.answers, world.says = False, CloudUnavailable("no network")
     with pytest.raises(CloudUnavailable):
@@ -111,14 +111,14 @@ def test_nothing_is_concluded_while_the_cloud_cannot_be_asked(world: World) -> N
     assert world.lost == ""
 
 
-def test_what_is_lost_is_not_asked_about(world: World) -> None:
+def test_lost_machine_is_not_queried(world: World) -> None:
     world.clusters.mark_lost(NAME, "preempted")
     assert not world.look()
     assert not world.suspicions.check("never-was")
     assert world.asked == 0
 
 
-def test_nobody_is_asked_more_often_than_it_helps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_are_limited_in_rate(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspicion, "ASK_EVERY_S", 1000.0)
     world.answers = False
     for _ in range(5):

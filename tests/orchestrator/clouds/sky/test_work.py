@@ -65,7 +65,7 @@ def spec(tmp_path: Path) -> RunSpec:
 WHEEL = Path("/here/0123abcd/grpo_orch-0.1.0-py3-none-any.whl")
 
 
-def test_secrets_are_apart_and_in_nothing_that_is_written(spec: RunSpec) -> None:
+def test_secrets_are_separate_and_never_written(spec: RunSpec) -> None:
     work = work_for(order(), spec, WHEEL, None)
     assert set(work.secrets) == {"GRPO_ORCH_TOKEN", "GRPO_ORCH_STORAGE_OPTIONS", "HF_TOKEN"}
     assert {**work.env, **work.secrets}.items() >= GIVEN.items()
@@ -84,7 +84,7 @@ def test_names_that_do_not_are_not(name: str) -> None:
     assert not is_secret(name)
 
 
-def test_each_role_gets_what_it_reads_and_the_wheel(spec: RunSpec) -> None:
+def test_each_role_gets_its_files_and_the_wheel(spec: RunSpec) -> None:
     wheel = {"~/.grpo-orch/wheels/0123abcd/grpo_orch-0.1.0-py3-none-any.whl": str(WHEEL)}
     model = {"~/sky_workdir/build/model": f"{spec.workdir}/build/model"}
     data = {
@@ -107,7 +107,7 @@ def test_hub_names_and_the_machines_own_paths_are_left_alone(spec: RunSpec, tmp_
     assert list(work.files.values()) == [str(WHEEL)]
 
 
-def test_a_folder_that_is_elsewhere_is_said(spec: RunSpec) -> None:
+def test_folder_outside_is_reported(spec: RunSpec) -> None:
     with pytest.raises(CloudRefused, match=r"the folder of run.yaml, /nowhere, is not on this machine") as caught:
         work_for(order(), replace(spec, workdir="/nowhere"), WHEEL, None)
     assert caught.value.refusal is Refusal.CREDENTIALS
@@ -156,7 +156,7 @@ PLACES: list[tuple[dict[str, Any], str | None, dict[str, Any] | None]] = [
 
 @pytest.mark.parametrize(("wanted", "pinned", "asked"), PLACES)
 @pytest.mark.parametrize("market", Market)
-def test_machines_are_bought_where_they_have_to_be_and_on_the_market_that_was_chosen(
+def test_machines_are_bought_in_the_chosen_place_and_market(
     wanted: dict[str, Any], pinned: str | None, asked: dict[str, Any] | None, market: Market
 ) -> None:
     before = repr(wanted)
@@ -183,7 +183,7 @@ def test_an_entry_that_names_its_market_keeps_it() -> None:
     ("infra", "region"),
     [("aws/us-east-1/us-east-1a", EAST), ("AWS/us-east-1", EAST), ("k8s/a/b", "kubernetes/a/b"), ("aws", "aws")],
 )
-def test_a_region_is_what_private_addresses_reach(infra: str, region: str) -> None:
+def test_region_follows_infra(infra: str, region: str) -> None:
     assert region_of(infra) == region
 
 
@@ -215,7 +215,7 @@ def test_the_region_is_known_where_a_role_leaves_no_choice(
 
 
 @pytest.mark.parametrize(("minutes", "idle_min"), [(30.0, 30), (0.1, 1), (0.0, None)])
-def test_a_machine_takes_itself_down_once_its_work_has_ended_for_long(
+def test_machine_terminates_itself_long_after_its_work(
     spec: RunSpec, minutes: float, idle_min: int | None
 ) -> None:
     policies = PoliciesSpec(fleet=FleetPolicy(dead_man_min=minutes))
@@ -226,7 +226,7 @@ def test_a_machine_takes_itself_down_once_its_work_has_ended_for_long(
     ("place", "is_pod"),
     [("k8s/mine/a", True), ("kubernetes", True), ("ssh/pool", True), ("aws/us-east-1", False), (None, False)],
 )
-def test_a_pod_has_a_hook_that_tells_its_work_of_its_end(spec: RunSpec, place: str | None, is_pod: bool) -> None:
+def test_pods_hook_notifies_its_work_of_the_end(spec: RunSpec, place: str | None, is_pod: bool) -> None:
     resources = {"infra": place} if place else {}
     work = work_for(order(), replace(spec, trainer=replace(spec.trainer, resources=resources)), WHEEL, None)
     assert bool(work.hooks) == is_pod
@@ -261,13 +261,13 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("here", "there"), SETTINGS)
-def test_settings_hold_elsewhere_without_servers_code_and_proxies(
+def test_settings_apply_remotely_without_server_code_and_proxies(
     here: dict[str, Any], there: dict[str, Any]
 ) -> None:
     assert settings_elsewhere(here) == there
 
 
-def test_only_what_a_run_surely_does_not_use_is_withheld() -> None:
+def test_only_certainly_unused_clouds_are_withheld() -> None:
     assert unused_clouds(["aws/us-east-1", "aws"], "s3://b/r") == sorted(SETTABLE - {"aws"})
     assert unused_clouds(["gcp/us-east1"], "s3://b/r") == sorted(SETTABLE - {"aws", "gcp"})
     assert "ssh" not in unused_clouds(["kubernetes/a"], "gs://b/r")  # they share a file

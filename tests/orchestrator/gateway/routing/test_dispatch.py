@@ -25,7 +25,7 @@ async def test_a_new_member_gets_few_jobs_before_it_has_made_a_token(world: Worl
     assert node.row.running == node.row.outstanding == 0
 
 
-async def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not_wait_for_that(
+async def test_long_jobs_move_one_at_a_time_and_new_ones_need_not_wait(
     world: World,
 ) -> None:
     first = await world.node("first", stalls=5)
@@ -47,7 +47,7 @@ async def test_long_jobs_are_handed_over_one_after_another_and_new_ones_need_not
     assert world.ledger.replayed == 3 * 10_005
 
 
-async def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_full(world: World) -> None:
+async def test_returning_member_takes_jobs_from_full_ones(world: World) -> None:
     back, full = await world.node("back", max_requests=4), await world.node("full", max_requests=4)
     back.stalls = full.stalls = 1
     jobs = [job(max_tokens=50) for _ in range(8)]
@@ -62,7 +62,7 @@ async def test_a_member_that_is_back_does_not_stand_idle_while_the_others_are_fu
         assert got.token_ids == undisturbed(one)[0]
 
 
-async def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_member(world: World) -> None:
+async def test_job_refused_by_one_member_blocks_no_other_there(world: World) -> None:
     full = await world.node("full", max_requests=1, stalls=0)
     held = world.ask(job())
     await world.until(lambda: full.running == 1)
@@ -77,7 +77,7 @@ async def test_who_waits_because_one_member_refused_it_keeps_nobody_from_that_me
     assert (await asked).node == "full"
 
 
-async def test_what_a_drained_member_does_not_finish_goes_on_elsewhere(world: World) -> None:
+async def test_unfinished_jobs_of_drained_member_continue_elsewhere(world: World) -> None:
     leaving = await world.node("leaving", stalls=5)
     moves, stays = job(), job(recovery="exact")
     asked = [world.ask(moves), world.ask(stays)]

@@ -9,7 +9,7 @@ NEW = PolicyRef("0-1", "policies/0-1")
 OLD = PolicyRef("0-0", "policies/0-0")
 
 
-async def test_last_requests_of_the_older_policy_are_gathered_on_one_member(world: World) -> None:
+async def test_last_requests_of_older_policy_gather_on_one_member(world: World) -> None:
     nodes = [await world.node(name, loads=True, stalls=4) for name in "ab"]
     old = [job() for _ in range(2)]
     world.members.want(OLD, len(old))
@@ -38,7 +38,7 @@ async def test_last_requests_of_the_older_policy_are_gathered_on_one_member(worl
     assert not any(row.doubted for row in world.members.rows)
 
 
-async def test_older_policy_gets_a_member_back_when_its_last_one_is_lost(world: World) -> None:
+async def test_older_policy_gets_a_member_when_its_last_is_lost(world: World) -> None:
     nodes = {name: await world.node(name, loads=True, stalls=4) for name in "ab"}
     old, new = job(), job(policy="0-1")
     world.members.want(OLD, 1)

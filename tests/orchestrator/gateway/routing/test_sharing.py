@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import pytest
-
 from grpo_orch.orchestrator.gateway.job import Finished
-from grpo_orch.orchestrator.gateway.routing import places, watch
+from grpo_orch.orchestrator.gateway.routing import watch
 from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS
 from grpo_orch.policies.serving.sharing import DOUBLING_REQUESTS
 from grpo_orch.policies.serving.wire import PolicyRef
@@ -20,6 +18,7 @@ NEW = "0-1"
 
 async def fleet(world: World) -> list[Node]:
     """Members that have proved themselves, and hold an older policy than is wanted."""
+    world.watch.balancer.speed_s = 0.4
     nodes = [await world.node(f"n{number}") for number in range(NODES)]
     for node in nodes:
         node.row.allowed = node.max_requests
@@ -36,18 +35,8 @@ async def until_running(world: World, nodes: list[Node], count: int) -> None:
     await world.until(lambda: sum(one.running for one in nodes) >= count)
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SPEED_S", 0.4)
-
-
-@pytest.fixture
-def shares_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "SHARE_LIMIT_S", 600.0)
-
-
-@pytest.mark.usefixtures("shares_for_ever")
-async def test_the_first_member_takes_its_share_and_each_that_comes_takes_another(world: World) -> None:
+async def test_first_member_takes_its_share_and_others_theirs(world: World) -> None:
+    world.members.places.share_limit_s = 600.0
     nodes = await fleet(world)
     for node in nodes:
         node.stalls = 0
@@ -64,7 +53,7 @@ async def test_the_first_member_takes_its_share_and_each_that_comes_takes_anothe
     assert max(len(node.asked) for node in nodes) <= PER_NODE + GROUP_LEAD_REQUESTS
 
 
-async def test_what_was_kept_for_others_that_do_not_come_is_not_kept_long(world: World) -> None:
+async def test_reserved_share_is_released_if_no_member_comes(world: World) -> None:
     nodes = await fleet(world)
     nodes[0].stalls = 0
     asked = step(world, NODES * PER_NODE)
@@ -74,7 +63,7 @@ async def test_what_was_kept_for_others_that_do_not_come_is_not_kept_long(world:
     await asyncio.gather(*asked)
 
 
-async def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost(world: World) -> None:
+async def test_late_member_takes_jobs_from_others_without_loss(world: World) -> None:
     nodes = await fleet(world)
     early, late = nodes[:2]
     for node in nodes[2:]:
@@ -99,7 +88,7 @@ async def test_who_comes_late_takes_from_those_at_work_and_nothing_is_lost(world
     assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
 
 
-async def test_those_without_a_token_go_first_and_lose_nothing(world: World) -> None:
+async def test_jobs_without_tokens_move_first_and_lose_nothing(world: World) -> None:
     nodes = await fleet(world)
     early, late = nodes[:2]
     for node in nodes[2:]:
@@ -123,7 +112,8 @@ async def test_those_without_a_token_go_first_and_lose_nothing(world: World) -> 
     await asyncio.gather(*asked)
 
 
-async def test_last_request_of_a_slow_member_moves_to_an_idle_one(world: World) -> None:
+async def test_last_request_of_slow_member_moves_to_an_idle_one(world: World) -> None:
+    world.watch.balancer.speed_s = 0.4
     slow, fast = [await world.node(name) for name in ("slow", "fast")]
     for node in (slow, fast):
         node.row.allowed, node.event_s = node.max_requests, 0.05

@@ -19,7 +19,7 @@ def says(policy: str, stages: PolicyStages | None = None) -> Announce:
     return Announce("boot", "h:1", policy, stages=stages)
 
 
-def test_each_stage_is_the_most_that_any_member_took_from_when_the_policy_was_wanted() -> None:
+def test_each_stage_is_the_longest_of_any_member() -> None:
     spreads = VersionSpreads()
     spreads.want("0-1", [row("a"), row("b"), row("c"), row("has-it", "0-1")], 100.0)
     assert spreads.last == [VersionSpread("0-1", members=3)]
@@ -33,14 +33,14 @@ def test_each_stage_is_the_most_that_any_member_took_from_when_the_policy_was_wa
     assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
 
 
-def test_a_node_without_stages_counts_with_its_time_alone() -> None:
+def test_node_without_stages_counts_with_its_total_time() -> None:
     spreads = VersionSpreads()
     spreads.want("0-1", [row("a", None)], 1.0)
     spreads.record("a", says("0-1"), 3.5)
     assert spreads.last == [VersionSpread("0-1", 1, 1, 2.5, 2.5)]
 
 
-def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() -> None:
+def test_few_versions_are_kept_and_late_members_count() -> None:
     spreads = VersionSpreads()
     for step in range(VERSIONS_KEPT + 2):
         spreads.want(f"0-{step}", [row("a", None)], float(step))
@@ -49,7 +49,7 @@ def test_a_few_versions_are_kept_and_one_that_comes_late_counts_for_its_own() ->
     assert [(one.policy, one.last_ready_s) for one in spreads.last if one.ready] == [("0-5", 45.0)]
 
 
-async def test_the_status_and_the_metrics_tell_of_the_newest_that_a_member_holds(world: World) -> None:
+async def test_status_and_metrics_show_newest_held_version(world: World) -> None:
     node = await world.node("a")
     world.want("0-1")
     assert "policy_ready{}" not in await world.numbers()

@@ -37,7 +37,7 @@ async def test_members_are_listed_with_their_state_and_why(world: World) -> None
     assert listed["members"][0]["reason"] == "joined as boot boot-of-a, holds 0-0"
 
 
-async def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member(world: World) -> None:
+async def test_stage_of_joining_node_is_shown_until_membership(world: World) -> None:
     stage = Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000)
     answer = await world.http.post("/comers/a", content=msgspec.json.encode(stage))
     assert msgspec.json.decode(answer.content, type=AnnounceReply) == AnnounceReply(world.members.wanted)
@@ -53,7 +53,7 @@ async def test_what_a_node_that_comes_is_at_is_told_until_it_is_a_member(world: 
         assert refused.status_code == 400, wrong
 
 
-async def test_a_machine_of_which_an_engine_joins_begins_anew_when_it_has_to_come_again(world: World) -> None:
+async def test_machine_with_a_joined_engine_restarts_its_stage(world: World) -> None:
     joining_nodes, stage = world.members.joining_nodes, Stage(ENGINE, 0, 141)
     joining_nodes.update("rollout-0-i1", stage, time.monotonic() - 6 * 3600.0)
     told = Announce("b", "h:1", None, engines=2, stage=Stage(POLICY, 1, 2))
@@ -81,7 +81,7 @@ class Going:
         return []
 
 
-async def test_a_batch_is_not_given_up_while_a_node_gets_on(world: World) -> None:
+async def test_batch_is_not_abandoned_while_a_node_makes_progress(world: World) -> None:
     """Its deadline is over at once; it waits for six words of progress, and then for none."""
     going = Going()
     world.members.joining_nodes = cast("Any", going)
@@ -113,7 +113,7 @@ async def test_every_change_is_remembered_with_its_reason(world: World) -> None:
     assert all(a["at_s"] <= b["at_s"] for a, b in pairwise(changes))
 
 
-async def test_a_drained_member_finishes_what_it_has_and_leaves(world: World) -> None:
+async def test_drained_member_finishes_its_requests_and_leaves(world: World) -> None:
     a = await world.node("a", stalls=9)
     body = {"prompt": [1, 2], "seed": 1, "max_tokens": 20}
     async with world.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
@@ -127,7 +127,7 @@ async def test_a_drained_member_finishes_what_it_has_and_leaves(world: World) ->
     assert (await world.http.get("/members")).json()["members"] == []
 
 
-async def test_a_removed_member_is_out_at_once_its_boot_void_and_its_request_goes_on_elsewhere(
+async def test_removed_member_leaves_at_once_and_its_request_moves(
     world: World,
 ) -> None:
     tokens, _, reason = completion({"seed": 1, "max_tokens": 20}, [1, 2])
@@ -149,7 +149,7 @@ async def test_a_removed_member_is_out_at_once_its_boot_void_and_its_request_goe
     assert (await world.http.delete("/members/a")).status_code == 404
 
 
-async def test_an_agents_own_leave_names_its_boot(world: World) -> None:
+async def test_agents_leave_names_its_boot(world: World) -> None:
     await world.node("a")
     assert (await world.http.delete("/members/a", params={"boot": "another"})).status_code == 204
     assert world.members.row("a") is not None
@@ -225,7 +225,7 @@ def test_the_command_line_lists_drains_and_removes(rig: Rig, cli: Cli, host: str
     assert not secret.exists(), "none is made"
 
 
-def test_a_gateway_out_of_reach_is_one_line(rig: Rig, cli: Cli) -> None:
+def test_unreachable_gateway_is_one_line(rig: Rig, cli: Cli) -> None:
     code, _, complaint = cli("drain", "rollout-0")
     assert (code, complaint) == (1, "no gateway yet: the run's trainer starts it\n")
     assert cli("ls")[1] == "the gateway has not written its members yet\n"

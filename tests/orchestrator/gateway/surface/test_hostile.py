@@ -161,7 +161,7 @@ def nothing_broke(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
-def test_without_the_secret_nothing_is_said_or_read() -> None:
+def test_request_without_the_secret_reveals_nothing() -> None:
     with gateway() as world:
         for method, path in ENDPOINTS:
             for proof in STRANGERS:
@@ -197,7 +197,7 @@ NO_HTTP = [
 ]
 
 
-def test_what_is_no_http_is_answered_without_a_word() -> None:
+def test_request_without_http_gets_a_bare_answer() -> None:
     with gateway() as world:
         for sent in NO_HTTP:
             got = answer(world.port, sent)
@@ -207,7 +207,7 @@ def test_what_is_no_http_is_answered_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("drip", [b"", b"GET / HTTP/1.1\r\nA: b\r\n"], ids=["silent", "half a head"])
-def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
+def test_unfinished_head_is_cut_off(drip: bytes) -> None:
     with gateway(head_s=0.3) as world:
         with connected(world.port) as sock:
             sock.sendall(drip)
@@ -219,7 +219,7 @@ def test_who_does_not_finish_his_head_is_cut(drip: bytes) -> None:
         check_serves(world)
 
 
-def test_who_does_not_finish_his_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as world:
         with monkeypatch.context() as patch:  # what is sent whole afterwards has its time
             patch.setattr(admission, "BODY_S", 0.2)
@@ -244,7 +244,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
         check_serves(world)
 
 
-def test_a_body_of_unknown_length_is_read_to_the_limit_and_no_further() -> None:
+def test_body_of_unknown_length_is_read_only_to_the_limit() -> None:
     with gateway() as world:
         head = f"POST /members/a HTTP/1.1\r\nHost: x\r\n{PROOF}Transfer-Encoding: chunked\r\n\r\n"
         piece = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
@@ -339,7 +339,7 @@ FUZZ = settings(
 )
 
 
-def test_hostile_documents_are_refused_and_a_batch_is_served_after_them() -> None:
+def test_hostile_documents_are_refused_and_batches_served() -> None:
     with gateway() as world:
 
         @FUZZ
@@ -353,7 +353,7 @@ def test_hostile_documents_are_refused_and_a_batch_is_served_after_them() -> Non
         check_serves(world)
 
 
-def test_hostile_bytes_are_refused_and_a_batch_is_served_after_them() -> None:
+def test_hostile_bytes_are_refused_and_batches_served() -> None:
     whole = request("POST", COMPLETIONS, json.dumps(VALID[COMPLETIONS]).encode())
     with gateway() as world:
 

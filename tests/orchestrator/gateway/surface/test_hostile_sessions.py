@@ -10,17 +10,12 @@ import msgspec
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
-from grpo_orch.orchestrator.gateway.surface import sessions
 from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
 from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm
 from tests.stand_ins.fake_vllm import FOREVER
-
-
-def session_of(world: World, name: str = "0-1-0-0-0") -> Any:
-    return world.gateway.sessions._sessions[name]
 
 
 async def named(agent: Agent, request: str, **more: Any) -> Any:
@@ -34,13 +29,12 @@ def check_empty(world: World) -> None:
     """Nothing is left of sessions that are over."""
     gateway = world.gateway
     assert len(gateway.sessions) == 0
-    assert not gateway.sessions._turn_tasks
-    assert world.members._demand._open == {}
-    assert world.members._table._session_nodes == {}
+    assert not gateway.sessions.turn_tasks
+    assert world.members.open_requests == {}
+    assert world.members.session_nodes == {}
     assert world.members.waiting.count == 0
     assert all(row.running == 0 for row in world.members.rows)
-    assert world.session_log._open == {}
-    assert world.session_log._parts == {}
+    assert world.session_log.session_names == set()
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])
@@ -54,20 +48,20 @@ async def test_session_of_no_policy_version_is_refused(world: World, version: st
     await (await Agent(world).open()).turn()
 
 
-async def test_last_turn_asked_for_again_is_not_beyond_the_limit(world: World) -> None:
+async def test_repeated_last_turn_is_within_the_limit(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}, turns_max=1).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
     await world.until(lambda: node.stalled)
     asking.cancel()
-    await world.until(lambda: not session_of(world).running)
+    await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
     node.change(stalls=FOREVER)
     await agent.turn(max_tokens=20)
     assert len(node.asked) == 1
     assert (await agent.ask()).json()["error"]["code"] == LIMIT_CODE
 
 
-async def test_two_at_a_time_under_one_name_are_one_turn(world: World) -> None:
+async def test_two_parallel_requests_of_one_name_are_one_turn(world: World) -> None:
     node = await world.node("a", deaf=True)
     agent = await Agent(world).open()
     asking = [asyncio.ensure_future(named(agent, "r")) for _ in range(2)]
@@ -78,13 +72,13 @@ async def test_two_at_a_time_under_one_name_are_one_turn(world: World) -> None:
     assert len(node.asked) == 1
 
 
-async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: World) -> None:
+async def test_turn_repeated_by_name_is_not_given_to_the_next(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(named(agent, "r", max_tokens=20))
     await world.until(lambda: node.stalled)
     asking.cancel()
-    await world.until(lambda: not session_of(world).running)
+    await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
     node.change(stalls=FOREVER)
     first = await named(agent, "r", max_tokens=20)
     second = await named(agent, "s", max_tokens=20)
@@ -92,7 +86,7 @@ async def test_turn_asked_for_again_by_name_is_not_given_to_the_next(world: Worl
     assert len((await agent.trace()).branches) == 2
 
 
-async def test_request_refused_once_is_made_when_asked_again_by_name(world: World) -> None:
+async def test_refused_request_is_made_when_repeated_by_name(world: World) -> None:
     node = await world.node("a")
     agent = await Agent(world).open()
     node.refuses = lambda body: "prompt" in body
@@ -123,7 +117,7 @@ async def test_session_closed_during_render_leaves_nothing(world: World) -> None
     check_empty(world)
 
 
-async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> None:
+async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -138,9 +132,9 @@ async def test_answer_asked_for_before_the_opening_is_no_turn(world: World) -> N
     assert len((await again.trace()).branches) == 2
 
 
-async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "SESSION_TTL_S", 0.2)
-    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.1)
+async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
+    world.gateway.sessions.ttl_s = 0.2
+    world.gateway.sessions.policy_held_s = 0.1
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -152,10 +146,8 @@ async def test_session_whose_turn_waits_does_not_expire(world: World, monkeypatc
     check_empty(world)
 
 
-async def test_session_that_nobody_asks_does_not_hold_its_policy(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "POLICY_HELD_S", 0.2)
+async def test_idle_session_does_not_hold_its_policy(world: World) -> None:
+    world.gateway.sessions.policy_held_s = 0.2
     node = await world.node("a", loads=True)
     agent = await Agent(world).open()
     await agent.turn()
@@ -165,7 +157,7 @@ async def test_session_that_nobody_asks_does_not_hold_its_policy(
     assert (await agent.trace()).policy == "0-0"
 
 
-async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: Path) -> None:
+async def test_session_of_earlier_gateway_holds_no_policy_until_used(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         await world.node("a")
         agent = await Agent(world).open()
@@ -175,10 +167,10 @@ async def test_session_of_earlier_gateway_holds_no_policy_until_asked(tmp_path: 
     async with World(folder=tmp_path) as world:
         await world.node("a")
         assert len(world.gateway.sessions) == 1
-        assert world.members._demand._open == {}
+        assert world.members.open_requests == {}
         agent.world = world
         await agent.turn()
-        assert world.members._demand._open["0-0"].requests == 1
+        assert world.members.open_requests["0-0"] == 1
         await world.http.delete(f"{SESSIONS}/{agent.name}")
         check_empty(world)
 
@@ -213,7 +205,7 @@ async def test_request_that_cannot_be_recorded_opens_no_session(
     assert node.asked == []
 
 
-async def test_session_of_a_header_is_of_the_policy_that_is_named() -> None:
+async def test_session_of_a_header_has_the_named_policy() -> None:
     async with World(policy="") as world:
         await world.node("a")
         headers = {HEADER_SESSION: "mine", HEADER_POLICY: "0-1"}
@@ -284,7 +276,7 @@ async def test_other_effort_begins_a_branch(world: World) -> None:
         ("render", [1]),
     ],
 )
-async def test_node_that_reads_nonsense_is_not_believed(
+async def test_nodes_nonsense_is_rejected(
     world: World, monkeypatch: pytest.MonkeyPatch, function: str, broken: Any
 ) -> None:
     real, answers = getattr(fake_vllm, function), iter([broken])
@@ -307,16 +299,16 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
     asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
     await world.until(lambda: node.stalled and world.members.waiting.count == 1)
-    waiting = next(name for name in ("second", first.name) if name not in world.members._table._session_nodes)
+    waiting = next(name for name in ("second", first.name) if name not in world.members.session_nodes)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
     world.members.places.assign()
-    await world.until(lambda: len(world.gateway.sessions._turn_tasks) == 1)
-    assert waiting not in world.members._table._session_nodes
+    await world.until(lambda: len(world.gateway.sessions.turn_tasks) == 1)
+    assert waiting not in world.members.session_nodes
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
     await asyncio.gather(*asking)
-    await world.until(lambda: not world.gateway.sessions._turn_tasks)
+    await world.until(lambda: not world.gateway.sessions.turn_tasks)
     check_empty(world)
 
 
@@ -338,7 +330,7 @@ async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> No
     gate.set_result(None)
     world.gateway.sessions.drop(agent.name)
     assert (await asking).status_code == 404
-    await world.until(lambda: not world.gateway.sessions._turn_tasks)
+    await world.until(lambda: not world.gateway.sessions.turn_tasks)
     check_empty(world)
     assert (world.ledger.delivered, world.ledger.discarded) == (0, len(made[0].token_ids))
 
@@ -346,17 +338,18 @@ async def test_turn_made_as_its_session_ends_is_not_recorded(world: World) -> No
 async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
+    jobs = world.note_jobs()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-    await world.until(lambda: [len(turn.job.token_ids) for turn in session_of(world).turns.values()] == [5])
-    [turn] = session_of(world).turns.values()
+    await world.until(lambda: [len(job.token_ids) for job in jobs] == [5])
+    [job] = jobs
     records: list[Any] = []
     monkeypatch.setattr(world.session_log, "append", records.append)
-    world.gateway.sessions._record_parts()
-    turn.job.start_over()
-    turn.job.token_ids += range(6)
-    turn.job.logprobs += [0.0] * 6
-    world.gateway.sessions._record_parts()
-    world.gateway.sessions._record_parts()
+    world.gateway.sessions.record_parts()
+    job.start_over()
+    job.token_ids += range(6)
+    job.logprobs += [0.0] * 6
+    world.gateway.sessions.record_parts()
+    world.gateway.sessions.record_parts()
     assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
     assert node.stalled
     asking.cancel()
@@ -375,7 +368,7 @@ async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str,
     assert all(one["top_logprobs"] == [] for one in content)
 
 
-async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
+async def test_node_that_fails_to_render_is_chosen_last(world: World) -> None:
     a, b = await world.node("a"), await world.node("b")
     asked = list[str]()
 
@@ -396,10 +389,10 @@ async def test_node_that_fails_to_render_is_asked_last(world: World) -> None:
     await agent.turn()
 
 
-async def test_refusal_that_is_no_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusal_in_invalid_text_is_the_agents_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.node("a", refuses=lambda _: True)
-    real, odd = fake_vllm._response, b'{"error":{"message":"\xff"}}'
-    monkeypatch.setattr(fake_vllm, "_response", lambda status, body=b"": real(status, odd if body else body))
+    real, odd = fake_vllm.http_response, b'{"error":{"message":"\xff"}}'
+    monkeypatch.setattr(fake_vllm, "http_response", lambda status, body=b"": real(status, odd if body else body))
     answer = await (await Agent(world).open()).ask()
     assert answer.status_code == 400
     assert node.translated == 1

@@ -11,18 +11,17 @@ from grpo_orch.orchestrator.gateway.job import Finished
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
-from grpo_orch.policies.serving.member import Load
 from tests.rigs.gateway_world import World
 from tests.stand_ins.fake_vllm import completion
 
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
 
 
-async def test_members_are_told_by_state_and_policy(world: World) -> None:
+async def test_members_are_counted_by_state_and_policy(world: World) -> None:
     await world.node("a"), await world.node("b")
     await world.node("old", policy="0-3")
-    await world.node("leaving")
-    world.members._table.started("leaving", Load("group"))  # it has something to do, and stays
+    leaving = await world.node("leaving")
+    leaving.row.running = 1  # so it stays
     world.members.drain("leaving")
     found = await world.numbers()
     assert found["members{0-0,serving}"] == 2
@@ -32,7 +31,7 @@ async def test_members_are_told_by_state_and_policy(world: World) -> None:
     assert found["membership_changes_total{}"] >= 5
 
 
-async def test_a_hand_over_is_counted_with_what_it_saved_and_what_it_cost(world: World) -> None:
+async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) -> None:
     tokens, _, _ = completion(BODY, BODY["prompt"])
     a = await world.node("a", stalls=9)
     async with world.stream("/v1/completions", **BODY) as heard:
@@ -72,7 +71,7 @@ def test_histograms_are_cumulative() -> None:
     assert samples["token_seconds_count", None] == 2
 
 
-async def test_what_waits_and_what_is_refused_is_told(world: World) -> None:
+async def test_waiting_and_refused_requests_are_counted(world: World) -> None:
     asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
     await world.until(lambda: world.members.waiting.count == 1)
     found = await world.numbers()

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_orch.orchestrator.gateway.routing import waiting
 from grpo_orch.orchestrator.gateway.surface import openai
 from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.budget import HANG_S
@@ -31,7 +30,7 @@ def texts_of(seed: int, max_tokens: int, prompt: list[int] = PROMPT) -> str:
     return "".join(texts(undisturbed(seed, max_tokens, prompt)[0]))
 
 
-async def test_a_completion_is_whole_and_says_which_policy_made_it(world: World) -> None:
+async def test_completion_is_whole_and_names_its_policy(world: World) -> None:
     await world.node("a")
     options: dict[str, Any] = {"max_tokens": 20, "logprobs": 0, "return_token_ids": True, "model": "policy"}
     response = await post(world, COMPLETIONS, prompt=PROMPT, seed=7, **options)
@@ -49,7 +48,7 @@ async def test_a_completion_is_whole_and_says_which_policy_made_it(world: World)
     assert (found["object"], found["model"], found["system_fingerprint"]) == ("text_completion", "policy", "0-0")
 
 
-async def test_choices_have_seeds_that_count_up_and_prompts_are_counted_once(world: World) -> None:
+async def test_choices_have_consecutive_seeds_and_prompts_count_once(world: World) -> None:
     for name in ("a", "b"):
         await world.node(name)
     prompts = [[1, 2], [3, 4, 5]]
@@ -81,7 +80,7 @@ async def test_a_chat_has_a_message_and_its_logprobs(world: World) -> None:
     ids=["tokens", "chat", "text"],
 )
 @pytest.mark.parametrize("stop", [None, ["never"]], ids=["continued", "started over"])
-async def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
+async def test_stream_continues_after_a_killed_node_without_repeats(
     world: World, path: str, more: dict[str, Any], stop: list[str] | None
 ) -> None:
     """With a stop string the request starts over: what comes again is not told again."""
@@ -108,7 +107,7 @@ async def test_a_stream_goes_on_over_a_killed_node_and_repeats_nothing(
         assert [one["delta"].get("role") for one in heard.choices()][:2] == ["assistant", None]
 
 
-async def test_a_client_that_goes_away_frees_the_place_and_its_tokens_are_discarded(world: World) -> None:
+async def test_disconnected_client_frees_its_place_and_tokens(world: World) -> None:
     node = await world.node("a", stalls=9)
     async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
         await heard.read(enough=9)
@@ -118,7 +117,7 @@ async def test_a_client_that_goes_away_frees_the_place_and_its_tokens_are_discar
     assert node.row.running == 0
 
 
-async def test_what_was_told_is_counted_as_delivered(world: World) -> None:
+async def test_streamed_tokens_are_counted_as_delivered(world: World) -> None:
     await world.node("a")
     await post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=6)
     async with world.stream(CHAT, messages=MESSAGES, seed=1, max_tokens=6) as heard:
@@ -128,7 +127,7 @@ async def test_what_was_told_is_counted_as_delivered(world: World) -> None:
     assert world.gateway.status().tokens_discarded == 0
 
 
-async def test_a_refusal_by_vllm_is_the_clients_error_and_nobody_is_in_doubt(world: World) -> None:
+async def test_vllms_refusal_is_the_clients_error_and_no_suspicion(world: World) -> None:
     node = await world.node("a")
     said = b'{"error":{"message":"too long","code":400}}'
     node.raw = b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
@@ -140,7 +139,7 @@ async def test_a_refusal_by_vllm_is_the_clients_error_and_nobody_is_in_doubt(wor
     assert not node.row.doubted
 
 
-async def test_a_named_policy_is_served_by_who_holds_it_alone(world: World) -> None:
+async def test_named_policy_is_served_only_by_its_holders(world: World) -> None:
     old, new = await world.node("old", policy="0-1"), await world.node("new", policy="0-0")
     for label in ("0-1", "0-0"):
         response = await post(world, COMPLETIONS, {HEADER_POLICY: label}, prompt=PROMPT)
@@ -163,9 +162,7 @@ async def test_a_request_waits_for_its_first_node(world: World) -> None:
     assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
 
 
-async def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_request_is_abandoned_with_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", 0.1)
     for streams in (False, True):
         response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
@@ -184,10 +181,8 @@ async def test_a_request_of_which_nothing_comes_is_given_up_and_says_so(
     await world.until(lambda: node.aborted == 1)
 
 
-async def test_when_too_many_wait_the_next_is_told_to_come_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "WAITING_MAX", 1)
+async def test_request_beyond_the_queue_limit_is_told_to_retry(world: World) -> None:
+    world.members.waiting.jobs_max = 1
     first = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT))
     await world.until(lambda: world.members.waiting.count == 1)
     assert (await post(world, COMPLETIONS, prompt=PROMPT)).status_code == 503
@@ -195,7 +190,7 @@ async def test_when_too_many_wait_the_next_is_told_to_come_again(
     assert (await first).status_code == 200
 
 
-async def test_models_are_one(world: World) -> None:
+async def test_model_list_has_one_entry(world: World) -> None:
     listed = (await world.http.get("/v1/models")).json()
     assert [one["id"] for one in listed["data"]] == ["policy"]
     assert (await world.http.get("/v1/models/policy")).json() == listed["data"][0]
@@ -233,7 +228,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 
 
-async def test_what_makes_no_sense_is_refused_with_the_parameter_at_fault(world: World) -> None:
+async def test_invalid_request_is_refused_with_its_parameter(world: World) -> None:
     node = await world.node("a")
     for path, body, param in BAD:
         response = await post(world, path, **body)

@@ -47,7 +47,7 @@ def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchR
 
 
 @pytest.mark.parametrize("taken", [True, False])
-async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever(taken: bool) -> None:
+async def test_request_ending_while_taken_or_dropped_is_not_open(taken: bool) -> None:
     """Its task is done, and whoever waits for that has not heard of it yet."""
     members, completer = Members("secret"), Completes()
     kept = OrphanedRequests(members, completer, Ledger())
@@ -62,17 +62,17 @@ async def test_request_that_ends_as_it_is_taken_or_given_up_is_not_open_for_ever
         if taken:
             assert kept.take(one.key) is one
         else:
-            kept._end(kept._batches[0])
+            kept.end(kept.batches[0])
 
     coming = asyncio.ensure_future(comes())
     await asyncio.sleep(0)
     completer.may.set()
     await coming
     await asyncio.wait([one.task])
-    assert members._demand._open == {}
+    assert members.open_requests == {}
 
 
-async def test_what_is_left_twice_is_still_of_its_own_sampling_and_the_newest_policy_is_wanted(
+async def test_twice_saved_requests_keep_sampling_and_newest_policy(
     tmp_path: Path,
 ) -> None:
     """A step and an evaluation are of one policy, and the second gateway ends before anybody asks it."""
@@ -102,7 +102,7 @@ class Fails(Completes):
         raise RequestRefused("too long")
 
 
-async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault_of_the_gateway() -> None:
+async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: said.append(told["message"]))
     members, completer = Members("secret"), Fails()
@@ -120,8 +120,9 @@ async def test_request_that_fails_as_its_asker_leaves_is_not_reported_as_a_fault
     completer.may.set()
     await leaving
     kept.expire_superseded("1-0")
-    while kept._batches or kept._ending:
+    while kept.batches:
         await asyncio.sleep(0)
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
     gc.collect()
     assert said == []
-    assert members._demand._open == {}
+    assert members.open_requests == {}

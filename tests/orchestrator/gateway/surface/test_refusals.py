@@ -29,7 +29,7 @@ _SAID = (
 TOO_LONG = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(_SAID), _SAID)
 
 
-async def test_the_requests_own_fault_is_told_once_each_node_has_refused_it(world: World) -> None:
+async def test_requests_own_fault_is_reported_once_all_nodes_refused(world: World) -> None:
     for name in ("first", "second", "third"):
         (await world.node(name)).raw = TOO_LONG
     with pytest.raises(RequestRefused, match="maximum context") as caught:
@@ -41,7 +41,7 @@ async def test_the_requests_own_fault_is_told_once_each_node_has_refused_it(worl
     assert world.ledger.refused == 1
 
 
-async def test_a_prompt_that_is_too_long_for_one_node_goes_to_one_with_more_room(world: World) -> None:
+async def test_prompt_too_long_for_one_node_goes_to_a_larger_one(world: World) -> None:
     for name in ("first", "second"):
         (await world.node(name)).raw = TOO_LONG
     await world.node("large")
@@ -51,7 +51,7 @@ async def test_a_prompt_that_is_too_long_for_one_node_goes_to_one_with_more_room
     assert world.ledger.refused == 0
 
 
-async def test_who_is_refused_by_all_that_serve_waits_for_those_that_load_and_no_longer(world: World) -> None:
+async def test_request_refused_by_all_waits_only_for_loading_members(world: World) -> None:
     world.want("0-0")
     small = await world.node("small", refuses=lambda body: len(body["prompt"]) > 100)
     large = await world.node("large", policy="0-9")
@@ -91,7 +91,7 @@ def run_of(batch: Batch, world: World) -> BatchRun:
     return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.orphans)
 
 
-async def test_one_refused_prompt_of_a_batch_is_told_and_the_others_are_complete(world: World) -> None:
+async def test_refused_prompt_is_reported_and_others_complete(world: World) -> None:
     await world.node("first", refuses=lambda body: len(body["prompt"]) > 100)
     prompts = [[1] * (200 if index == 7 else 5) for index in range(16)]
     requests = [CompletionRequest(index, prompt, index) for index, prompt in enumerate(prompts)]

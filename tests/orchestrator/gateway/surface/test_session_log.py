@@ -14,8 +14,15 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.gateway.surface import session_log
-from grpo_orch.orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog
+from grpo_orch.orchestrator.gateway.surface.session_log import (
+    COMPACT_SIZE,
+    Closed,
+    Made,
+    Opened,
+    Part,
+    Record,
+    SessionLog,
+)
 from grpo_orch.policies.serving.sessions import OpenSession
 from grpo_orch.policies.serving.wire import PolicyRef
 
@@ -35,8 +42,10 @@ def part(start: int, end: int, number: int = 0, name: str = "s") -> Part:
     return Part(name, b"o", b"k", number, start, tokens, [0.0] * len(tokens))
 
 
-def begun(path: Path | None, store: Store | None = None, timeline: int = 0) -> tuple[SessionLog, list[Record]]:
-    log = SessionLog(path, store, timeline)
+def begun(
+    path: Path | None, store: Store | None = None, timeline: int = 0, compact_size: int = COMPACT_SIZE
+) -> tuple[SessionLog, list[Record]]:
+    log = SessionLog(path, store, timeline, compact_size)
     return log, log.load()
 
 
@@ -66,7 +75,7 @@ def test_session_opened_again_after_its_end_is_kept(path: Path) -> None:
     assert left(path) == again
 
 
-def test_turns_of_session_that_is_over_are_not_kept(path: Path) -> None:
+def test_turns_of_ended_session_are_not_kept(path: Path) -> None:
     log, _ = begun(path)
     records: list[Record] = [opened(), Closed("s"), made(), part(0, 2)]
     for record in records:
@@ -75,9 +84,8 @@ def test_turns_of_session_that_is_over_are_not_kept(path: Path) -> None:
     assert path.stat().st_size == 0
 
 
-def test_compaction_keeps_unfinished_turns_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log, "COMPACT_SIZE", 2000)
-    log, _ = begun(path)
+def test_compaction_keeps_unfinished_turns_whole(path: Path) -> None:
+    log, _ = begun(path, compact_size=2000)
     parts = [part(start, start + 2, 7) for start in range(0, 8, 2)]
     log.append(opened())
     log.append(opened("other"))
@@ -94,8 +102,7 @@ def test_compaction_keeps_unfinished_turns_whole(path: Path, monkeypatch: pytest
 
 
 def test_file_larger_than_compaction_size_is_rewritten_rarely(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_log, "COMPACT_SIZE", 1000)
-    log, _ = begun(path)
+    log, _ = begun(path, compact_size=1000)
     log.append(opened())
     replaced: list[Path] = []
 

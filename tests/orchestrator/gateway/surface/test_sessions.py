@@ -82,7 +82,7 @@ def check_branch(branch: Branch) -> None:
     assert all(value == 0.0 for value, one in zip(branch.logprobs, branch.mask, strict=True) if not one)
 
 
-async def test_a_session_is_one_row_although_no_answer_is_spelled_as_it_was_made(world: World) -> None:
+async def test_session_is_one_row_although_answers_are_respelled(world: World) -> None:
     node = await world.node("a")
     agent, trace = await talk(world, 5)
     [branch] = trace.branches
@@ -103,7 +103,7 @@ async def test_a_session_is_one_row_although_no_answer_is_spelled_as_it_was_made
     assert len(set(seeds)) == len(seeds)
 
 
-async def test_the_context_between_two_answers_is_what_the_template_prints(world: World) -> None:
+async def test_context_between_answers_is_what_the_template_prints(world: World) -> None:
     await world.node("a")
     agent, trace = await talk(world, 2, tools=False)
     [branch] = trace.branches
@@ -112,7 +112,7 @@ async def test_the_context_between_two_answers_is_what_the_template_prints(world
     assert between == [*rendered({"messages": [question], "add_generation_prompt": False}), VOCABULARY]
 
 
-async def test_a_history_that_was_written_anew_begins_a_branch_and_both_are_kept(world: World) -> None:
+async def test_rewritten_history_begins_a_branch_and_both_are_kept(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
     await agent.turn()
@@ -153,7 +153,7 @@ async def test_other_tools_begin_a_branch(world: World) -> None:
     assert len((await agent.trace()).branches) == 2
 
 
-async def test_arguments_that_an_agent_has_read_and_written_again_are_the_same_call(world: World) -> None:
+async def test_reencoded_arguments_are_the_same_call(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
     agent.more = {"tools": [TOOL]}
@@ -168,7 +168,7 @@ async def test_arguments_that_an_agent_has_read_and_written_again_are_the_same_c
     assert len((await agent.trace()).branches) == 1
 
 
-async def test_reasoning_that_is_not_sent_back_begins_a_branch(world: World) -> None:
+async def test_missing_reasoning_begins_a_branch(world: World) -> None:
     await world.node("a")
     for sent_back, branches in ((True, 1), (False, 2)):
         agent = await Agent(world, f"reasons-{sent_back}").open()
@@ -211,7 +211,7 @@ def contents(trace: Trace) -> list[Any]:
     return [(one.token_ids, one.mask, one.logprobs, one.messages) for one in trace.branches]
 
 
-async def test_a_session_that_is_opened_again_replays_what_was_recorded(world: World) -> None:
+async def test_reopened_session_replays_recorded_turns(world: World) -> None:
     node = await world.node("a")
     agent, before = await talk(world)
     asked = len(node.asked)
@@ -225,7 +225,7 @@ async def test_a_session_that_is_opened_again_replays_what_was_recorded(world: W
     assert len(node.asked) == asked, "a token was made again"
 
 
-async def test_turns_that_are_not_asked_for_again_are_in_no_row(world: World) -> None:
+async def test_unrepeated_turns_are_in_no_row(world: World) -> None:
     """A tool that answers otherwise after a restart: what follows from its first answer is not trained on."""
     node = await world.node("a")
     agent = await Agent(world).open()
@@ -251,7 +251,7 @@ async def test_another_policy_or_seed_has_no_recorded_turn(world: World) -> None
         assert len(node.asked) == count
 
 
-async def test_a_gateway_that_is_killed_loses_no_finished_turn(tmp_path: Path) -> None:
+async def test_killed_gateway_loses_no_finished_turn(tmp_path: Path) -> None:
     expected = await undisturbed()
     async with World(folder=tmp_path) as world:
         await world.node("a")
@@ -273,7 +273,7 @@ async def test_a_gateway_that_is_killed_loses_no_finished_turn(tmp_path: Path) -
         assert len(node.asked) == 2
 
 
-async def test_who_asks_again_under_the_same_name_gets_the_same_turn(tmp_path: Path) -> None:
+async def test_repeated_request_name_gets_the_same_turn(tmp_path: Path) -> None:
     """What a gateway told an agent in its last moment may not have come there."""
     headers = {HEADER_REQUEST: "request-1"}
     async with World(folder=tmp_path) as world:
@@ -296,7 +296,7 @@ async def test_who_asks_again_under_the_same_name_gets_the_same_turn(tmp_path: P
         assert len(node.asked) == 1
 
 
-async def test_a_session_that_nobody_opened_has_the_newest_policy_and_goes_on(world: World) -> None:
+async def test_unopened_session_gets_the_newest_policy(world: World) -> None:
     await world.node("a")
     agent, headers = Agent(world, "an-agent-of-mine"), {HEADER_SESSION: "an-agent-of-mine"}
     assert (await agent.ask()).status_code == 404, "at its own address it has to be opened"
@@ -322,13 +322,13 @@ async def test_a_record_that_was_cut_off_is_none(tmp_path: Path) -> None:
     assert again == {0, 1, 2}
 
 
-async def test_an_unfinished_turn_goes_on_in_the_next_gateway(tmp_path: Path) -> None:
+async def test_unfinished_turn_continues_in_the_next_gateway(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         node = await world.node("a", stalls=5)
         agent = await Agent(world, sampling={}).open()
+        jobs = world.note_jobs()
         asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-        [session] = world.gateway.sessions._sessions.values()
-        await world.until(lambda: [len(turn.job.token_ids) for turn in session.turns.values()] == [5])
+        await world.until(lambda: [len(job.token_ids) for job in jobs] == [5])
         world.gateway.sessions.close()
         saved = (tmp_path / "turns").read_bytes()
         asking.cancel()
@@ -348,7 +348,7 @@ async def test_an_unfinished_turn_goes_on_in_the_next_gateway(tmp_path: Path) ->
     assert (branch.token_ids, branch.logprobs) == (expected.token_ids, expected.logprobs)
 
 
-async def test_a_machine_that_is_lost_loses_what_the_store_did_not_get(tmp_path: Path) -> None:
+async def test_lost_machine_loses_only_what_the_store_lacks(tmp_path: Path) -> None:
     store = Store((tmp_path / "store").as_uri())
     async with World(folder=tmp_path, store=store) as world:
         await world.node("a")
@@ -373,7 +373,7 @@ async def test_a_machine_that_is_lost_loses_what_the_store_did_not_get(tmp_path:
         assert store.entries(layout.SESSIONS) == []
 
 
-async def test_an_agent_that_goes_away_does_not_end_its_turn(world: World) -> None:
+async def test_disconnected_agent_does_not_end_its_turn(world: World) -> None:
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -419,7 +419,7 @@ async def test_the_sessions_sampling_takes_the_place_of_the_agents(world: World)
     assert not {"metadata", "parallel_tool_calls", "messages", "tools"} & asked.keys()
 
 
-async def test_a_session_stays_on_its_member_and_the_first_turns_spread(world: World) -> None:
+async def test_session_stays_on_its_member_and_first_turns_spread(world: World) -> None:
     nodes = [await world.node(name) for name in "abc"]
     agents = [await Agent(world, f"s{number}").open() for number in range(9)]
     for _ in range(4):
@@ -431,7 +431,7 @@ async def test_a_session_stays_on_its_member_and_the_first_turns_spread(world: W
     assert [len(node.asked) for node in nodes] == [12, 12, 12]
 
 
-async def test_a_member_that_is_new_to_others_keeps_its_sessions(world: World) -> None:
+async def test_member_new_to_others_keeps_its_sessions(world: World) -> None:
     """More sessions than a new member gets requests at a time, all at once."""
     nodes = [await world.node(name) for name in "ab"]
     agents = [await Agent(world, f"s{number}").open() for number in range(4 * EASE_IN_REQUESTS)]
@@ -498,9 +498,7 @@ async def test_a_header_names_the_session_too(world: World) -> None:
         ({"messages": "hello"}, 400, "messages"),
     ],
 )
-async def test_what_cannot_be_recorded_is_refused(
-    world: World, body: dict[str, Any], status: int, said: str
-) -> None:
+async def test_unrecordable_turn_is_refused(world: World, body: dict[str, Any], status: int, said: str) -> None:
     await world.node("a")
     agent = await Agent(world).open()
     answer = await world.http.post(f"{SESSIONS}/{agent.name}{CHAT}", json=body)
@@ -509,7 +507,7 @@ async def test_what_cannot_be_recorded_is_refused(
     assert (await agent.trace()).branches == []
 
 
-async def test_a_session_that_nobody_opened_is_none(world: World) -> None:
+async def test_unopened_session_does_not_exist(world: World) -> None:
     await world.node("a")
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", CHAT)):
         answer = await world.http.request(method, f"{SESSIONS}/nobody{path}", json={"messages": [USER]})
@@ -528,7 +526,7 @@ async def test_a_closed_session_ends_its_turn_and_frees_its_place(world: World) 
     assert world.ledger.discarded == 5
 
 
-async def test_what_vllm_finds_wrong_is_the_agents_error_and_no_turn(world: World) -> None:
+async def test_vllms_refusal_is_the_agents_error_and_no_turn(world: World) -> None:
     node = await world.node("a")
     node.refuses = lambda _: True
     agent = await Agent(world).open()
@@ -541,7 +539,7 @@ async def test_what_vllm_finds_wrong_is_the_agents_error_and_no_turn(world: Worl
     assert len((await agent.trace()).branches) == 1
 
 
-async def test_a_limit_that_is_vllms_default_is_one(world: World) -> None:
+async def test_vllms_default_limit_counts_as_limit(world: World) -> None:
     node = await world.node("a")
     agent = await Agent(world, sampling={}).open()
     await agent.turn(max_tokens=16)
@@ -559,7 +557,7 @@ async def test_members_that_answer_nonsense_are_named(world: World) -> None:
     await agent.turn()
 
 
-async def test_a_chat_over_which_every_template_fails_is_refused(world: World) -> None:
+async def test_chat_that_fails_every_template_is_refused(world: World) -> None:
     a, b = await world.node("a"), await world.node("b")
     agent = await Agent(world).open()
     a.stumbles = lambda _: True

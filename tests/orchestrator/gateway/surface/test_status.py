@@ -99,7 +99,7 @@ def writing() -> Writing:
     return Writing()
 
 
-async def test_membership_is_written_immediately_and_counts_with_the_beat(writing: Writing) -> None:
+async def test_membership_is_written_at_once_and_counts_with_the_beat(writing: Writing) -> None:
     written = writing.store.written
     for count, nodes in enumerate((("a",), ("a", "b"), ("b",)), 2):
         writing.members(*nodes)
@@ -135,7 +135,7 @@ async def test_store_in_trouble_delays_nothing_and_gets_the_newest(writing: Writ
     assert store.written[-1].seq > store.written[0].seq
 
 
-def test_the_gateway_of_a_replaced_machine_does_not_come_back_as_the_runs(tmp_path: Path) -> None:
+def test_replaced_machines_gateway_does_not_become_the_runs(tmp_path: Path) -> None:
     """Its supervisor starts it again after a crash, beside a trainer that does not know yet."""
     rig = Rig(tmp_path)
     try:

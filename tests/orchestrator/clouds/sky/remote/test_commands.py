@@ -73,7 +73,7 @@ def test_a_dead_daemon_is_started_again_to_stop_the_run(world: World, cli: Cli) 
     assert world.taken_for() == ["resume", "down"]
 
 
-def test_resume_goes_where_the_daemon_lived_and_launches_nothing_twice(world: World, cli: Cli) -> None:
+def test_resume_finds_daemons_machine_and_launches_once(world: World, cli: Cli) -> None:
     begun(world, cli)
     held = cli("resume", "-d", world.store.url)
     assert (held.code, "already has a daemon: pid" in held.err) == (exit_codes.HELD, True)
@@ -95,7 +95,7 @@ def test_a_run_that_has_ended_costs_its_machine_until_down(world: World, cli: Cl
     assert world.sky.reasons == ["resume"], "nothing was left to steer, and a daemon was started"
 
 
-def test_a_lost_controller_machine_is_said_with_what_it_knew(
+def test_lost_controller_machine_is_reported_with_its_state(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(world, cli)
@@ -136,7 +136,7 @@ def test_the_controller_of_another_user_stops_the_run_and_stays(world: World, cl
     assert world.sky.table == {}
 
 
-def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: Cli) -> None:
+def test_refused_launch_keeps_the_run_and_is_reported(world: World, cli: Cli) -> None:
     world.create()
     world.sky.fails = CloudRefused(Refusal.QUOTA, "no quota for it")
     refused = cli("resume", "--remote", "-d", world.store.url)
@@ -148,7 +148,7 @@ def test_a_refused_launch_keeps_the_run_and_its_end_is_said(world: World, cli: C
     assert list(world.sky.table) == [CLUSTER]
 
 
-def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
+def test_daemon_that_does_not_start_is_reported_with_its_log(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.create()
@@ -160,7 +160,7 @@ def test_a_daemon_that_does_not_come_up_is_said_with_its_last_words(
     )
 
 
-def test_down_of_a_run_whose_daemon_never_came_up_returns_the_machine_and_launches_nothing(
+def test_down_without_a_started_daemon_returns_the_machine(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.create()
@@ -204,7 +204,7 @@ def test_remote_is_for_sky_alone(world: World, cli: Cli) -> None:
     assert documents.CONTROLLER.read(world.store) is None
 
 
-def test_up_shows_the_price_and_creates_the_run_before_it_launches(
+def test_up_shows_price_and_creates_run_before_launch(
     world: World, cli: Cli, moto: S3Server, tmp_path: Path
 ) -> None:
     url = moto.url(f"remote-{time.time_ns()}")

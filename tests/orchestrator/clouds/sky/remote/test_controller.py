@@ -52,7 +52,7 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("trainer", "rollout", "place", "reaches"), PLACES)
-def test_it_is_small_on_demand_and_where_the_trainer_may_be(
+def test_controller_is_small_on_demand_in_trainers_region(
     world: World, trainer: dict[str, Any], rollout: dict[str, Any], place: dict[str, Any], reaches: str
 ) -> None:
     run = world.record.spec
@@ -67,7 +67,7 @@ def test_it_is_small_on_demand_and_where_the_trainer_may_be(
     assert work.env["GRPO_ORCH_CLOUDS"] == reaches
 
 
-def test_it_is_noted_before_it_is_launched_and_is_no_machine_of_the_run(world: World) -> None:
+def test_controller_is_recorded_before_launch_and_is_no_node(world: World) -> None:
     made = controller(world, world.record.spec)
     made.launch("up")
     assert not made.cluster.startswith(f"grpo-{RUN_ID}-")
@@ -81,7 +81,7 @@ def test_it_is_noted_before_it_is_launched_and_is_no_machine_of_the_run(world: W
     assert before.at_s == after.at_s
 
 
-def test_what_it_has_cost_outlives_its_next_launch_and_its_end(world: World) -> None:
+def test_cost_of_a_controller_outlives_its_relaunch_and_end(world: World) -> None:
     made = controller(world, world.record.spec)
     made.launch("up")
     first = documents.CONTROLLER.read(world.store)
@@ -134,9 +134,7 @@ def test_a_launch_that_was_refused_costs_nothing(world: World) -> None:
 
 
 @pytest.mark.parametrize("fails", [KEYS_RAN_OUT, CloudUnavailable("cut off")], ids=["refused", "cut off"])
-def test_a_machine_that_may_be_there_costs_on_whatever_its_next_launch_comes_to(
-    world: World, fails: CloudRefused | CloudUnavailable
-) -> None:
+def test_possible_machine_costs_until_known_gone(world: World, fails: CloudRefused | CloudUnavailable) -> None:
     made = controller(world, world.record.spec)
     if isinstance(fails, CloudRefused):
         made.launch("up")
@@ -149,9 +147,7 @@ def test_a_machine_that_may_be_there_costs_on_whatever_its_next_launch_comes_to(
     assert documents.controller_stays(world.store, 9e9)[-1].until_s == 9e9
 
 
-def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_gets_the_folder_and_ships_its_own_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     controller(world, world.record.spec).launch("up")
     (work,) = world.sky.works
     assert work.workdir == world.record.spec.workdir
@@ -162,9 +158,7 @@ def test_it_gets_the_folder_and_the_daemon_there_hands_its_copy_on(
     assert as_shipped(world.record).spec.workdir == "/home/x/sky_workdir"
 
 
-def test_it_is_given_the_secrets_to_hand_on_and_by_what_to_know_the_run(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_gets_the_secrets_and_the_runs_identity(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"LICENCE": "my-licence-s3cret", "HF_TOKEN": "hf_" + "S3cr3t" * 5}
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -104,7 +104,7 @@ def ready(machine: ControllerRig) -> ControllerRig:
     return machine
 
 
-def test_a_bare_controller_machine_gets_skypilot_for_its_clouds_once(machine: ControllerRig) -> None:
+def test_bare_controller_gets_skypilot_for_its_clouds_once(machine: ControllerRig) -> None:
     code, out, err = machine.set_up()
     env = machine.home / ".grpo-orch" / "controller"
     assert (code, err) == (0, [])
@@ -140,7 +140,7 @@ def test_a_prepared_controller_environment_is_used(machine: ControllerRig) -> No
 @pytest.mark.parametrize(
     ("step", "line"), [("venv", "failed to make an environment"), ("pip", "failed to install")]
 )
-def test_a_set_up_that_failed_says_why_and_is_done_again(machine: ControllerRig, step: str, line: str) -> None:
+def test_failed_setup_is_reported_and_repeated(machine: ControllerRig, step: str, line: str) -> None:
     code, _, err = machine.set_up(UV_FAILS=step)
     assert code == 1
     assert len(err) == 1
@@ -149,7 +149,7 @@ def test_a_set_up_that_failed_says_why_and_is_done_again(machine: ControllerRig,
     assert machine.set_up()[0] == 0
 
 
-def test_the_daemon_starts_from_the_shipped_wheel_in_the_shipped_folder(ready: ControllerRig) -> None:
+def test_daemon_starts_from_shipped_wheel_in_shipped_folder(ready: ControllerRig) -> None:
     code, out, err = ready.finish("controller_run.sh")
     assert (code, err) == (0, [])
     assert out == [
@@ -167,7 +167,7 @@ def test_the_daemon_starts_from_the_shipped_wheel_in_the_shipped_folder(ready: C
     ]
 
 
-def test_a_real_daemon_takes_the_run_over_and_would_ship_the_same_wheel(ready: ControllerRig) -> None:
+def test_real_daemon_takes_over_and_ships_the_same_wheel(ready: ControllerRig) -> None:
     program(ready.prepared / "bin" / "python", PYTHON)
     store = Store(f"file://{ready.folder}/store")
     documents.create_run(store, RunRecord(documents.SCHEMA, RUN_ID, 0.0, spec()))
@@ -192,7 +192,7 @@ def test_a_real_daemon_takes_the_run_over_and_would_ship_the_same_wheel(ready: C
     assert Path(built.strip()).parent.name == ready.code.name
 
 
-def test_a_daemon_that_dies_is_started_again_until_nothing_is_left_to_steer(ready: ControllerRig) -> None:
+def test_dead_daemon_is_restarted_until_the_run_has_ended(ready: ControllerRig) -> None:
     ready.reason = "resume"
     (ready.home / "exits").write_text("KILL\n1\n" + "1\n" * 6 + "0\n")
     code, out, _ = ready.finish("controller_run.sh")
@@ -203,7 +203,7 @@ def test_a_daemon_that_dies_is_started_again_until_nothing_is_left_to_steer(read
     assert "grpo-orch controller: the daemon exited with code 137; restarting it in 1 s" in out
 
 
-def test_it_does_not_fight_another_controller(ready: ControllerRig) -> None:
+def test_controller_yields_to_another_one(ready: ControllerRig) -> None:
     (ready.home / "exits").write_text(f"{exit_codes.HELD}\n")
     code, out, _ = ready.finish("controller_run.sh")
     assert code == exit_codes.HELD
@@ -235,7 +235,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("more", "line"), MISSING)
-def test_what_is_missing_is_said_in_one_line(ready: ControllerRig, more: dict[str, str], line: str) -> None:
+def test_missing_requirement_is_one_line(ready: ControllerRig, more: dict[str, str], line: str) -> None:
     code, _, err = ready.finish("controller_run.sh", **more)
     assert code != 0
     assert len(err) == 1

@@ -65,7 +65,7 @@ def test_machines_are_found_by_their_label_and_terminated() -> None:
     assert len(aws.labelled(client, [EAST], LABEL, "")) == 2
 
 
-def test_a_security_group_is_dropped_where_asked_and_not_while_it_is_in_use(
+def test_security_group_is_deleted_only_when_unused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for region in (EAST, WEST):

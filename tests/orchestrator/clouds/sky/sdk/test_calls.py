@@ -49,7 +49,7 @@ def test_the_answer() -> None:
     assert not server.cancelled.is_set()
 
 
-def test_a_late_answer_is_not_waited_for_and_the_request_is_cancelled() -> None:
+def test_late_answer_is_not_awaited_and_its_request_cancelled() -> None:
     server = Server()
     server.may_submit.set()
     with pytest.raises(TimeoutError):
@@ -57,7 +57,7 @@ def test_a_late_answer_is_not_waited_for_and_the_request_is_cancelled() -> None:
     assert server.cancelled.wait(HANG_S)  # a moment later, where the deadline came before the request
 
 
-def test_what_is_submitted_after_the_deadline_is_cancelled_too() -> None:
+def test_request_after_the_deadline_is_cancelled_too() -> None:
     server = Server()
     with pytest.raises(TimeoutError):
         server.call().result(0.05)
@@ -77,7 +77,7 @@ def test_an_error_is_the_callers_and_tracebacks_stay_whole() -> None:
     assert not hasattr(sys, "tracebacklimit")
 
 
-def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_cancellation_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_orch.orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
     server = Server()
     server.may_submit.set()
@@ -93,7 +93,7 @@ def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     server.may_answer.set()
 
 
-def test_how_long_a_call_took_is_told_also_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_duration_is_logged_even_on_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LOGGED_FROM_S", 0.0)
     with capture_logs() as said, pytest.raises(KeyError), timed("launch", "grpo-tiny-rollout-0-i1"):
         raise KeyError
@@ -117,7 +117,7 @@ def test_lines_come_while_the_call_writes() -> None:
     assert list(lines) == ["two"]
 
 
-def test_a_failure_is_told_after_what_was_written_and_tracebacks_stay_whole() -> None:
+def test_failure_follows_its_log_and_tracebacks_stay_whole() -> None:
     def call(sink: io.TextIOBase) -> None:
         sink.write("one\n")
         sys.tracebacklimit = 0

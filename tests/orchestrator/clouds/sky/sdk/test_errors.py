@@ -82,7 +82,7 @@ def check_line(message: str) -> None:
 
 
 @pytest.mark.parametrize(("expected", "told"), rows(AWS))
-def test_aws_tells_why_in_the_log_of_the_request(expected: str, told: str) -> None:
+def test_aws_gives_the_reason_in_the_request_log(expected: str, told: str) -> None:
     code, _, words = told.partition(": ")
     said = RUN_INSTANCES.format(code=code, words=words)
     log = f"{LOGGED} create_instances: Attempt failed with {said}\x1b[0m"
@@ -92,7 +92,7 @@ def test_aws_tells_why_in_the_log_of_the_request(expected: str, told: str) -> No
 
 
 @pytest.mark.parametrize(("expected", "words"), rows(OTHERS))
-def test_others_tell_in_the_history_or_the_log(expected: str, words: str) -> None:
+def test_other_clouds_give_it_in_history_or_log(expected: str, words: str) -> None:
     logged = failure(nowhere("Failed to acquire resources in all zones"), log=f"{LOGGED} {words}\x1b[0m")
     assert refusal_of(failure(nowhere(words))) == expected
     assert refusal_of(failure(exceptions.ResourcesUnavailableError(words))) == expected
@@ -178,13 +178,13 @@ def test_other_refusals(expected: Refusal, error: Exception) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_nothing_is_known_when_nobody_answers(error: Exception) -> None:
+def test_error_without_answer_is_unknown(error: Exception) -> None:
     told = classify(failure(error))
     assert isinstance(told, CloudUnavailable)
     check_line(str(told))
 
 
-def test_a_password_in_the_api_servers_address_is_not_told() -> None:
+def test_password_in_api_server_address_is_hidden() -> None:
     told = str(classify(failure(exceptions.ApiServerConnectionError("https://me:open-sesame@sky.example:8080"))))
     assert "sky.example" in told
     assert "sesame" not in told

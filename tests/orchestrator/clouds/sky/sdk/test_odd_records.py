@@ -138,7 +138,7 @@ def warned_once(found: dict[str, Any], event: str) -> list[str]:
     return sorted(what)
 
 
-def test_a_record_that_cannot_be_read_hides_no_other_and_its_machine_is_still_there(found: dict[str, Any]) -> None:
+def test_unreadable_record_hides_no_other_machine(found: dict[str, Any]) -> None:
     assert found["another's"] == dict.fromkeys("0123", WHOLE)
     unread = ["starting", "", None, 0.0]
     assert found["its own"] == [dict(zip("0123", [unread, unread, WHOLE, WHOLE], strict=True))] * 2
@@ -146,7 +146,7 @@ def test_a_record_that_cannot_be_read_hides_no_other_and_its_machine_is_still_th
     assert warned_once(found, "cluster_record_unreadable") == ["a-0", "a-1", "b-form"]
 
 
-def test_what_a_newer_server_says_of_one_cluster_is_read_as_far_as_it_can_be(found: dict[str, Any]) -> None:
+def test_newer_servers_record_is_read_as_far_as_possible(found: dict[str, Any]) -> None:
     assert found["half read"] == {
         "whole": WHOLE,
         "state": ["starting", *WHOLE[1:]],
@@ -169,14 +169,14 @@ def test_a_machine_without_a_price_costs_no_more_than_its_price(found: dict[str,
     assert "c-1 on demand" in warned_once(found, "price_unknown")
 
 
-def test_a_row_that_the_catalog_has_twice_costs_its_own_zone_alone(found: dict[str, Any]) -> None:
+def test_duplicate_catalog_row_costs_only_its_zone(found: dict[str, Any]) -> None:
     others = ["aws/us-east-1/use1-az2", "aws/us-east-1/use1-az4"]
     assert found["spot"] == [others] * 2
     assert found["anywhere"] == [*others, "aws/us-west-2/usw2-az1", "aws/us-west-2/usw2-az2"]
     assert "aws/us-east-1/use1-az1 g5.xlarge spot" in warned_once(found, "price_unknown")
 
 
-def test_a_cloud_that_cannot_be_asked_hides_no_other(found: dict[str, Any]) -> None:
+def test_unreachable_cloud_hides_no_other(found: dict[str, Any]) -> None:
     assert found["anywhere"]
     assert "no route to host" in found["away"]
     assert warned_once(found, "cloud_query_failed") == ["kubernetes"]

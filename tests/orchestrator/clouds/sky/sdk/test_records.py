@@ -14,7 +14,7 @@ from grpo_orch.orchestrator.clouds.sky.records import ClusterState, cluster_of, 
 @pytest.mark.parametrize(
     ("cost", "known"), [(2.5, 2.5), (0, 0.0), *((cost, None) for cost in (math.nan, math.inf, -1.0, None))]
 )
-def test_price_that_is_no_number_is_not_known(cost: float | None, known: float | None) -> None:
+def test_price_without_a_number_is_unknown(cost: float | None, known: float | None) -> None:
     """JSON has no NaN: a journal entry with such a price could not be read back, and the run not be resumed."""
     machine = SimpleNamespace(
         infra=SimpleNamespace(to_str=lambda: "aws/r1"),
@@ -28,7 +28,7 @@ def test_price_that_is_no_number_is_not_known(cost: float | None, known: float |
 
 
 @pytest.mark.parametrize("price", [None, math.nan, math.inf])
-def test_list_price_that_is_no_number_is_not_known(price: float | None) -> None:
+def test_list_price_without_a_number_is_unknown(price: float | None) -> None:
     row = SimpleNamespace(
         cloud="AWS",
         region="r1",

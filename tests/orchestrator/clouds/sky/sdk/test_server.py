@@ -29,7 +29,7 @@ def tell(folder: Path, story: str) -> dict[str, Any]:
     return found
 
 
-def test_what_outlived_its_server_is_ended(tmp_path: Path) -> None:
+def test_process_that_outlived_its_server_is_ended(tmp_path: Path) -> None:
     found = tell(tmp_path, "server dies")
     assert found["ended"] == ["one executor", "one tool"]
     assert found["living"] == ["other executor", "other tool"]
@@ -37,7 +37,7 @@ def test_what_outlived_its_server_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("story", ["server lives", "session from outside"])
-def test_what_may_have_a_living_server_is_left_alone(tmp_path: Path, story: str) -> None:
+def test_process_with_a_possibly_living_server_stays(tmp_path: Path, story: str) -> None:
     found = tell(tmp_path, story)
     assert found["ended"] == []
     assert {"one executor", "one tool", "other executor", "other tool"} <= set(found["living"])

@@ -40,7 +40,7 @@ def test_a_task_keeps_alternatives_and_hides_secrets(tmp_path: Path) -> None:
     assert found["untouched"] == {"team": "b"}
 
 
-def test_a_pods_hook_reaches_skypilots_server_and_the_pod_stays_for_it(tmp_path: Path) -> None:
+def test_pods_hook_reaches_skypilots_server_and_pod_waits(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         """
@@ -142,7 +142,7 @@ def test_credentials_of_clouds_that_a_run_does_not_use_stay_home(tmp_path: Path)
     assert found["azure"] == "NO_UPLOAD"
 
 
-def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_too(tmp_path: Path) -> None:
+def test_clusters_of_all_users_and_unrecorded_ones_are_listed(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     make_home(tmp_path, "http://127.0.0.1:9", tmp_path / "wheels")
     found = run(
@@ -189,7 +189,7 @@ def test_clusters_are_seen_whoever_launched_them_and_machines_without_a_record_t
     }
 
 
-def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(tmp_path: Path) -> None:
+def test_remote_api_server_outage_starts_no_local_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         found = run(
@@ -215,7 +215,7 @@ def test_an_api_server_elsewhere_that_is_away_is_told_and_none_is_started_here(t
     assert not (tmp_path / ".sky" / "api_server" / "server.log").exists()
 
 
-def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is_known(tmp_path: Path) -> None:
+def test_launch_sets_autodown_and_all_cluster_states_are_known(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         """
@@ -245,7 +245,7 @@ def test_a_machine_is_launched_with_its_autodown_and_every_state_of_a_cluster_is
     assert found["unknown"] == []
 
 
-def test_a_quota_is_zero_only_where_the_cloud_says_so(tmp_path: Path) -> None:
+def test_quota_is_zero_only_if_the_cloud_reports_it(tmp_path: Path) -> None:
     make_outside(tmp_path, "http://127.0.0.1:9")
     codes = "InstanceType,SpotInstanceCode,OnDemandInstanceCode\np5.48xlarge,L-1,L-2\ng5.xlarge,,L-4\n"
     (tmp_path / ".sky/catalogs/v8/aws/instance_quota_mapping.csv").write_text(codes)

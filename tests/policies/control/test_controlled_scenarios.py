@@ -29,7 +29,7 @@ def test_no_trouble_of_any_party_makes_a_controller_harm_its_run(seed: int) -> N
     tell(seed, spec(2))
 
 
-def test_a_story_that_is_told_again_is_the_same() -> None:
+def test_repeated_scenario_is_identical() -> None:
     assert tell(7, spec(2)) == tell(7, spec(2))
     assert tell(7, spec(2)).digest != tell(8, spec(2)).digest
 
@@ -79,7 +79,7 @@ def test_a_trainers_machine_that_finds_the_store_again_is_kept(trouble: Trouble,
 
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, HOUR_S])
 @pytest.mark.parametrize("whose", ["here", "elsewhere"])
-def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: str) -> None:
+def test_setting_a_clock_hurries_and_delays_nothing(ahead_s: float, whose: str) -> None:
     """In a daemon's life, and from one to the next: while a trainer waits for its restart and a node boots."""
     world = training()
     world.cloud.lose(world.cloud.of(Role.ROLLOUT)[0])
@@ -100,7 +100,7 @@ def test_a_clock_that_is_set_hurries_and_delays_nothing(ahead_s: float, whose: s
 
 
 @pytest.mark.parametrize("fault", ["stopped", "dies"])
-def test_who_is_stopped_or_killed_between_decision_and_act_harms_nothing(fault: str) -> None:
+def test_stop_or_kill_between_decision_and_act_is_harmless(fault: str) -> None:
     """At each operation on the store in turn, and before each queued action: a successor steers meanwhile."""
     for operation in range(40):
         world = training(150)

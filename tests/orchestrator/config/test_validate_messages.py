@@ -59,7 +59,7 @@ def changes_of(line: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
-def test_each_change_is_told_with_its_line_and_key(
+def test_each_change_is_reported_with_line_and_key(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     furnish(tmp_path)
@@ -122,7 +122,7 @@ def test_aliases_do_not_blow_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_driver_that_fails_is_told_where_it_matters(asks: bool, tmp_path: Path) -> None:
+def test_failing_driver_is_reported_where_it_matters(asks: bool, tmp_path: Path) -> None:
     def fails() -> int:
         raise DriverFailed("nvidia-smi ends with exit code 9: no driver")
 
@@ -159,7 +159,7 @@ def test_no_message_quotes_a_secret(tmp_path: Path, options: str) -> None:
             assert "hunter2" not in str(caught.value)
 
 
-def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_path: Path) -> None:
+def test_cloud_machines_get_nothing_from_outside_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run_yaml = furnish(tmp_path / "run")
     (tmp_path / "model").mkdir()
@@ -189,7 +189,7 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
         ),
     ],
 )
-def test_modules_beside_the_file_that_hide_others_are_named(tmp_path: Path, made: list[str], says: str) -> None:
+def test_modules_that_shadow_others_are_named(tmp_path: Path, made: list[str], says: str) -> None:
     furnish(tmp_path)
     for name in ("test.py", "datasets/rows.jsonl", *made):
         (tmp_path / name).parent.mkdir(exist_ok=True)

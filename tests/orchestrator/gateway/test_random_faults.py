@@ -46,9 +46,7 @@ def strike(world: World, node: Node, how: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-async def test_every_job_comes_to_what_it_would_have_been_and_no_token_is_made_twice(
-    world: World, seed: int
-) -> None:
+async def test_every_job_completes_as_undisturbed_without_waste(world: World, seed: int) -> None:
     world.limits = Hasty
     chance = random.Random(seed)
     jobs = [job(max_tokens=chance.choice((17, 60, 120)), min_tokens=5) for _ in range(JOBS)]

@@ -67,7 +67,7 @@ def tensors(contents: list[Any], before_last: Any = lambda: None) -> dict[str, T
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1], ids=["whole", "delta"])
-def test_the_first_bytes_travel_while_the_last_tensors_are_still_to_come(
+def test_first_bytes_are_sent_while_last_tensors_are_pending(
     store: Arrivals, tmp_path: Path, share: float
 ) -> None:
     path, changes, base = tmp_path / "weights", tmp_path / "delta", ""
@@ -102,9 +102,7 @@ def test_a_delta_that_turns_out_not_to_pay_has_hardly_travelled(store: Arrivals,
     assert b"".join(chunks.parts(store, "root", sent)) == path.read_bytes()
 
 
-def test_a_store_that_fails_in_the_middle_ends_the_upload_and_no_thread_goes_on(
-    store: Arrivals, tmp_path: Path
-) -> None:
+def test_failing_store_ends_the_upload_and_its_threads(store: Arrivals, tmp_path: Path) -> None:
     path = tmp_path / "weights"
 
     def away() -> None:

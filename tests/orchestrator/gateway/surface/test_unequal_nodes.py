@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.orchestrator.gateway.job import Job
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
-from grpo_orch.orchestrator.gateway.surface.openai import AnswerFormat, StreamState, _Run, error_document
+from grpo_orch.orchestrator.gateway.surface.openai import AnswerFormat, Run, StreamState, error_document
 from grpo_orch.orchestrator.gateway.surface.openai_request import from_chat, read_chat, read_completion
 from tests.rigs.gateway_world import World, serve
 from tests.stand_ins.fake_vllm import CONTEXT, FOREVER, completion, expected, prompt_of, rendered
@@ -52,7 +52,7 @@ class Client:
     async def stream(self) -> str | None:
         """To its end. Returns the finish reason. Raises ApiError."""
         form, told = AnswerFormat(self.asked, "0-0"), StreamState()
-        async with _Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
+        async with Run(self.asked.jobs, self.world.completer, self.world.ledger) as at_work:
             while True:
                 answer = at_work.completion(0)
                 if (chunk := form.chunk(0, told, answer)) is not None:
@@ -92,7 +92,7 @@ def check(client: Client, reason: str | None) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "grammar"])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(1, 38), max_size=3))
-def test_a_stream_goes_on_over_nodes_that_compute_other_last_bits(kind: str, seed: int, cuts: list[int]) -> None:
+def test_stream_continues_over_nodes_with_other_last_bits(kind: str, seed: int, cuts: list[int]) -> None:
     async def story(world: World) -> None:
         client = Client(world, {**KINDS[kind], "seed": seed})
         check(client, await streamed(world, client, cuts))
@@ -102,7 +102,7 @@ def test_a_stream_goes_on_over_nodes_that_compute_other_last_bits(kind: str, see
     serve(story)
 
 
-async def test_what_was_told_before_the_seam_stays_and_the_rest_is_the_other_nodes(world: World) -> None:
+async def test_text_before_the_seam_stays_and_the_rest_is_new(world: World) -> None:
     seed = next(
         seed
         for seed in range(1000)
@@ -118,7 +118,7 @@ async def test_what_was_told_before_the_seam_stays_and_the_rest_is_the_other_nod
     assert asked == [(3, 40, ["zzz"]), (12, 31, ["zzz"])]  # from its start, and then from what was told
 
 
-async def test_a_stream_that_ends_elsewhere_before_it_is_where_it_was_goes_on_from_there(world: World) -> None:
+async def test_stream_ending_early_elsewhere_continues_from_there(world: World) -> None:
     logprobs: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
     choice = {"text": "", "token_ids": [], "logprobs": logprobs, "finish_reason": "length"}
     ends = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
@@ -134,9 +134,7 @@ async def test_a_stream_that_ends_elsewhere_before_it_is_where_it_was_goes_on_fr
 
 
 @pytest.mark.parametrize(("kind", "recovery"), [("grammar", "continue"), ("stop", "exact")])
-def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(
-    kind: str, recovery: Literal["continue", "exact"]
-) -> None:
+def test_stream_that_cannot_continue_ends_with_an_error(kind: str, recovery: Literal["continue", "exact"]) -> None:
     async def story(world: World, seed: int) -> ApiError | None:
         client = Client(world, {**KINDS[kind], "seed": seed})
         client.job.recovery = recovery
@@ -156,7 +154,7 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(
 
 
 @pytest.mark.parametrize("prompt", [CHAT, {"prompt": PROMPT}], ids=["chat", "tokens"])
-async def test_what_is_not_streamed_is_made_whole_by_one_node(world: World, prompt: dict[str, Any]) -> None:
+async def test_unstreamed_completion_is_made_by_one_node(world: World, prompt: dict[str, Any]) -> None:
     client = Client(world, {**prompt, "max_tokens": 40, "stop": "zzz", "seed": 3, "stream": False})
     first, asked = await world.node("n0", unequal="n0", stalls=9), world.ask(client.job)
     await world.until(lambda: first.stalled)

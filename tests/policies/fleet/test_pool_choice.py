@@ -59,7 +59,7 @@ def has_rollouts(world: World) -> bool:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 20.0])
-def test_of_twelve_zones_the_one_that_has_machines_is_found_within_twelve_launches(
+def test_zone_with_capacity_is_found_within_twelve_launches(
     late_s: float,
 ) -> None:
     """With launches that take 20 s, the first zones have rested before the last was asked: each is asked once."""
@@ -74,7 +74,7 @@ def test_of_twelve_zones_the_one_that_has_machines_is_found_within_twelve_launch
     assert world.of(BuyingStopped) == []
 
 
-def test_where_all_zones_rest_the_slots_are_paced_and_the_first_that_has_rested_is_asked() -> None:
+def test_resting_zones_pace_slots_and_first_rested_is_asked() -> None:
     world = zones()
     world.wait(60.0, 0.25)
     in_a_minute = len(asked(world))
@@ -86,7 +86,7 @@ def test_where_all_zones_rest_the_slots_are_paced_and_the_first_that_has_rested_
 
 
 @pytest.mark.parametrize("refusal", [Refusal.CREDENTIALS, Refusal.UNKNOWN])
-def test_what_no_zone_can_help_is_not_tried_in_each(refusal: Refusal) -> None:
+def test_failure_common_to_zones_is_not_tried_in_each(refusal: Refusal) -> None:
     """Ten minutes: no more requests than where there is one zone."""
     world, one_zone = (zones(refusal=refusal, offers=offers) for offers in (OFFERS, OFFERS[:2]))
     for world_of in (world, one_zone):
@@ -94,7 +94,7 @@ def test_what_no_zone_can_help_is_not_tried_in_each(refusal: Refusal) -> None:
     assert 3 <= len(asked(world)) == len(asked(one_zone))
 
 
-def test_refused_credentials_are_tried_fifteen_times_a_slot_in_six_hours_at_most() -> None:
+def test_refused_credentials_are_tried_15_times_in_six_hours() -> None:
     world = zones(refusal=Refusal.CREDENTIALS)
     world.let_pass(6.0)
     requests = Counter(slot for slot, _ in asked(world))
@@ -102,7 +102,7 @@ def test_refused_credentials_are_tried_fifteen_times_a_slot_in_six_hours_at_most
     assert max(requests.values()) <= 15
 
 
-def test_a_request_has_its_pool_why_it_and_the_most_that_it_may_cost() -> None:
+def test_request_has_its_pool_reason_and_price_limit() -> None:
     world = zones(spec(1), has="b")
     world.until(has_rollouts)
     requests = {event.node: event for event in world.of(NodeRequested)}
@@ -112,7 +112,7 @@ def test_a_request_has_its_pool_why_it_and_the_most_that_it_may_cost() -> None:
     assert (second.pool, second.most_usd_per_h) == (pool("b"), 1.01)
 
 
-def test_the_budget_reckons_with_the_pool_that_is_chosen_and_not_with_the_dearest() -> None:
+def test_budget_counts_the_chosen_pool_and_not_the_dearest() -> None:
     """The trainer at 3 and two nodes at 1 fit under 6 an hour; at the dearest price of their kind none would."""
     limited = replace(spec(), budget=Budget(usd_per_h=6.0))
     world = zones(limited, has="abcdefghijkl")
@@ -121,7 +121,7 @@ def test_the_budget_reckons_with_the_pool_that_is_chosen_and_not_with_the_deares
     assert {slot_and_incarnation(node)[0] for node in world.up(Role.ROLLOUT)} == {"rollout-0", "rollout-1"}
 
 
-def test_where_the_best_pool_does_not_fit_under_the_budget_the_next_that_does_is_taken() -> None:
+def test_next_affordable_pool_replaces_one_over_budget() -> None:
     """The zone that is cheapest rests after a refusal, and those left cost more than the cap an hour allows."""
     dear = (
         PoolOffer(Role.TRAINER, pool("a", Market.ON_DEMAND), 9.0),
@@ -141,7 +141,7 @@ def test_where_the_best_pool_does_not_fit_under_the_budget_the_next_that_does_is
     assert world.steps == 10
 
 
-def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
+def test_unaffordable_pools_report_the_best_ones_price() -> None:
     run = replace(spec(1), budget=Budget(usd_per_h=2.0))
     world = zones(run, has="a")
     world.run(10)
@@ -149,7 +149,7 @@ def test_where_no_pool_fits_it_is_said_what_the_best_would_take() -> None:
     assert "3.00 USD an hour exceed `budget.usd_per_h`, 2.00" in world.state.reason
 
 
-def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all_the_same() -> None:
+def test_cloud_without_offers_is_reported_once_and_still_used() -> None:
     world = zones(spec(1), has="", offers=())
     snapshot = replace(world.snapshot(), prices=None, prices_trouble="KeyError: 'zone'")
     told = decide(world.state, snapshot, world.spec)
@@ -165,7 +165,7 @@ def test_a_cloud_that_never_says_what_it_offers_is_told_once_and_bought_from_all
     assert not any(isinstance(event, NodeRequested) for event in capped.events)
 
 
-def test_a_trainer_goes_where_rollout_nodes_can_be_had_on_their_own_market() -> None:
+def test_trainer_goes_where_nodes_are_on_their_market() -> None:
     def offered(role: Role, region: str, market: Market, usd: float) -> PoolOffer:
         return PoolOffer(role, Pool("aws", region, f"{region}a", "g6.xlarge", "L4:1", market), usd)
 

@@ -1,4 +1,4 @@
-"""Thousands of the stories of `tests/policies/control/test_steered_stories.py`, in good and in bad weather.
+"""Thousands of the stories of `tests/policies/control/test_controlled_scenarios.py`, in good and in bad weather.
 
 Half of them are under a cap that they may reach: while a controller can see and act no cap is passed
 (`orchestrator.simulate.world`), and what is spent beyond one while none could is printed.

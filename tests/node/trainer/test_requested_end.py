@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_stop_request_loses_no_step(name: str, tiny: Path, tmp_path: Path) -> None:
     case, seed = CASES[name], random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     after = random.Random(seed).choice(case.told)
@@ -96,9 +96,7 @@ def test_told_to_stop_it_loses_no_step(name: str, tiny: Path, tmp_path: Path) ->
     assert told.results() == calm.results()
 
 
-def test_sigterm_to_the_machine_stores_what_it_has(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_stores_the_current_state(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer, uploader and their supervisor, as a cloud starts them; the step is longer than anyone waits.
 
     The container is one of another job's, whose ranks are no affair of the trainer's.

@@ -1,6 +1,6 @@
 """What the controller promises of money, in the simulated world from end to end, which charges for disks, too.
 
-`test_where` has the requests that refused credentials cost.
+`test_pool_choice` has the requests that refused credentials cost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rollout_hours(of: World, hours: float) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "minutes"), [(1, 52.0), (2, 45.0), (4, 45.0)])
-def test_an_image_that_never_serves_costs_three_machines_and_is_stopped(nodes: int, minutes: float) -> None:
+def test_image_that_never_serves_stops_after_three_machines(nodes: int, minutes: float) -> None:
     """Within three quarters of an hour; one at a time has three launches on top of three times 15 minutes."""
     found = world(SPOT, on_demand(9), nodes=nodes)
     found.cloud.never_work = True
@@ -107,7 +107,7 @@ def test_without_a_trainer_no_rollout_node_is_paid_for(hours: float) -> None:
 
 
 @pytest.mark.parametrize("hours", [3.0, DAY])
-def test_a_trainer_that_is_lost_for_long_costs_less_than_a_rollout_hour(hours: float) -> None:
+def test_long_lost_trainer_costs_less_than_a_rollout_hour(hours: float) -> None:
     found = world(SPOT, on_demand(*(3,) * 12, *(0,) * 30 * 12))
     found.run_for(HOUR_S - found.time_s + 10.0)
     [trainer] = found.cloud.of(Role.TRAINER)
@@ -119,7 +119,7 @@ def test_a_trainer_that_is_lost_for_long_costs_less_than_a_rollout_hour(hours: f
 DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB
 
 
-def test_disks_cost_what_they_cost() -> None:
+def test_disks_cost_their_price() -> None:
     instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
     world = World(0, with_disks(spec(2)), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
     world.run_for(3600.0)

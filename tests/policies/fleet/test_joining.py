@@ -72,7 +72,7 @@ def fetched(bytes_per_s: float, total_bytes: int) -> Callable[[float], Stage]:
         (1e9, 2400.0, False),
     ],
 )
-def test_a_70b_node_is_waited_for_as_long_as_it_gets_on(bytes_per_s: float, reads_s: float, served: bool) -> None:
+def test_70b_node_is_awaited_while_it_makes_progress(bytes_per_s: float, reads_s: float, served: bool) -> None:
     world = slow(fetched(bytes_per_s, OF_70B_BYTES), OF_70B_BYTES / bytes_per_s + reads_s)
     bought = world.let_pass(5.5)
     assert (len(bought.machines) == 1) is served
@@ -84,7 +84,7 @@ def test_a_70b_node_is_waited_for_as_long_as_it_gets_on(bytes_per_s: float, read
         assert ": no progress for" in gone[0].reason
 
 
-def test_a_download_that_stops_is_given_up_900_s_later_and_not_before() -> None:
+def test_stalled_download_is_abandoned_after_900_s() -> None:
     def at(since_s: float) -> Stage:
         return Stage(BASE_MODEL, int(min(0.42, since_s / (4 * HOUR_S)) * OF_70B_BYTES), OF_70B_BYTES)
 
@@ -96,7 +96,7 @@ def test_a_download_that_stops_is_given_up_900_s_later_and_not_before() -> None:
     assert world.state.slots["rollout-0"].incarnations == 2
 
 
-def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes() -> None:
+def test_store_failure_near_the_end_grants_time_for_the_hub() -> None:
     """A damaged chunk: what the hub sends after that is the second time, and no less needed."""
     store_s, hub_s = 0.97 * OF_70B_BYTES / 500e6, OF_70B_BYTES / 100e6
 
@@ -114,7 +114,7 @@ def test_a_node_whose_store_fails_near_the_end_has_the_time_that_the_hub_takes()
     assert world.up(Role.ROLLOUT)
 
 
-def test_an_agent_that_falls_silent_is_given_up_by_what_it_last_said() -> None:
+def test_silent_agent_is_abandoned_by_its_last_stage() -> None:
     world = slow(fetched(1e6, OF_32B_BYTES), 10 * HOUR_S)
     world.let_pass(0.2)
     world.at = lambda _: Stage(BASE_MODEL, 1, OF_32B_BYTES)
@@ -123,7 +123,7 @@ def test_an_agent_that_falls_silent_is_given_up_by_what_it_last_said() -> None:
 
 
 @pytest.mark.parametrize("hours", [1.0, 6.0])
-def test_a_gateway_that_is_not_heard_from_counts_against_nobody(hours: float) -> None:
+def test_silent_gateway_counts_against_no_node(hours: float) -> None:
     world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
     world.let_pass(0.3)
     world.deaf = True
@@ -131,7 +131,7 @@ def test_a_gateway_that_is_not_heard_from_counts_against_nobody(hours: float) ->
     assert world.state.slots["rollout-0"].incarnations == 1
 
 
-def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
+def test_restarted_gateway_counts_from_its_own_start() -> None:
     world = slow(fetched(12.5e6, OF_70B_BYTES), 10 * HOUR_S)
     world.let_pass(2.0)
     world.joining_nodes = JoiningNodes()
@@ -140,7 +140,7 @@ def test_a_gateway_that_begins_anew_counts_from_its_own_start() -> None:
 
 
 @pytest.mark.parametrize("by", ["a new gateway", "another stage"])
-def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) -> None:
+def test_endless_progress_is_abandoned_at_a_limit(by: str) -> None:
     def at(since_s: float) -> Stage:
         return Stage(ENGINE if by == "a new gateway" or since_s % 1200 < 600 else HUB, 0, OF_70B_BYTES)
 
@@ -153,7 +153,7 @@ def test_a_node_that_seems_to_get_on_for_ever_is_replaced_all_the_same(by: str) 
     assert ": no member after" in gone.reason
 
 
-def test_the_gateway_counts_each_time_that_one_gets_on() -> None:
+def test_gateway_counts_each_progress_of_a_node() -> None:
     joining_nodes = JoiningNodes()
     for at_s, done_bytes in enumerate((0, 1, 6, 7, 12, 11, 12)):
         joining_nodes.update("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
@@ -163,7 +163,7 @@ def test_the_gateway_counts_each_time_that_one_gets_on() -> None:
     assert joining_nodes.status((), 10.0) == []
 
 
-def test_what_the_gateway_remembers_has_a_limit_and_members_are_not_coming() -> None:
+def test_joining_nodes_are_limited_and_exclude_members() -> None:
     joining_nodes = JoiningNodes()
     for number in range(2 * JOINING_NODES_MAX):
         joining_nodes.update(f"rollout-{number}-i1", Stage(ENGINE), float(number))

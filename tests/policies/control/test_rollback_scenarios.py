@@ -52,7 +52,7 @@ def check(state: RunState, begun: RollbackBegun, ever: set[PolicyVersion]) -> No
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(save_steps=st.integers(1, 12), trips=TRIPS, dies=WHAT_DIES, guarded=st.booleans())
-def test_each_rollback_finds_its_target_whoever_dies(
+def test_each_rollback_finds_its_target_after_any_death(
     save_steps: int, trips: dict[int, tuple[int, int]], dies: dict[int, str], guarded: bool
 ) -> None:
     world = run_with(save_steps, trips, guarded)

@@ -63,14 +63,14 @@ def test_the_whole_file(folder: Path) -> None:
     )
 
 
-def test_our_defaults_fill_what_the_file_leaves_open(folder: Path) -> None:
+def test_defaults_fill_missing_keys(folder: Path) -> None:
     assert load(folder).grpo.items() >= {"save_steps": 50, "logging_steps": 1}.items()
     given = load(folder, changed(("beta: 0.02", "beta: 0.02\n  save_steps: 7\n  logging_steps: 3"))).grpo
     assert (given["save_steps"], given["logging_steps"]) == (7, 3)
     assert "bf16" not in given, "precision is TRL's to decide"
 
 
-def test_the_default_save_steps_fall_on_the_ends_of_generation_windows(folder: Path) -> None:
+def test_default_save_steps_fall_on_window_ends(folder: Path) -> None:
     text = changed(("beta: 0.02", "beta: 0.02\n  steps_per_generation: 6\n  gradient_accumulation_steps: 4"))
     assert load(folder, text).grpo["save_steps"] == 51, "6 micro-batches, 4 a step: steps 3, 6, ... begin with one"
 
@@ -156,7 +156,7 @@ def test_checkpoints(folder: Path) -> None:
     assert load(folder, VALID + "checkpoints:\n").checkpoints == CheckpointsSpec(), "left empty is left out"
 
 
-def test_divergence_has_its_policy_with_or_without_a_word(folder: Path) -> None:
+def test_divergence_policy_applies_by_default(folder: Path) -> None:
     assert load(folder, changed(("{limit: 0.5}", ""))).policies.kl == KlPolicy(), "left empty is left out"
     written = (
         "{action: pause, on_rollback: {beta_factor: 1, epsilon_factor: 1, learning_rate_factor: 0.1, "
@@ -213,7 +213,7 @@ def test_a_path_that_setup_names_may_come_with_it(folder: Path) -> None:
         load(folder, changed(setup, dataset, ("name: demo", "name: demo\ncloud: sky")))
 
 
-def test_a_reward_in_a_package_is_found_without_running_the_package(folder: Path) -> None:
+def test_reward_in_a_package_is_found_without_running_it(folder: Path) -> None:
     (folder / "scores").mkdir()
     (folder / "scores" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (folder / "scores" / "exact.py").write_text(
@@ -254,7 +254,7 @@ def test_the_template_is_valid(tmp_path: Path) -> None:
     assert (loaded.spec.name, loaded.notices) == ("my-own", ())
 
 
-def test_the_template_is_valid_with_everything_that_it_comments_out(tmp_path: Path) -> None:
+def test_template_is_valid_with_all_comments_enabled(tmp_path: Path) -> None:
     lines = []
     for line in init_text("all").splitlines():
         bare = line.strip()

@@ -104,7 +104,7 @@ def ask(url: str, body: bytes, enough: threading.Event) -> list[BatchLine]:
 
 
 @pytest.mark.usefixtures("rare_garbage")
-def test_a_large_step_leaves_the_loop_free_from_its_first_byte_to_its_end() -> None:
+def test_large_step_leaves_the_event_loop_free() -> None:
     body = body_of(large_batch())
     assert len(body) < 1.1 * PROMPTS * PROMPT_TOKENS * len("50000,")  # each prompt crosses once
     shares: list[float] = []
@@ -136,7 +136,7 @@ def largest_share(body: bytes) -> float:
             enough.set()
             lines = await asking
             assert lines[-1].progress is not None
-            await world.until(lambda: world.gateway.orphans._batches)
+            await world.until(lambda: world.gateway.orphans.batches)
             world.gateway.orphans.expire_superseded("1-0")  # another timeline: nobody will come for it
             await world.until(lambda: len(asyncio.all_tasks()) <= idle)
             assert (world.members.waiting.count, world.members.rows[0].running) == (0, 0)
@@ -147,7 +147,7 @@ def largest_share(body: bytes) -> float:
     return lag.share
 
 
-async def test_a_batch_that_is_given_up_leaves_no_prompt_in_memory(world: World) -> None:
+async def test_abandoned_batch_leaves_no_prompt_in_memory(world: World) -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
     kept = world.gateway.orphans
@@ -168,7 +168,7 @@ async def test_lines_that_are_no_prompts_are_refused(world: World, lines: bytes)
     assert answer.status_code == (200 if lines == b"\n" else 400), answer.text
 
 
-async def test_a_batch_of_lines_is_what_one_document_says(world: World) -> None:
+async def test_batch_of_lines_equals_one_document(world: World) -> None:
     requests = [CompletionRequest(n, [1, 2, n // 2], seed=n) for n in range(6)]
     batch = Batch(POLICY, {"max_tokens": 4}, requests, deadline_s=HANG_S)
     assert len(body_of(batch).split(b"\n")) == 4

@@ -200,25 +200,25 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_limit_is_as_long_as_it_says(limit: str) -> None:
+def test_limit_lasts_as_long_as_set(limit: str) -> None:
     limit_s, over = LIMITS[limit]
     late_s = min(1.0, limit_s / 10)
     assert not over(limit_s - late_s)
     assert over(limit_s + late_s)
 
 
-def test_a_trainer_that_drains_is_kept_past_its_notice_while_it_beats() -> None:
+def test_draining_trainer_outlives_its_notice_while_it_beats() -> None:
     assert not goes(decided(node(TRAINER, DRAINING), beat_s=1.0), TRAINER)
 
 
-def test_a_trainer_that_is_heard_is_kept_whatever_its_phase() -> None:
+def test_trainer_with_heartbeat_is_kept_in_any_phase() -> None:
     assert decided(*ALL, beat_s=9.0).events == ()
     assert decided(*ALL, beat_s=math.inf, steady_s=0.0).events == ()
     assert decided(*ALL, beat_s=math.inf, members=None, steady_s=60.0).events == ()
 
 
 @pytest.mark.parametrize(("attempt", "again"), [(4, True), (5, False)])
-def test_a_rollout_nodes_work_is_begun_five_times(attempt: int, again: bool) -> None:
+def test_rollout_nodes_work_is_started_five_times(attempt: int, again: bool) -> None:
     decision = broken(ROLLOUT, 100.0, attempt)
     assert restarts(decision) is again
     assert goes(decision, ROLLOUT) is not again

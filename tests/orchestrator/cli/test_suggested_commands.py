@@ -58,7 +58,7 @@ NAMES = ["plain", "two words", "it's", 'a "b"', "$HOME", "`id`", "a[b]", "a;b&c"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_command_tells_to_do_next_can_be_pasted(name: str, grpo_orch: Cli, tmp_path: Path) -> None:
+def test_suggested_next_commands_can_be_pasted(name: str, grpo_orch: Cli, tmp_path: Path) -> None:
     store = Run(tmp_path / name).create().store
     documents.LEASE.write(store, own_lease(1, time.time(), time.time()))
     held = grpo_orch("resume", store.url)
@@ -70,6 +70,6 @@ def test_what_a_command_tells_to_do_next_can_be_pasted(name: str, grpo_orch: Cli
 
 
 @pytest.mark.parametrize("phase", [RunPhase.FAILED, RunPhase.PAUSED, RunPhase.GAVE_UP])
-def test_how_a_run_goes_on_can_be_pasted(phase: RunPhase) -> None:
+def test_suggested_resume_command_can_be_pasted(phase: RunPhase) -> None:
     told = going_on(phase, "because", "file:///two words/$x")
     assert shlex.split(told.partition(": ")[2])[-1] == "file:///two words/$x"

@@ -62,7 +62,7 @@ def test_how_it_ended(moves: list[NodePhase], end: End | None) -> None:
     assert found[0].until_s == (50 if end is None else len(moves) + 1)
 
 
-def test_one_after_another_and_a_clock_that_went_back() -> None:
+def test_successive_lives_survive_a_clock_set_back() -> None:
     found = lives(
         journal(
             (100, asked(A)), (110, moved(NodePhase.BOOTING)), (60, moved(NodePhase.GONE)), (70, asked(B)),

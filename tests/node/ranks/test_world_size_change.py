@@ -27,7 +27,7 @@ def first(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
         yield rig
 
 
-def test_another_number_of_processes_goes_on(first: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_another_number_of_processes(first: Rig, tiny: Path, tmp_path: Path) -> None:
     """With as many completions a step: the same prompts and seeds, and gradients that are rounded otherwise."""
     half, after = first.stored()[-2], 1 if "2" in first.spec.trainer.resources["accelerators"] else 2
     with open_rig(tmp_path / "after", tiny, **of(after)) as second:

@@ -67,7 +67,7 @@ def quicker(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
             threads[-1].start()
             return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({exit_codes.HELD})"])
 
-        monkeypatch.setattr(launcher, "_spawn", spawn)
+        monkeypatch.setattr(launcher, "spawn", spawn)
 
     yield race
     documents.send_command(store, "down", time.time())  # so that the other ends
@@ -75,7 +75,7 @@ def quicker(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
         thread.join()
 
 
-def test_the_slower_of_two_resumes_says_who_steers_and_ends_with_the_code_for_it(
+def test_slower_of_two_resumes_names_the_daemon_and_exits_held(
     store: Store, quicker: Race, grpo_orch: Cli
 ) -> None:
     quicker()
@@ -90,7 +90,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     """Another's daemon takes the run after the command has seen that nobody has it, and before its own does, which
     is a real one. The other says that it steers before that one looks, or after."""
     started: list[subprocess.Popen[bytes]] = []
-    spawn = launcher._spawn
+    spawn = launcher.spawn
 
     def race(early: bool) -> None:
         def take_first(*given: Any) -> subprocess.Popen[bytes]:
@@ -105,7 +105,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             documents.LEASE.write(store, lead)
             return started[-1]
 
-        monkeypatch.setattr(launcher, "_spawn", take_first)
+        monkeypatch.setattr(launcher, "spawn", take_first)
 
     yield race
     for process in started:
@@ -114,7 +114,7 @@ def taken_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_of_two_daemons_that_come_up_at_once_the_second_takes_nothing(
+def test_second_of_two_simultaneous_daemons_takes_nothing(
     store: Store, taken_meanwhile: Callable[[bool], None], grpo_orch: Cli, early: bool
 ) -> None:
     """Else the first one's command has ended with 0, and its daemon does not steer."""
@@ -127,9 +127,7 @@ def test_of_two_daemons_that_come_up_at_once_the_second_takes_nothing(
     assert journal.recover(store).state.epoch == epoch + (not early)
 
 
-def test_a_down_whose_daemon_is_the_slower_has_the_other_stop_the_run(
-    store: Store, quicker: Race, grpo_orch: Cli
-) -> None:
+def test_down_with_slower_daemon_has_the_other_stop_the_run(store: Store, quicker: Race, grpo_orch: Cli) -> None:
     quicker(RunPhase.STOPPING, RunPhase.STOPPED)
     answer = grpo_orch("down", store.url)
     assert answer.code == exit_codes.OK, answer.err
@@ -137,9 +135,7 @@ def test_a_down_whose_daemon_is_the_slower_has_the_other_stop_the_run(
     assert f"Continue with: grpo-orch resume '{store.url}'" in answer.out
 
 
-def test_a_down_whose_daemon_ends_too_early_does_not_say_that_the_run_has_ended(
-    store: Store, quicker: Race, grpo_orch: Cli
-) -> None:
+def test_down_whose_daemon_ends_early_reports_no_end_of_run(store: Store, quicker: Race, grpo_orch: Cli) -> None:
     quicker(RunPhase.STOPPING)
     answer = grpo_orch("down", store.url)
     assert answer.code == exit_codes.FAILED

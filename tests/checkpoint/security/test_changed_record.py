@@ -46,13 +46,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_what_the_secret_vouches_for_is_read(store: Store) -> None:
+def test_signed_record_is_read(store: Store) -> None:
     vouch(store, SECRET)
     assert read_vouched_run(store, SECRET) == record(store)
 
 
 @pytest.mark.parametrize("what", ["changed", "another secret", "no proof", "another's proof", "not ascii"])
-def test_what_it_does_not_vouch_for_is_not(store: Store, what: str) -> None:
+def test_unsigned_record_is_refused(store: Store, what: str) -> None:
     vouch(store, "other" if what == "another secret" else SECRET)
     if what == "changed":
         store.put(layout.RUN, store.get(layout.RUN).replace(b'"name":"sim"', b'"name":"Sim"'))
@@ -75,9 +75,7 @@ def test_what_it_does_not_vouch_for_is_not(store: Store, what: str) -> None:
         "grpo_orch.tasks.machine.uploader",
     ],
 )
-def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
-    store: Store, tmp_path: Path, module: str
-) -> None:
+def test_changed_run_json_stops_node_before_use(store: Store, tmp_path: Path, module: str) -> None:
     vouch(store, SECRET)
     store.put(layout.RUN, to_json(record(store, setup=f"touch {tmp_path}/done")))
     node = {
@@ -125,7 +123,7 @@ def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_pr
     assert store.entries(layout.JOURNAL) == entries
 
 
-def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) -> None:
+def test_machine_with_only_the_secret_verifies_by_proof(store: Store) -> None:
     """The token file was brought along, as `resume` asks for while machines are up."""
     token = run_token(record(store).run_id)
     documents.SECRET_MARK.write(store, token_mark(token))
@@ -137,9 +135,7 @@ def test_a_machine_with_the_runs_secret_alone_judges_by_the_proof(store: Store) 
         trust.known_run(store)
 
 
-def test_a_controller_machine_knows_the_run_by_what_its_launcher_tells(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_machine_knows_run_from_its_launcher(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trust.DIGEST_ENV, trust.run_digest(store.get(layout.RUN)))
     trust.known_run(store)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))

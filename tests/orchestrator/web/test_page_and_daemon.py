@@ -93,7 +93,7 @@ def steered(tmp_path: Path) -> Iterator[Steered]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
+def test_run_page_ends_with_its_daemon(steered: Steered, number: signal.Signals) -> None:
     steered.begins()
     until("so", steered.shows)
     page = steered.page
@@ -116,7 +116,7 @@ def test_a_page_that_dies_is_all_that_dies(steered: Steered) -> None:
     assert is_there(steered.daemon)
 
 
-def test_a_port_that_is_taken_is_one_line_and_nothing_is_started(steered: Steered) -> None:
+def test_port_in_use_is_one_line_and_nothing_is_started(steered: Steered) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = steered.cli("resume", steered.store.url, "--detach", "--web-port", port)
