@@ -215,7 +215,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     from tasks.storing.tensors import UnsupportedType
     from tasks.trainer.callbacks import Diverged
     from tasks.trainer.user_objects import BadSpec
-    from tasks.trl.unrewarded import NothingToLearn
+    from tasks.trl.parts.rewards import NothingToLearn
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)

@@ -16,7 +16,7 @@ from policies.model import exit_codes
 from tasks.machine.exit_note import take_exit_code, take_reason
 from tasks.trainer.lessons import RewardCounts, count_rewards
 from tasks.trainer.main import _end_of_training, _unexpected_error
-from tasks.trl.unrewarded import NothingToLearn, Unrewarded
+from tasks.trl.parts.rewards import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
 

@@ -17,10 +17,10 @@ from policies.model.vocabulary import BASE, Evaluation, Subject
 from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from tasks.completions.gateway_client import Generated
 from tasks.evaluating.assemble import _InPieces
-from tasks.evaluating.scoring import _readable_by_judge
+from tasks.evaluating.scoring import _readable_by_judge, is_cut
 from tasks.rewards import readable_by
 from tasks.rewards.guard import BadReward
-from tasks.trl.trl_evaluating import EvaluatingTrainer, Made
+from tasks.trl.trl_grpo import Made
 from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig, run_spec
@@ -107,7 +107,7 @@ def test_cut_off_is_what_has_reached_its_length_without_an_end(
     trainer: Any = SimpleNamespace(
         eos_token_ids=[1], args=SimpleNamespace(max_completion_length=4, generation_kwargs=kwargs)
     )
-    assert EvaluatingTrainer.is_cut(trainer, ids) is cut
+    assert is_cut(trainer, ids) is cut
 
 
 def test_pieces_are_halved_until_there_is_room_for_them() -> None:
