@@ -10,8 +10,18 @@ code uses one that is missing here.
 
 Overridden, in the order in which TRL calls them, with the object that does the work:
 
+    GRPOTrainer.__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
+            reward_processing_classes, callbacks, optimizers, quantization_config, peft_config, tools,
+            rollout_func, environment_factory): FleetGRPOTrainer
+        It constructs VLLMGeneration under its name in `trl.trainer.grpo_trainer`, which is replaced meanwhile.
+        The parts are constructed last. Else: TRL connects to a server.
+    VLLMGeneration.__init__(model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url,
+            server_host, server_port, server_timeout, group_port, tensor_parallel_size, gpu_memory_utilization,
+            max_model_length, max_num_seqs, enable_sleep_mode, model_impl, trust_remote_code, repetition_penalty,
+            temperature, top_p, top_k, min_p, max_completion_length, logprobs, generation_kwargs): FleetGeneration
+        It takes the client in addition.
     VLLMGeneration._init_vllm(): FleetGeneration
-        The fleet's client replaces a connection to a server. Else: the trainer waits for a server.
+        The client replaces a connection to a server. Else: the trainer waits for a server.
     GRPOTrainer._get_train_sampler(dataset): EpochSampler
         The order follows from seed and epoch. Else: a restart within a later epoch sees other prompts.
     GRPOTrainer._load_optimizer_and_scheduler(checkpoint): memory
