@@ -4,9 +4,9 @@ TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.trl.fle
 TRL's own behaviour stays, including its importance-sampling correction and metrics. An epoch's order becomes a
 function of the epoch, so that a restart is exact.
 
-Only this module uses private names of TRL and transformers. These are the places where it reaches into them, read
-in trl 1.16.0 and transformers 5.19.0. `tests/node/test_trl_contract.py` fails if a release changes one, or if the
-code uses one that is missing here.
+Only this module uses private names of TRL and of transformers' trainer. These are the places where it reaches into
+them, read in trl 1.16.0 and transformers 5.19.0. `tests/node/test_trl_contract.py` fails if a release changes one,
+or if the code uses one that is missing here.
 
 Overridden, in the order in which TRL calls them, with the object that does the work:
 
@@ -38,7 +38,7 @@ Overridden, in the order in which TRL calls them, with the object that does the 
     GRPOTrainer._generate(prompts): agents, refused, samples
         Conversations replace texts; refused completions leave the loss. The result is `Generated`. Else: other
         fields are masked.
-    VLLMGeneration.sync_weights(): FleetGeneration
+    VLLMGeneration.sync_weights(): Publishing
         TRL calls it before the first completion of a step. The client gets weights and canary, and nothing is
         merged or sent. Else: a policy is published under the name of another step.
     GRPOTrainer._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations,
@@ -88,7 +88,7 @@ Used:
     GRPOTrainer.ref_model, GRPOTrainer.reward_funcs, GRPOTrainer.reward_func_names, GRPOTrainer.reward_weights,
     GRPOTrainer.vllm_generation: the parts
         Set in `__init__`, and not documented. `rollout_func` is called with the prompts and the trainer.
-    VLLMGeneration._dist, VLLMGeneration._weight_metadata, VLLMGeneration._iter_named_params(): FleetGeneration
+    VLLMGeneration._dist, VLLMGeneration._iter_named_params(): Publishing
         How the model is divided over processes; under FSDP 1 the weights are read as TRL does.
     VLLMGeneration.model, VLLMGeneration.accelerator, VLLMGeneration.vllm_client,
     VLLMGeneration.repetition_penalty, VLLMGeneration.temperature, VLLMGeneration.top_p, VLLMGeneration.top_k,
@@ -107,7 +107,7 @@ import functools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,21 +119,18 @@ from checkpoint.records.rollouts import Session
 from policies.model.spec import STALE_DEFAULTS
 from tasks.machine.leaving import LeaveNow
 from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import LazyTensor
 from tasks.trl import fast_save
-from tasks.trl.canary import canary_of, forget_order
-from tasks.trl.checkpoint_names import as_in_checkpoint
 from tasks.trl.fleet_client import FleetClient, Instead
 from tasks.trl.parts.agents import Sessions, rollout_func
 from tasks.trl.parts.foreseen import evaluation_calls
 from tasks.trl.parts.leaving import Departure, random_state_kept
+from tasks.trl.parts.publishing import Publishing
 from tasks.trl.parts.refused import RefusedCompletions
 from tasks.trl.parts.rewards import RewardAccount
 from tasks.trl.parts.samples import Samples
 from tasks.trl.parts.saving import MemoryState, Place, Saving
 from tasks.trl.parts.turns import CommonTurns
 from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
-from tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.
@@ -183,7 +180,7 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool, m
 
 
 class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
-    """TRL's generation backend over the fleet. Synchronizing leaves the weights untouched."""
+    """TRL's generation backend over the fleet."""
 
     def __init__(self, client: FleetClient, *args: Any, **kwargs: Any) -> None:
         self._fleet_client = client
@@ -191,7 +188,9 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     def _init_vllm(self) -> None:
         self.vllm_client = self._fleet_client
-        self._weight_metadata: list[Any] = []  # no collective, so nothing to announce
+        self._publishing = Publishing(
+            self.model, self.accelerator, self._dist, self._fleet_client, self._iter_named_params
+        )
         self.accelerator.wait_for_everyone()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,84 +233,15 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         """Do what all processes must do together before there are completions."""
         match instead:
             case Instead.WEIGHTS_FIRST:
-                self._publish_together()
+                self._publishing.publish()
             case Instead.OWN_TURN:
                 self._fleet_client.take_own_turn(self.accelerator)
             case Instead.LEAVING:
                 raise LeaveNow
 
     def sync_weights(self) -> None:
-        """Give the client the present step's weights, which it reads when needed, and their canary.
-
-        If each process has all weights, the first one reads its own. Otherwise reading takes all processes, and
-        `generate` does it. An adapter that is published alone is read without merging.
-
-        Raises Diverged, in the first process, if the weights compute no finite number.
-        """
-        if not (self._is_divided or self.accelerator.is_main_process):
-            return
-        if not self._is_fsdp1:
-            self._fleet_client.take_canary(canary_of(self.model, self.accelerator.mixed_precision))
-            if self._dist.is_zero3:
-                forget_order(self.accelerator)
-        self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
-
-    def _publish_together(self) -> None:
-        """Publish weights that are divided over processes: all take part in each read."""
-        if self._is_fsdp1:
-            self._publish_at_once()
-            return
-        # In every process: listing the state makes FSDP2 divide again what a forward pass has gathered.
-        stored_buffers(plain_model(self.model))
-        weights = whole_weights(self.model, self._dist.gather_params)
-        if not self.accelerator.is_main_process:
-            while (name := broadcast_object_list([None])[0]) is not None:
-                weights[name].read()
-            return
-
-        def read(name: str) -> torch.Tensor:
-            broadcast_object_list([name])
-            return weights[name].read()
-
-        named = {name: replace(weight, read=functools.partial(read, name)) for name, weight in weights.items()}
-        self._fleet_client.update_named_params(None, self._as_in_checkpoint(named))
-        self._fleet_client.publish()
-        broadcast_object_list([None])
-
-    def _publish_at_once(self) -> None:
-        """Publish under FSDP1, where all processes read all weights: the first process copies them."""
-        whole = super()._iter_named_params()
-        if self.accelerator.is_main_process:
-            named = {name: LazyTensor.of(weight.detach().to("cpu", copy=True)) for name, weight in whole}
-            tensors = as_in_checkpoint(plain_model(self.model), named).items()
-            self._fleet_client.update_named_params(None, iter(tensors))
-            self._fleet_client.publish()
-        else:
-            for _ in whole:
-                pass
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-        """Return the tensors to publish, if each process has all weights."""
-        if self._fleet_client.publishes_adapters:
-            return adapter_tensors(self.model)
-        return self._as_in_checkpoint(whole_weights(self.model, self._dist.gather_params))
-
-    def _as_in_checkpoint(self, named: dict[str, LazyTensor]) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-        """Yield weights and stored buffers under the names in the model's own checkpoint."""
-        model = plain_model(self.model)
-        buffers = {name: LazyTensor.of(buffer) for name, buffer in stored_buffers(model).items()}
-        yield from as_in_checkpoint(model, {**named, **buffers}).items()
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether no process has all weights."""
-        return bool(self._dist.is_fsdp or self._dist.is_zero3)
-
-    @property
-    def _is_fsdp1(self) -> bool:
-        """Whether FSDP 1 is in use: the model cannot compute outside its wrapper, and listing its state takes all
-        processes."""
-        return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
+        """Hand the weights over. Nothing is merged or sent."""
+        self._publishing.hand_over()
 
 
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types

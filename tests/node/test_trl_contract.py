@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -25,6 +26,7 @@ from tasks.machine.base_model import tensors_in
 from tasks.storing.tensors import LazyTensor
 from tasks.trl import trl_grpo
 from tasks.trl.checkpoint_names import as_in_checkpoint
+from tasks.trl.parts.publishing import Publishing
 from tasks.trl.trl_grpo import EpochSampler
 
 # TRL's classes by way of ours: TRL's trainer must not be imported before `trl_grpo`, which keeps vLLM out.
@@ -202,12 +204,7 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     names = set(plain.state_dict())
     model = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = model
-    dist = {"is_fsdp": False, "is_zero3": False, "fsdp_version": None, "gather_params": fake_gather}
-    generation._dist = type("Dist", (), dist)()
-    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = {name: one.read() for name, one in generation._weights()}
+    published = {name: one.read() for name, one in publishing(model).weights()}
     assert names == published.keys()
     assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     query = "model.layers.0.self_attn.q_proj"
@@ -234,17 +231,13 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
         def reset_prefix_cache(self) -> None:
             pass
 
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    generation.mode, generation._weight_metadata = "server", []
-    generation.accelerator = SimpleNamespace(mixed_precision="bf16", is_main_process=True, state=None)
-    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None, gather_params=fake_gather)
-    generation._fleet_client = generation.vllm_client = Client()  # type: ignore[assignment]  # a stand-in
-    generation.sync_weights()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    weights = publishing(model, Client(), mixed_precision="bf16")
+    weights.hand_over()
     assert isinstance(handed[0], Canary)
     assert handed[0].dtype == "bfloat16"
-    generation.model.lm_head.weight.data.mul_(2)
-    generation.sync_weights()
+    model.lm_head.weight.data.mul_(2)
+    weights.hand_over()
     assert handed[1] != handed[0]
 
 
@@ -261,21 +254,16 @@ def test_an_adapter_that_travels_alone_is_handed_over_and_nothing_is_merged() ->
         take_canary=lambda _: None,
         update_named_params=lambda _, tensors: handed.update(tensors),
     )
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = get_peft_model(plain, lora)
-    generation.model.merge_adapter = lambda *_: pytest.fail("merging rounds")
-    before = {name: weight.clone() for name, weight in generation.model.state_dict().items()}
-    generation.accelerator = SimpleNamespace(mixed_precision="no", is_main_process=True)
-    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None)
-    generation._fleet_client = client
-    generation.sync_weights()
-    assert all(before[name].equal(weight) for name, weight in generation.model.state_dict().items())
+    model = get_peft_model(plain, lora)
+    model.merge_adapter = lambda *_: pytest.fail("merging rounds")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    publishing(model, client).hand_over()
+    assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     assert len(handed) == 4
     query = "base_model.model.model.layers.0.self_attn.q_proj"
     assert handed[f"{query}.lora_A.weight"].equal(before[f"{query}.lora_A.default.weight"])
     handed.clear()
-    generation.accelerator.is_main_process = False
-    generation.sync_weights()
+    publishing(model, client, is_main_process=False).hand_over()
     assert handed == {}
 
 
@@ -293,16 +281,13 @@ def test_what_is_published_is_named_as_the_models_own_checkpoint(
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **experts)).save_pretrained(
         tmp_path / "base"
     )
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    dist = {"is_fsdp": False, "is_zero3": in_shards, "fsdp_version": None, "gather_params": fake_gather}
-    generation._dist = type("Dist", (), dist)()
-    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = {name: one.read().clone().contiguous() for name, one in generation._weights()}
-    announced = {name: (one.dtype, one.shape) for name, one in generation._weights()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    weights = publishing(model, in_shards=in_shards)
+    published = {name: one.read().clone().contiguous() for name, one in weights.weights()}
+    announced = {name: (one.dtype, one.shape) for name, one in weights.weights()}
     assert announced == {name: (one.dtype, tuple(one.shape)) for name, one in published.items()}
     save_file(published, tmp_path / "model.safetensors")
-    tied = bool(generation.model.config.tie_word_embeddings)
+    tied = bool(model.config.tie_word_embeddings)
     assert mismatch(tensors_in(tmp_path), tensors_in(tmp_path / "base"), tied=tied) == ""
 
 
@@ -330,7 +315,20 @@ def test_what_is_converted_is_read_once() -> None:
     assert len(there) == len(held) + 2 * (3 * 4 - 2)
 
 
-def fake_gather(_self: object, _parameters: object) -> object:
-    import contextlib
+def publishing(
+    model: Any,
+    client: Any = None,
+    *,
+    in_shards: bool = False,
+    mixed_precision: str = "no",
+    is_main_process: bool = True,
+) -> Publishing:
+    """What publishes a model's weights, in one process, without a trainer around it."""
+    accelerator = SimpleNamespace(mixed_precision=mixed_precision, is_main_process=is_main_process)
+    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, fsdp_version=None, gather_params=no_gather)
+    client = client or SimpleNamespace(publishes_adapters=False)
+    return Publishing(model, accelerator, division, client, lambda: iter(()))
 
+
+def no_gather(_parameters: object) -> object:
     return contextlib.nullcontext()
