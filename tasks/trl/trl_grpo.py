@@ -38,12 +38,12 @@ Overridden, in the order in which TRL calls them, with the object that does the 
     GRPOTrainer._generate(prompts): agents, refused, samples
         Conversations replace texts; refused completions leave the loss. The result is `Generated`. Else: other
         fields are masked.
-    VLLMGeneration.sync_weights(): Publishing
-        TRL calls it before the first completion of a step. The client gets weights and canary, and nothing is
-        merged or sent. Else: a policy is published under the name of another step.
     GRPOTrainer._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations,
             has_tool_images): turns
         All processes take part in each turn. Else: a process waits forever for another one's prompts.
+    VLLMGeneration.sync_weights(): Publishing
+        TRL calls it before the first completion of a step. The client gets weights and canary, and nothing is
+        merged or sent. Else: a policy is published under the name of another step.
     VLLMGeneration.generate(prompts, images, num_generations, profiler): FleetGeneration
         TRL broadcasts the client's answer, so it may ask all processes to do something else first. Else: only the
         first process leaves a machine, or publishes divided weights.
@@ -60,7 +60,7 @@ Overridden, in the order in which TRL calls them, with the object that does the 
         It is called after each optimizer step, before the step is saved. Else: a trainer that leaves within a
         step saves a state that no step had.
     GRPOTrainer.evaluate(eval_dataset, ignore_keys, metric_key_prefix): random_state_kept
-        Else: an interrupted evaluation changes the steps after it.
+        The random state is restored. Else: an interrupted evaluation changes the steps after it.
     GRPOTrainer.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix):
             evaluation_calls
         All prompts are announced to the fleet. Else: an evaluation takes longer.
@@ -381,7 +381,7 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # it has no types
         if not self.model.training:
             return output
         self.samples.keep(self.state.global_step, output, self._logs, rollouts)
-        further = self.agents.further(output["advantages"].tolist(), self.metrics)
+        further = self.agents.further(output["advantages"], self.metrics)
         if further is None:
             return output
         with self._discarded_logs():

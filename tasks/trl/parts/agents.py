@@ -167,7 +167,7 @@ class Sessions:
             for name in [name for name in metrics if "clipped_ratio" in name or "terminated_length" in name]:
                 del metrics[name]
 
-    def further(self, advantages: list[float], metrics: dict[str, list[float]]) -> Further | None:
+    def further(self, advantages: torch.Tensor, metrics: dict[str, list[float]]) -> Further | None:
         """Return the rows to add to a scored training call, or None. Logs how many rows and tokens there are.
 
         Args:
@@ -177,7 +177,7 @@ class Sessions:
             return None
         further = [
             (branch, advantage)
-            for session, advantage in zip(self._sessions, advantages, strict=True)
+            for session, advantage in zip(self._sessions, advantages.tolist(), strict=True)
             for branch in session.branches[:-1]
             if any(branch.mask) and not session.failed
         ]
