@@ -75,7 +75,7 @@ image-folder: env
 	rm -rf build/image
 	mkdir -p build/image
 	cp tasks/sky/setup.sh $(wildcard tasks/sky/image/*) build/image
-	$(BIN)/python -c 'from pathlib import Path; from orchestrator.clouds.wheel import build_wheel; build_wheel(Path("build/image/wheels"))'
+	$(BIN)/python -c 'from pathlib import Path; from grpo_orch.orchestrator.clouds.wheel import build_wheel; build_wheel(Path("build/image/wheels"))'
 
 # vLLM's CPU build is linked against libnuma.
 system-packages:

@@ -38,17 +38,17 @@ import httpx
 import psutil
 
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.sessions import SESSIONS
-from policies.serving.wire import CHAT
-from tasks.machine.children import end_descendants
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.sessions import SESSIONS
+from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.tasks.machine.children import end_descendants
 
 SESSIONS_AT_ONCE, TURNS = 64, 8
 PROMPT_WORDS, TOOL_WORDS, ANSWER_TOKENS = 60, 20, 16
@@ -295,7 +295,7 @@ def fleet(folder: Path, model: Path, count: int) -> Iterator[tuple[list[Server],
         made = manifest.publish(store, prefix, weights, version, now_s=0.0)
         env = {**os.environ, **ENV, "GRPO_ORCH_RUN": store.url, "GRPO_ORCH_TOKEN": TOKEN}
         gateway = subprocess.Popen(
-            [NODE_PYTHON, "-m", "orchestrator.gateway"], env=env, cwd=ROOT, stderr=subprocess.DEVNULL
+            [NODE_PYTHON, "-m", "grpo_orch.orchestrator.gateway"], env=env, cwd=ROOT, stderr=subprocess.DEVNULL
         )
         stack.callback(end, gateway)
         agents = [stack.enter_context(node(folder, f"rollout-{number}-i1", env)) for number in range(count)]
@@ -327,7 +327,7 @@ def node(folder: Path, name: str, env: dict[str, str]) -> Iterator[subprocess.Po
     workdir = folder / name
     workdir.mkdir()
     mine = {"GRPO_ORCH_NODE": name, "GRPO_ORCH_ATTEMPT": "1", "GRPO_ORCH_WORKDIR": str(workdir)}
-    argv: list[str | Path] = [NODE_PYTHON, "-m", "tasks.rollout.agent"]
+    argv: list[str | Path] = [NODE_PYTHON, "-m", "grpo_orch.tasks.rollout.agent"]
     with (folder / f"{name}.log").open("wb") as out:
         process = subprocess.Popen(argv, env={**env, **mine}, cwd=ROOT, stdout=out, stderr=out)
         try:

@@ -22,7 +22,7 @@ from benchmarks.rig.divergence.score import Score, judge, score
 from benchmarks.rig.divergence.signals import Setting
 from benchmarks.rig.divergence.traces import traces
 from benchmarks.rig.local_run import ROOT
-from policies.detect import divergence, signals, slides, symptoms
+from grpo_orch.policies.detect import divergence, signals, slides, symptoms
 
 HOMES = {
     signals: ("WINDOW_POINTS", "OUTLIERS", "PAST_POINTS", "DOUBT_SHARE", "BLOCKS_OF_A_SIZE"),

@@ -15,10 +15,10 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import climate
-from orchestrator.simulate.world import Outcome, simulate_hours
-from policies.model.spec import RolloutSpec
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import climate
+from grpo_orch.orchestrator.simulate.world import Outcome, simulate_hours
+from grpo_orch.policies.model.spec import RolloutSpec
 
 SEEDS = 3
 CLIMATE = "scarce"

@@ -20,7 +20,7 @@ STEPS, WARM_UP = 8, 2
 LENGTHS = (16, 64)  # tokens a completion, none of which ends earlier
 # In the trainer's process: it foresees an evaluation after even steps alone.
 IN_TURNS = """
-from tasks.trl.fleet_client import FleetClient
+from grpo_orch.tasks.trl.fleet_client import FleetClient
 
 FleetClient.foresees = property(lambda self: self._trainer.state.global_step % 2 == 0, lambda self, wanted: None)
 """

@@ -35,12 +35,12 @@ from benchmarks.contest.compare import contenders, steer
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
-from orchestrator.clouds.protocol import Order
-from orchestrator.simulate.cloud import BRISK, Physics, Prices
-from orchestrator.simulate.world import ON_DEMAND, World
-from policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.state import Node, Slot
-from policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of
+from grpo_orch.orchestrator.clouds.protocol import Order
+from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices
+from grpo_orch.orchestrator.simulate.world import ON_DEMAND, World
+from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.state import Node, Slot
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of
 
 NODES = (100, 1_000, 10_000)
 TICKS = 9

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.rig.local_run import make_tiny, run, tiny_spec
-from checkpoint.records.metrics import StepTiming, median_timing, step_timings
+from grpo_orch.checkpoint.records.metrics import StepTiming, median_timing, step_timings
 
 STEPS, WARM_UP, ROUNDS = 13, 2, 1
 TOKENS = 224  # at most

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.rig import recipe_plot
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT, run_file
-from checkpoint.records.metrics import Row
-from orchestrator.config.load import load_spec
-from policies.model.spec import RunSpec
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.policies.model.spec import RunSpec
 
 RECIPES = ("qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card")
 LOSSES = {"grpo": "", "dr_grpo": "dr-grpo.yaml", "unclipped": "unclipped.yaml"}

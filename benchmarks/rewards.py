@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasks.rewards import code_tests, gsm8k_reward, json_schema, math_reward, think_format, xml_format
-from tasks.rewards.code_tests import sandboxes
-from tasks.rewards.graders import math_verified
+from grpo_orch.rewards import code_tests, gsm8k_reward, json_schema, math_reward, think_format, xml_format
+from grpo_orch.tasks.rewards.code_tests import sandboxes
+from grpo_orch.tasks.rewards.graders import math_verified
 
 AT_LEAST_S = 2.0
 ROUNDS = 3

@@ -17,10 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, TINY, make_tiny, run
-from checkpoint import journal
-from checkpoint.records.metrics import Row
-from checkpoint.store.run_store import Store
-from policies.model.events import Event, FleetMoved, RollbackBegun, TimelineForked, TimelineResumed, TrainerFenced
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.events import (
+    Event,
+    FleetMoved,
+    RollbackBegun,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
+)
 
 ROUNDS = 3
 KILLED_AT_STEP = 8

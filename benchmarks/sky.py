@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, make_tiny
 from benchmarks.rig.managed_job import ManagedJob
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from tests.e2e.sky_harness import BUCKET, MACHINE, SkyRun
 from tests.rigs.sky.image import image
 from tests.rigs.sky.missing import missing

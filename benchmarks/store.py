@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.rig import journal
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 from benchmarks.rig.weights.transfer import SIDES
-from checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.rigs.store.ceph_server import ceph_server, missing_programs
 from tests.rigs.store.moto_server import moto_server
 from tests.rigs.store.server import S3Server, free_port, running, wait_for_port

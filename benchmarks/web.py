@@ -69,7 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         with console.status("a long run is written"):
             run = LongRun(f"file://{Path(name).resolve()}/run", STEPS, NODES, time.time())
-        argv = [sys.executable, "-m", "orchestrator", "web", run.store.url, "--port", "0", "-o", "json"]
+        argv = [sys.executable, "-m", "grpo_orch", "web", run.store.url, "--port", "0", "-o", "json"]
         began_s = time.perf_counter()
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None

@@ -31,15 +31,15 @@ from rich.console import Console
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 from benchmarks.rig.weights.joining import join_compiled_s, join_s
 from benchmarks.rig.weights.links import Link, paced_s3
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import Sending
-from checkpoint.weights import delta, safetensors, scratch
-from checkpoint.weights.scratch import Tensor
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.weights import delta, safetensors, scratch
+from grpo_orch.checkpoint.weights.scratch import Tensor
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
 
 RATES = (5e-7, 1e-6, 1e-5)
 USUAL = 1e-6

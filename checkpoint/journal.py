@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from checkpoint.store.codec import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import (
     STATE_SCHEMA,
     check_schema,
     event_from_plain,
@@ -33,12 +33,12 @@ from checkpoint.store.codec import (
     state_to_plain,
     to_json,
 )
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
-from checkpoint.store.run_store import Store
-from policies.model.events import Event, TookOver
-from policies.model.fold import fold
-from policies.model.state import RunState
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.events import Event, TookOver
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.state import RunState
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
 
 PAGE = Path(__file__).parent / "phases.md"
 INTRODUCTION = """# Phases

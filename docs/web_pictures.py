@@ -82,7 +82,7 @@ def take(browser: Chrome, url: str, mode: str, height: int) -> Image.Image:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run = LongRun(f"file://{Path(name).resolve()}/math-7b", STEPS, NODES, time.time())
-        argv = [sys.executable, "-m", "orchestrator", "web", run.store.url, "--port", "0", "-o", "json"]
+        argv = [sys.executable, "-m", "grpo_orch", "web", run.store.url, "--port", "0", "-o", "json"]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             try:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord, SecretMark
-from checkpoint.security import vouched
-from checkpoint.security.redaction import NAMES_ENV
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.run_store import Store
-from policies.model.spec import RunSpec, datasets_of
-from policies.model.vocabulary import Role
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord, SecretMark
+from grpo_orch.checkpoint.security import vouched
+from grpo_orch.checkpoint.security.redaction import NAMES_ENV
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import RunSpec, datasets_of
+from grpo_orch.policies.model.vocabulary import Role
 
 ELSEWHERE = "or set GRPO_ORCH_HOME to another folder"
 

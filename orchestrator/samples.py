@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from checkpoint.records.samples import Group, Head, Message, Sample, read_samples, stored_calls
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample, read_samples, stored_calls
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 NEAREST = 3  # steps suggested if the requested step has no samples
 EXPECTED = "expected a step, or TIMELINE-STEP as in 0-121"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from docs.draw import PAGE, page
-from policies.model.phases import NODE_EDGES
-from policies.model.vocabulary import NodePhase
+from grpo_orch.policies.model.phases import NODE_EDGES
+from grpo_orch.policies.model.vocabulary import NodePhase
 
 
 def test_the_page_is_current() -> None:

@@ -12,19 +12,19 @@ from structlog.testing import capture_logs
 
 from benchmarks.check_gpu.lab import LIMIT_S, Lab, installed, trained
 from benchmarks.check_gpu.outcome import Failed, NotThere
-from checkpoint.store.run_store import Store
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.policy_check import PolicyCheck
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.policy_loader import PolicyLoader
-from tasks.rollout.vllm import server as vllm_server
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.canary import canary_of
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.policy_loader import PolicyLoader
+from grpo_orch.tasks.rollout.vllm import server as vllm_server
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.canary import canary_of
 
 STEPS = 4
 T = TypeVar("T")

@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 
 from benchmarks.check_gpu.lab import Lab, trained
 from benchmarks.check_gpu.outcome import Failed
-from checkpoint.records import metrics
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm.worker import Patching
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.vllm.worker import Patching
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 STEPS = 4
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
@@ -97,7 +97,7 @@ def adapters(lab: Lab) -> str:
     """An adapter, published and loaded by PEFT on another copy of the base model: the same bits come out."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from tasks.trl.weights import adapter_tensors
+    from grpo_orch.tasks.trl.weights import adapter_tensors
 
     model = get_peft_model(lab.model(), LoraConfig(**LORA, init_lora_weights=False)).eval()
     store, costs = Store(f"file://{lab.folder}/adapters"), StepCosts()

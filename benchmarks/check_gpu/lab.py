@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from policies.model.gpus import VISIBLE, visible_names
+from grpo_orch.policies.model.gpus import VISIBLE, visible_names
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "examples" / "tiny"

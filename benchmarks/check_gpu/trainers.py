@@ -1,4 +1,4 @@
-"""Real trainers, `python -m tasks.trainer.main`, with TRL's plain generation and a store in a folder."""
+"""Real trainers, `python -m grpo_orch.tasks.trainer.main`, with TRL's plain generation and a store in a folder."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 
 from benchmarks.check_gpu.lab import LIMIT_S, REPOSITORY, TINY, Lab, installed
 from benchmarks.check_gpu.outcome import Failed, NotThere
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
-from policies.model import node_contract
-from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.launching import trainer_argv
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import remove_spool
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model import node_contract
+from grpo_orch.policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.launching import trainer_argv
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.spooling import remove_spool
 
 TOKEN, NODE = "the-run's-secret", "trainer-0-i1"
 STEPS, SAVED, KILLED = 6, 2, 3
@@ -64,7 +64,7 @@ class Run:
         Args:
             killed_at: the step at which the first trainer is killed; a second one goes on.
         """
-        uploader = self._start([sys.executable, "-m", "tasks.machine.uploader"], 1)
+        uploader = self._start([sys.executable, "-m", "grpo_orch.tasks.machine.uploader"], 1)
         try:
             attempt = 1
             if killed_at is not None:

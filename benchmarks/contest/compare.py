@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.contest.contenders import CONTENDERS
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import Weather
-from orchestrator.simulate.world import Outcome, simulate_hours
-from policies.model.spec import RunSpec
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import Weather
+from grpo_orch.orchestrator.simulate.world import Outcome, simulate_hours
+from grpo_orch.policies.model.spec import RunSpec
 
 
 def contenders(weather: Weather) -> list[str]:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.contest.spot_hedge import spot_hedge
-from orchestrator.control.controller import Decide
-from orchestrator.simulate.world import ON_DEMAND, on_demand
-from policies.control.decide import decide
-from policies.model.events import Event, NodeRequested
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, Role
-from policies.tick.snapshot import Decision, Launch, Snapshot
+from grpo_orch.orchestrator.control.controller import Decide
+from grpo_orch.orchestrator.simulate.world import ON_DEMAND, on_demand
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.model.events import Event, NodeRequested
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.tick.snapshot import Decision, Launch, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

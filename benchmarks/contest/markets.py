@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from orchestrator.simulate.market_trace import (
+from grpo_orch.orchestrator.simulate.market_trace import (
     CLIMATES,
     EAST,
     GAP_S,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import Weather, Zone
-from orchestrator.simulate.world import Outcome
-from policies.fleet.market import market_of
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Market, Role
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
+from grpo_orch.orchestrator.simulate.world import Outcome
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 ORACLE = "oracle"
 SHORTEST_S = 1.0  # from one look of the oracle's to the next

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from policies.control.decide import decide
-from policies.fleet.market import may_fall_back, offers
-from policies.fleet.objective import rollouts_wanted
-from policies.fleet.plan import plan
-from policies.model.events import Event, FleetSized, NodeMoved, NodeRequested
-from policies.model.phases import FILLING_NODE, LIVE_RUN
-from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Replicas, RunSpec
-from policies.model.state import Node, RunState, Slot
-from policies.model.vocabulary import Market, NodePhase, Role, node_id_of, slot_of
-from policies.tick.snapshot import Action, Decision, Launch, Snapshot
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.fleet.market import may_fall_back, offers
+from grpo_orch.policies.fleet.objective import rollouts_wanted
+from grpo_orch.policies.fleet.plan import plan
+from grpo_orch.policies.model.events import Event, FleetSized, NodeMoved, NodeRequested
+from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.spec import Replicas, RunSpec
+from grpo_orch.policies.model.state import Node, RunState, Slot
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, node_id_of, slot_of
+from grpo_orch.policies.tick.snapshot import Action, Decision, Launch, Snapshot
 
 EXTRA = 1
 ACTIVE_LEAST = 2

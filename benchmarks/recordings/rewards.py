@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.recordings.regime import Reward
 from benchmarks.recordings.tasks import final, score
-from policies.detect.symptoms import WITNESS
+from grpo_orch.policies.detect.symptoms import WITNESS
 
 
 def judge(kind: str, text: str, answer: str, length_max: int) -> float:

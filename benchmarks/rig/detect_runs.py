@@ -16,7 +16,7 @@ from benchmarks.rig.divergence.recorded import recorded_traces
 from benchmarks.rig.divergence.score import Outcome, judge, judge_by_line
 from benchmarks.rig.divergence.signals import Setting
 from benchmarks.rig.divergence.traces import LOGGING_STEPS, Trace, trace
-from policies.detect.divergence import Detector, Point, follow
+from grpo_orch.policies.detect.divergence import Detector, Point, follow
 
 SETTINGS = {
     "as in the tests": Setting(seed=2),

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from checkpoint import journal
-from checkpoint.journal import SCHEMA, Journal, Record, advance, recover
-from checkpoint.store import layout
-from checkpoint.store.codec import event_to_plain, to_json
-from checkpoint.store.run_store import Entry, Store
-from policies.model.events import GatewayRestarted, TookOver
-from policies.model.state import RunState
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import SCHEMA, Journal, Record, advance, recover
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import event_to_plain, to_json
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.policies.model.events import GatewayRestarted, TookOver
+from grpo_orch.policies.model.state import RunState
 from tests.stand_ins.world import World, spec
 
 WRITERS = 8

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from checkpoint.records.metrics import Row, read_metrics
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.records.metrics import Row, read_metrics
+from grpo_orch.checkpoint.store.run_store import Store
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
@@ -56,7 +56,7 @@ def run_file(run_yaml: Path) -> tuple[list[Row], dict[str, Any]]:
     folder = run_yaml.parent
     url = (folder / "store").as_uri()
     env = {**os.environ, "GRPO_ORCH_HOME": str(folder / "home"), "GRPO_ORCH_NODE_PYTHON": str(NODE_PYTHON)}
-    command = [sys.executable, "-m", "orchestrator"]
+    command = [sys.executable, "-m", "grpo_orch"]
     up = subprocess.run(
         [*command, "up", run_yaml, "-y"], env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
     )

@@ -12,9 +12,9 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import (
     GENERATE_S,
     PUBLISH_S,
     REWARDS_S,
@@ -25,14 +25,14 @@ from checkpoint.records.metrics import (
     MetricsWriter,
     Row,
 )
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceWatched,
     Event,
@@ -53,8 +53,8 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.pools import Pool
-from policies.model.spec import (
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.spec import (
     Budget,
     Dataset,
     KlPolicy,
@@ -64,8 +64,8 @@ from policies.model.spec import (
     RunSpec,
     TrainerSpec,
 )
-from policies.model.timelines import Fork, Skipped, probation_until
-from policies.model.vocabulary import (
+from grpo_orch.policies.model.timelines import Fork, Skipped, probation_until
+from grpo_orch.policies.model.vocabulary import (
     Cause,
     Market,
     NodePhase,
@@ -76,9 +76,9 @@ from policies.model.vocabulary import (
     precedence_of,
     role_of,
 )
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import EngineStats
-from policies.tick.snapshot import Trainer
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.wire import EngineStats
+from grpo_orch.policies.tick.snapshot import Trainer
 
 TICK_S = 5.0  # what happens within one is one entry
 LIFE_S = 12 * 3600.0  # of a spot machine, on average

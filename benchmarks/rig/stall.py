@@ -19,19 +19,19 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.rig.weights.transfer import peak_rss_mib
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.spool import Seal, Spool
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.children import start_child
-from tasks.machine.node_env import read_node_env
-from tasks.machine.spooling import make_spool, remove_spool
-from tasks.trl import fast_save
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.spool import Seal, Spool
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.children import start_child
+from grpo_orch.tasks.machine.node_env import read_node_env
+from grpo_orch.tasks.machine.spooling import make_spool, remove_spool
+from grpo_orch.tasks.trl import fast_save
 
 WIDTH, LAYERS, BATCH = 2048, 30, 96
 ROUNDS, CALM_STEPS = 3, 6
@@ -108,7 +108,7 @@ def main() -> None:
     work = Work()
     spool = make_spool(Path(env.workdir), spec.checkpoints, sum(work.sizes.values()))
     spool.prepare(work.sizes)
-    uploader = start_child([sys.executable, "-m", "tasks.machine.uploader"], dict(os.environ))
+    uploader = start_child([sys.executable, "-m", "grpo_orch.tasks.machine.uploader"], dict(os.environ))
     result: dict[str, Any] = {"usual_s": [], "ours_s": [], "calm_s": [], "beside_s": [], "upload_s": []}
     try:
         for _ in range(3):

@@ -10,21 +10,21 @@ import secrets
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
-from checkpoint.store import layout
-from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.document import Document, OptionalDocument, Unreadable
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from policies.control.rollback.begin import RUN_START
-from policies.fleet.budget import BUDGET
-from policies.fleet.explain import Explanation
-from policies.ledger.rentals import ControllerRental
-from policies.model.spec import RunSpec
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Evaluation, PolicyVersion, Precedence
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.wire import labelled_version
-from policies.tick.snapshot import Command, Trainer
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.document import Document, OptionalDocument, Unreadable
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.control.rollback.begin import RUN_START
+from grpo_orch.policies.fleet.budget import BUDGET
+from grpo_orch.policies.fleet.explain import Explanation
+from grpo_orch.policies.ledger.rentals import ControllerRental
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Evaluation, PolicyVersion, Precedence
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.wire import labelled_version
+from grpo_orch.policies.tick.snapshot import Command, Trainer
 
 SCHEMA = 1
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.document import Document
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import Evaluation, Precedence
-from policies.serving.wire import Completion
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.document import Document
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Evaluation, Precedence
+from grpo_orch.policies.serving.wire import Completion
 
 log = structlog.get_logger()
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.costs.steps import MeasuredStep
-from policies.detect.divergence import Point
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.costs.steps import MeasuredStep
+from grpo_orch.policies.detect.divergence import Point
 
 READERS = 16  # concurrent requests; a store answers one in tens of milliseconds
 # Our metrics. `_S`: seconds.

@@ -13,15 +13,15 @@ from typing import Any
 
 from blake3 import blake3
 
-from checkpoint.records import metrics
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.document import Document
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.sessions import Branch
-from policies.serving.wire import Completion, CompletionRequest
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.document import Document
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.sessions import Branch
+from grpo_orch.policies.serving.wire import Completion, CompletionRequest
 
 SCHEMA = 1
 # The number of the first evaluation call. Evaluations must not shift the seeds and numbers of training calls, also

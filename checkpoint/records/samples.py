@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import zstandard
 
-from checkpoint.store import layout
-from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.wire import HandOver
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.wire import HandOver
 
 SCHEMA = 1
 TEXTS_CHARS = 32 * 1024 * 1024  # per object: 1,024 completions of about 8,000 tokens remain complete

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO, cast
 from urllib.parse import quote
 
-from policies.model.node_contract import TOKEN_ENV
+from grpo_orch.policies.model.node_contract import TOKEN_ENV
 
 NAMES_ENV = "GRPO_ORCH_SECRETS"  # comma-separated names
 MIN_CHARS = 8  # shorter values are not secrets, and would match parts of words

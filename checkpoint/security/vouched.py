@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from checkpoint.records.documents import RunRecord, decode_run, run_bytes
-from checkpoint.store import layout
-from checkpoint.store.document import Document
-from checkpoint.store.errors import Corrupt, StoreError
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.records.documents import RunRecord, decode_run, run_bytes
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.document import Document
+from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
 
 _KEY_INFO = b"grpo-orch run.json mac key 1"  # only for this; TLS derives another key from the same secret
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from checkpoint.store.backends import Options
-from checkpoint.store.backends.answers import one_line
-from checkpoint.store.backends.aws import aws_settings
-from checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.backends import Options
+from grpo_orch.checkpoint.store.backends.answers import one_line
+from grpo_orch.checkpoint.store.backends.aws import aws_settings
+from grpo_orch.checkpoint.store.errors import StoreError
 
 TIMEOUT_S = 10.0
 _SIZES = {"ObjectSizeGreaterThan", "ObjectSizeLessThan"}

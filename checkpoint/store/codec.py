@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from checkpoint.store.errors import Corrupt, Torn
-from policies.model.events import EVENT_TYPES, Event
-from policies.model.state import RunState
+from grpo_orch.checkpoint.store.errors import Corrupt, Torn
+from grpo_orch.policies.model.events import EVENT_TYPES, Event
+from grpo_orch.policies.model.state import RunState
 
 # Increase it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state stored with another number is discarded and folded again from the events.

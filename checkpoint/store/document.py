@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
 
 # Unreadable optional data: skipped, and noted by name so that it can be reported.
 #

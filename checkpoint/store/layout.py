@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
 
 RUN = "run.json"  # the spec as validated, written once
 PROOF = "run.mac.json"  # a MAC, by which machines authenticate run.json

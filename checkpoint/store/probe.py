@@ -8,9 +8,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from checkpoint.store.backends.answers import CREATE_ONLY, one_line
-from checkpoint.store.errors import AlreadyExists, StoreError, StoreUnavailable, StoreUnusable
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.backends.answers import CREATE_ONLY, one_line
+from grpo_orch.checkpoint.store.errors import AlreadyExists, StoreError, StoreUnavailable, StoreUnusable
+from grpo_orch.checkpoint.store.run_store import Store
 
 FOLDER = "probe"
 # A store that checks before it writes lets at least two of eight writers succeed in nearly every round.

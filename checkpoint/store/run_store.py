@@ -19,10 +19,10 @@ from typing import TypeVar, cast
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
-from checkpoint.store.backends import Backend, BytesLike, Entry, Options
-from checkpoint.store.backends.answers import one_line
-from checkpoint.store.backends.obstore_backend import open_folder, open_obstore
-from checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
+from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options
+from grpo_orch.checkpoint.store.backends.answers import one_line
+from grpo_orch.checkpoint.store.backends.obstore_backend import open_folder, open_obstore
+from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 
 log = structlog.get_logger()
 
@@ -242,7 +242,7 @@ def _open(url: str, options: Options) -> Backend:
             return open_obstore(url, rest)
         case "fsspec":
             # s3fs takes 0.5 s to import, and most runs do not need it.
-            from checkpoint.store.backends.fsspec_backend import open_fsspec
+            from grpo_orch.checkpoint.store.backends.fsspec_backend import open_fsspec
 
             return open_fsspec(url, rest)
         case _:

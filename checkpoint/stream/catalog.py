@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from checkpoint.store import layout
-from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.errors import AlreadyExists, NotFound, Torn
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, Torn
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 

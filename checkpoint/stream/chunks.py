@@ -20,8 +20,8 @@ from typing import Any
 import structlog
 from blake3 import blake3
 
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
 
 log = structlog.get_logger()
 

@@ -16,13 +16,13 @@ from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks
-from checkpoint.stream.chunks import File, Progress, send
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks
+from grpo_orch.checkpoint.stream.chunks import File, Progress, send
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 SCHEMA = 2  # 1 stored unchunked files
 # Nodes identify policies only by the digest, so collisions must be infeasible, by accident or on purpose.

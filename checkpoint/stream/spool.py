@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.store.codec import from_json, to_json
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 UPLOADER = "uploader.json"
 ZEROS_BYTES = 1 << 22

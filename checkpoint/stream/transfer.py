@@ -10,16 +10,16 @@ from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.document import OptionalDocument, Unreadable
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest
-from checkpoint.stream.catalog import Catalog, Checkpoint, Condemned, Revision
-from checkpoint.stream.chunks import Progress, send
-from checkpoint.stream.manifest import Manifest
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.document import OptionalDocument, Unreadable
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Condemned, Revision
+from grpo_orch.checkpoint.stream.chunks import Progress, send
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 RECENT = 8  # revisions; older unlisted chunks are sent again
 

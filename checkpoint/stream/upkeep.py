@@ -15,14 +15,14 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Entry, Store
-from checkpoint.stream import chunks
-from checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from checkpoint.stream.chunks import File
-from checkpoint.stream.transfer import read_manifest
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.stream import chunks
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
+from grpo_orch.checkpoint.stream.chunks import File
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from checkpoint.stream.manifest import files_below
-from checkpoint.stream.spool import Seal, Spool, UploaderState
-from checkpoint.stream.upkeep import Collector, Upkeep
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.checkpoint.stream.spool import Seal, Spool, UploaderState
+from grpo_orch.checkpoint.stream.upkeep import Collector, Upkeep
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 

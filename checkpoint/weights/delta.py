@@ -24,10 +24,10 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from checkpoint.store.codec import check_schema, from_json, to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.weights import safetensors
-from checkpoint.weights.safetensors import Bytes, Layout, Placed
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.weights import safetensors
+from grpo_orch.checkpoint.weights.safetensors import Bytes, Layout, Placed
 
 # The encoding of the changes in a piece of a tensor: the changed elements and their new values.
 #

@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.errors import Corrupt
 
 HEADER_SIZE_MAX = 100 * 2**20  # safetensors' own limit
 ALIGNMENT = 8  # of the first tensor, as in files that safetensors writes

@@ -15,9 +15,9 @@ from pathlib import Path
 import structlog
 from blake3 import blake3
 
-from checkpoint.weights import delta, safetensors
-from checkpoint.weights.delta import DeltaWriter
-from checkpoint.weights.safetensors import Bytes, Layout, Placed
+from grpo_orch.checkpoint.weights import delta, safetensors
+from grpo_orch.checkpoint.weights.delta import DeltaWriter
+from grpo_orch.checkpoint.weights.safetensors import Bytes, Layout, Placed
 
 log = structlog.get_logger()
 

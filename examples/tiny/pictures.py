@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from checkpoint.store.run_store import Store
-from orchestrator.control.observe import GatewayWatch
-from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import view_of
-from orchestrator.views.screen import Screen
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control.observe import GatewayWatch
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.run_view import view_of
+from grpo_orch.orchestrator.views.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD, IMAGES = ROOT / "examples" / "tiny" / "build", ROOT / "docs" / "images"

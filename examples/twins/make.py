@@ -19,9 +19,9 @@ from pathlib import Path
 import base_model
 from rows import TWINS, Answer, Row
 
-from orchestrator.config.load import load_spec
-from policies.model.spec import datasets_of
-from tasks.trainer.user_data import load_data
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.policies.model.spec import datasets_of
+from grpo_orch.tasks.trainer.user_data import load_data
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parents[1] / "orchestrator" / "recipes"

@@ -20,8 +20,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from orchestrator.cli.options import Stop, console, errors, print_failure, reader
-from policies.model import exit_codes
+from grpo_orch.orchestrator.cli.options import Stop, console, errors, print_failure, reader
+from grpo_orch.policies.model import exit_codes
 
 # Modules and functions in orchestrator.cli, in the order of the help.
 COMMANDS = {
@@ -78,7 +78,7 @@ def _command(name: str, function: Any) -> Any:
 
 
 def _resolve(path: str) -> Any:
-    return resolve_name(f"orchestrator.cli.{path}")
+    return resolve_name(f"grpo_orch.orchestrator.cli.{path}")
 
 
 app = typer.Typer(
@@ -156,13 +156,13 @@ def _exit(message: str, exit_code: int, terminal: Console = errors) -> NoReturn:
 def _exit_code_of(error: Exception) -> int | None:
     """Return the exit code of an error that is reported as one line; None for a bug, which prints a traceback."""
     # Imported here because these modules take long to import.
-    from checkpoint.store.errors import StoreError
-    from orchestrator.cli.target import NoSuchRun
-    from orchestrator.clouds import CloudMissing
-    from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-    from orchestrator.config.load import ConfigError
-    from orchestrator.control.launcher import AlreadyControlled, DaemonFailed
-    from orchestrator.home import HomeUnusable
+    from grpo_orch.checkpoint.store.errors import StoreError
+    from grpo_orch.orchestrator.cli.target import NoSuchRun
+    from grpo_orch.orchestrator.clouds import CloudMissing
+    from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+    from grpo_orch.orchestrator.config.load import ConfigError
+    from grpo_orch.orchestrator.control.launcher import AlreadyControlled, DaemonFailed
+    from grpo_orch.orchestrator.home import HomeUnusable
 
     match error:
         case AlreadyControlled():

@@ -15,21 +15,21 @@ import typer
 from rich import progress as bars
 from rich.table import Table
 
-from checkpoint.records import documents
-from checkpoint.records.documents import read_forks
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from checkpoint.stream.chunks import Progress
-from checkpoint.stream.transfer import read_manifest
-from checkpoint.stream.transfer import verify as read_all
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
-from orchestrator.cli.target import open_run
-from orchestrator.views.run_view import Looker
-from orchestrator.views.words import NOT_KNOWN, data_size, duration, kept_as
-from policies.model import exit_codes
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import read_forks
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.checkpoint.stream.chunks import Progress
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.checkpoint.stream.transfer import verify as read_all
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.words import NOT_KNOWN, data_size, duration, kept_as
+from grpo_orch.policies.model import exit_codes
 
 NEWEST = "latest"
 EXPECTED = f"expected TIMELINE-STEP as in 0-120, a step, or `{NEWEST}`"

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
-from orchestrator.traces.read import NotATrace, read_traces
-from orchestrator.views.detection import Detection, Unreadable, render, to_json
-from orchestrator.views.detection import detect as detect_run
-from policies.model import exit_codes
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.traces.read import NotATrace, read_traces
+from grpo_orch.orchestrator.views.detection import Detection, Unreadable, render, to_json
+from grpo_orch.orchestrator.views.detection import detect as detect_run
+from grpo_orch.policies.model import exit_codes
 
 REASON_CHARACTERS = 200
 

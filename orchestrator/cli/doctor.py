@@ -14,24 +14,24 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.store.bucket import BucketRules, rules_of
-from checkpoint.store.errors import StoreError
-from checkpoint.store.probe import probe
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.upkeep import missing_objects
-from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
-from orchestrator.cli.target import open_store
-from orchestrator.clouds.local import node_python
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.cloud import zero_quota
-from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
-from orchestrator.config.load import load_spec, load_storage
-from orchestrator.config.shorthand import Storage
-from policies.fleet.market import market_of
-from policies.model import exit_codes
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Market, Role
+from grpo_orch.checkpoint.store.bucket import BucketRules, rules_of
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.probe import probe
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.upkeep import missing_objects
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.target import open_store
+from grpo_orch.orchestrator.clouds.local import node_python
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.cloud import zero_quota
+from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
+from grpo_orch.orchestrator.config.load import load_spec, load_storage
+from grpo_orch.orchestrator.config.shorthand import Storage
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def skypilot_version() -> str | None:
 
 
 def _open_skypilot() -> SkyPilotLike:
-    from orchestrator.clouds.sky.skypilot import SkyPilot  # optional, and takes seconds to import
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot  # optional, and takes seconds to import
 
     return SkyPilot()
 

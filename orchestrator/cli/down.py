@@ -9,23 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
-from orchestrator.cli.remote import controller_of, has_daemon, refuse_lost_machines, stop_remote
-from orchestrator.cli.target import open_run
-from orchestrator.clouds import open_cloud
-from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from orchestrator.control.launcher import AlreadyControlled, start_daemon
-from policies.control.stopping import DOWN, DOWN_NOW
-from policies.fleet.budget import STOP_WAIT_S
-from policies.model import exit_codes
-from policies.model.phases import TERMINAL_RUN
-from policies.model.state import RunState
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from policies.tick.snapshot import Command
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.remote import controller_of, has_daemon, refuse_lost_machines, stop_remote
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.clouds import open_cloud
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
+from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW
+from grpo_orch.policies.fleet.budget import STOP_WAIT_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Command
 
 CLOUD_WAIT_S = 60.0  # starting SkyPilot's API server takes ten seconds
 POLL_S = 0.2

@@ -21,37 +21,37 @@ from blake3 import blake3
 from msgspec import to_builtins
 from rich.table import Table
 
-from checkpoint import journal
-from checkpoint.records import documents, evaluations
-from checkpoint.records.documents import RunRecord, read_forks
-from checkpoint.records.evaluations import Evaluated
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import AlreadyExists
-from checkpoint.store.probe import probe
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from orchestrator.cli.checkpoints import NEWEST, find_checkpoint
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
-from orchestrator.cli.remote import has_daemon
-from orchestrator.cli.start import refuse_missing_secrets, show_plan
-from orchestrator.cli.target import open_run
-from orchestrator.config.model_size import find_size
-from orchestrator.control.launcher import AlreadyControlled, start_daemon
-from orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
-from orchestrator.plan.machines import cached_lookup
-from orchestrator.views.words import NOT_KNOWN
-from policies.evaluation import intervals
-from policies.evaluation.as_run import as_run
-from policies.evaluation.intervals import Estimate
-from policies.evaluation.judging import Verdict
-from policies.model import exit_codes
-from policies.model.datasets import FILE_KINDS, file_kind
-from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import Dataset, RunSpec, datasets_of
-from policies.model.timelines import lineage, on_lineage
-from policies.model.vocabulary import BASE, Evaluation, RunPhase, Subject
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents, evaluations
+from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
+from grpo_orch.checkpoint.records.evaluations import Evaluated
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import AlreadyExists
+from grpo_orch.checkpoint.store.probe import probe
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.orchestrator.cli.checkpoints import NEWEST, find_checkpoint
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.remote import has_daemon
+from grpo_orch.orchestrator.cli.start import refuse_missing_secrets, show_plan
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.config.model_size import find_size
+from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
+from grpo_orch.orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
+from grpo_orch.orchestrator.plan.machines import cached_lookup
+from grpo_orch.orchestrator.views.words import NOT_KNOWN
+from grpo_orch.policies.evaluation import intervals
+from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.intervals import Estimate
+from grpo_orch.policies.evaluation.judging import Verdict
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.datasets import FILE_KINDS, file_kind
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.spec import Dataset, RunSpec, datasets_of
+from grpo_orch.policies.model.timelines import lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import BASE, Evaluation, RunPhase, Subject
 
 VERDICT_LABELS = {
     Verdict.CORRECT: "correct",

@@ -7,17 +7,17 @@ from typing import Any
 
 from rich.table import Table
 
-from checkpoint.records import documents
-from checkpoint.store.document import Unreadable
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.target import open_run
-from orchestrator.views.run_view import Looker
-from orchestrator.views.words import clock, duration, plain, usd
-from policies.fleet.explain import Explanation
-from policies.fleet.market import Offer
-from policies.fleet.objective import Candidate, Comparison
-from policies.model import exit_codes
-from policies.model.vocabulary import kind_of
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.words import clock, duration, plain, usd
+from grpo_orch.policies.fleet.explain import Explanation
+from grpo_orch.policies.fleet.market import Offer
+from grpo_orch.policies.fleet.objective import Candidate, Comparison
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import kind_of
 
 
 def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:

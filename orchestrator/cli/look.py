@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from checkpoint import journal
-from checkpoint.records.documents import RunRecord, read_faults
-from checkpoint.records.samples import Message
-from checkpoint.store.run_store import Store
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.remote import controller_of, remote_log
-from orchestrator.cli.target import open_run
-from orchestrator.clouds import open_cloud
-from orchestrator.samples import (
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records.documents import RunRecord, read_faults
+from grpo_orch.checkpoint.records.samples import Message
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.remote import controller_of, remote_log
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.clouds import open_cloud
+from grpo_orch.orchestrator.samples import (
     Found,
     NoSamples,
     Order,
@@ -35,16 +35,16 @@ from orchestrator.samples import (
     summary_plain,
     why_none,
 )
-from orchestrator.views import model, screen
-from orchestrator.views import report as reports
-from orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
-from orchestrator.views.report import Report
-from orchestrator.views.run_view import Looker
-from orchestrator.views.screen import HEIGHT, Screen
-from orchestrator.views.words import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
-from policies.model import exit_codes
-from policies.model.events import JobExited, RunMoved
-from policies.model.vocabulary import RunPhase
+from grpo_orch.orchestrator.views import model, screen
+from grpo_orch.orchestrator.views import report as reports
+from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
+from grpo_orch.orchestrator.views.report import Report
+from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
+from grpo_orch.orchestrator.views.words import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import JobExited, RunMoved
+from grpo_orch.policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
 EVENT_LINES_MAX = 100  # enough for a cloud's whole error
@@ -130,7 +130,7 @@ def plot(
     out: Annotated[Path, typer.Option("--out", help="The PNG to write.")] = Path("plot.png"),
 ) -> None:
     """Plot reward, held-out score, loss, reward range and KL as a PNG."""
-    from orchestrator.views import plots  # matplotlib takes half a second to import
+    from grpo_orch.orchestrator.views import plots  # matplotlib takes half a second to import
 
     store, _ = open_run(target)
     try:
@@ -376,7 +376,7 @@ def web(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Serve a live web page of a run, from any machine that can read its store. Stop it with Ctrl-C."""
-    from orchestrator.web.server import HERE, serve  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.server import HERE, serve  # slow to import, and only needed here
 
     store, record = open_run(target)
 

@@ -9,17 +9,17 @@ import httpx
 import typer
 from rich.table import Table
 
-from checkpoint.records import documents
-from checkpoint.security import identity
-from checkpoint.store.run_store import Store
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.target import open_run
-from orchestrator.control.observe import GatewayWatch
-from orchestrator.gateway.surface.describe import describe
-from orchestrator.home import known_token
-from orchestrator.views.words import NOT_KNOWN, duration
-from policies.model import exit_codes
-from policies.model.vocabulary import machine_of
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.target import open_run
+from grpo_orch.orchestrator.control.observe import GatewayWatch
+from grpo_orch.orchestrator.gateway.surface.describe import describe
+from grpo_orch.orchestrator.home import known_token
+from grpo_orch.orchestrator.views.words import NOT_KNOWN, duration
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import machine_of
 
 TIMEOUT_S = 5.0  # short, because a person waits
 

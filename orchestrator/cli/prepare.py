@@ -13,24 +13,24 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-import orchestrator
-from checkpoint.store.errors import StoreError
-from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
-from orchestrator.cli.target import open_store
-from orchestrator.clouds import list_prices
-from orchestrator.clouds.local import gpus_here
-from orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load, load_storage
-from orchestrator.config.model_size import find_size
-from orchestrator.config.rules import name_problem
-from orchestrator.plan.gather import NOWHERE, make_plan
-from orchestrator.plan.machines import cached_lookup
-from orchestrator.plan.model import to_json
-from orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
-from orchestrator.plan.steps import Measured, measure
-from orchestrator.views import plan as views
-from policies.costs.store_costs import Place
-from policies.model import exit_codes
-from policies.model.spec import RunSpec
+from grpo_orch import orchestrator
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.target import open_store
+from grpo_orch.orchestrator.clouds import list_prices
+from grpo_orch.orchestrator.clouds.local import gpus_here
+from grpo_orch.orchestrator.config.load import ConfigError, Loaded, Problem, Storage, load, load_storage
+from grpo_orch.orchestrator.config.model_size import find_size
+from grpo_orch.orchestrator.config.rules import name_problem
+from grpo_orch.orchestrator.plan.gather import NOWHERE, make_plan
+from grpo_orch.orchestrator.plan.machines import cached_lookup
+from grpo_orch.orchestrator.plan.model import to_json
+from grpo_orch.orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
+from grpo_orch.orchestrator.plan.steps import Measured, measure
+from grpo_orch.orchestrator.views import plan as views
+from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import RunSpec
 
 
 class Init(TyperCommand):
@@ -153,7 +153,7 @@ def _plain(problem: Problem) -> dict[str, Any]:
 
 def init_text(name: str) -> str:
     """Return the commented template for a run of that name."""
-    text = resources.files("orchestrator.config").joinpath("template.yaml").read_text("utf-8")
+    text = resources.files("grpo_orch.orchestrator.config").joinpath("template.yaml").read_text("utf-8")
     return text.replace("name: my-run", f"name: {name}", 1)
 
 

@@ -10,18 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from orchestrator.cli.options import Stop, console
-from orchestrator.clouds import open_controller
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.remote import RemoteController
-from orchestrator.control.lease import is_held
-from policies.model import exit_codes
-from policies.model.phases import TERMINAL_RUN
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.options import Stop, console
+from grpo_orch.orchestrator.clouds import open_controller
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.remote import RemoteController
+from grpo_orch.orchestrator.control.lease import is_held
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.phases import TERMINAL_RUN
 
 DAEMON_TIMEOUT_S = 1200.0  # includes installing the environment
 POLL_S = 0.5

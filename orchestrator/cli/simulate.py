@@ -15,14 +15,22 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
-from orchestrator.config.load import load_spec
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, Weather, climate, read_trace
-from orchestrator.simulate.scenarios import Told, tell
-from orchestrator.simulate.world import HOURS, ON_DEMAND, THIS_RUN, Broken, Outcome, on_demand, simulate_hours
-from policies.model import exit_codes
-from policies.model.spec import RunSpec, generates_itself
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, Weather, climate, read_trace
+from grpo_orch.orchestrator.simulate.scenarios import Told, tell
+from grpo_orch.orchestrator.simulate.world import (
+    HOURS,
+    ON_DEMAND,
+    THIS_RUN,
+    Broken,
+    Outcome,
+    on_demand,
+    simulate_hours,
+)
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import RunSpec, generates_itself
 
 
 @dataclass(frozen=True, slots=True)

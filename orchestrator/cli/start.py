@@ -16,28 +16,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import Lease, RunRecord
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import AlreadyExists
-from checkpoint.store.probe import probe
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from orchestrator.cli.checkpoints import find_checkpoint
-from orchestrator.cli.look import attach
-from orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
-from orchestrator.cli.prepare import count_gpus, print_notices
-from orchestrator.cli.remote import controller_of, has_daemon, refuse_unknown_machines, start_remote
-from orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
-from orchestrator.clouds import open_cloud
-from orchestrator.clouds.local import node_python
-from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.remote import RemoteController
-from orchestrator.config.load import ConfigError, load, load_storage
-from orchestrator.config.model_size import find_size
-from orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal
-from orchestrator.home import (
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import Lease, RunRecord
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import AlreadyExists
+from grpo_orch.checkpoint.store.probe import probe
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.cli.checkpoints import find_checkpoint
+from grpo_orch.orchestrator.cli.look import attach
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.prepare import count_gpus, print_notices
+from grpo_orch.orchestrator.cli.remote import controller_of, has_daemon, refuse_unknown_machines, start_remote
+from grpo_orch.orchestrator.cli.target import keep_options, open_run, open_store, record_of, storage_of
+from grpo_orch.orchestrator.clouds import open_cloud
+from grpo_orch.orchestrator.clouds.local import node_python
+from grpo_orch.orchestrator.clouds.protocol import Offer
+from grpo_orch.orchestrator.clouds.sky.remote import RemoteController
+from grpo_orch.orchestrator.config.load import ConfigError, load, load_storage
+from grpo_orch.orchestrator.config.model_size import find_size
+from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal
+from grpo_orch.orchestrator.home import (
     keep_run_digest,
     known_token,
     missing,
@@ -49,19 +49,19 @@ from orchestrator.home import (
     token_file,
     token_mark,
 )
-from orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import FindSize, cached_lookup
-from orchestrator.plan.prices import by_offers
-from orchestrator.views.plan import render_short
-from policies.control.rollback.begin import RUN_START, TARGET_HINT, WHOLE_NUMBER_KEYS, user_target
-from policies.fleet.budget import BUDGET
-from policies.model import exit_codes
-from policies.model.loss import effects
-from policies.model.spec import RunSpec, processes_of
-from policies.model.state import Rollback, RunState
-from policies.model.timelines import Fork, forked_spec
-from policies.model.vocabulary import Market, PolicyVersion, RunPhase
+from grpo_orch.orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.machines import FindSize, cached_lookup
+from grpo_orch.orchestrator.plan.prices import by_offers
+from grpo_orch.orchestrator.views.plan import render_short
+from grpo_orch.policies.control.rollback.begin import RUN_START, TARGET_HINT, WHOLE_NUMBER_KEYS, user_target
+from grpo_orch.policies.fleet.budget import BUDGET
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.loss import effects
+from grpo_orch.policies.model.spec import RunSpec, processes_of
+from grpo_orch.policies.model.state import Rollback, RunState
+from grpo_orch.policies.model.timelines import Fork, forked_spec
+from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, RunPhase
 
 # Keys that a restarted trainer can change, because they change no shape: the lower bound, and whether it is
 # exclusive.
@@ -406,7 +406,7 @@ def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket 
         return None
     if remote:
         raise Stop("--web does not work with --remote; run `grpo-orch web` here instead", exit_codes.USAGE)
-    from orchestrator.web.server import HERE, listen  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.server import HERE, listen  # slow to import, and only needed here
 
     try:
         return listen(port)

@@ -6,14 +6,14 @@ import json
 import os
 from pathlib import Path
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store import layout
-from checkpoint.store.errors import NotFound
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator.config.load import Storage, load_storage
-from orchestrator.config.shorthand import PASSWORD, has_password, is_text
-from orchestrator.home import keep_store_options, kept_store_options, latest_run
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import NotFound
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.orchestrator.config.load import Storage, load_storage
+from grpo_orch.orchestrator.config.shorthand import PASSWORD, has_password, is_text
+from grpo_orch.orchestrator.home import keep_store_options, kept_store_options, latest_run
 
 RETRY_S = 5.0  # short, because a person waits
 

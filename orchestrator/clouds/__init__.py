@@ -6,18 +6,18 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from orchestrator.clouds.local import LocalCloud
-from orchestrator.clouds.protocol import Cloud
-from orchestrator.clouds.sky.offers import price_list
-from orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
-from orchestrator.clouds.sky.remote import RemoteController, as_shipped
-from orchestrator.clouds.sky.work import places, unused_clouds
-from orchestrator.home import run_dir
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds.local import LocalCloud
+from grpo_orch.orchestrator.clouds.protocol import Cloud
+from grpo_orch.orchestrator.clouds.sky.offers import price_list
+from grpo_orch.orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
+from grpo_orch.orchestrator.clouds.sky.remote import RemoteController, as_shipped
+from grpo_orch.orchestrator.clouds.sky.work import places, unused_clouds
+from grpo_orch.orchestrator.home import run_dir
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.skypilot import SkyPilot
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 class CloudMissing(Exception):
@@ -28,7 +28,7 @@ def open_cloud(record: RunRecord, store: Store) -> Cloud:
     """Return the cloud of a run. Raises CloudMissing."""
     if record.spec.cloud == "local":
         return open_local(record)
-    from orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
+    from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud  # SkyPilot takes seconds to import
 
     roles = (record.spec.trainer, record.spec.rollout)
     withheld = unused_clouds([place for role in roles for place in places(role.resources)], store.url)
@@ -46,7 +46,7 @@ def list_prices(clouds: Sequence[str]) -> PriceList:
     Raises CloudMissing.
     """
     _require_skypilot()
-    from orchestrator.clouds.sky.skypilot import catalog_rows
+    from grpo_orch.orchestrator.clouds.sky.skypilot import catalog_rows
 
     return price_list(catalog_rows, clouds)
 
@@ -58,7 +58,7 @@ def open_local(record: RunRecord) -> LocalCloud:
 
 def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
     _require_skypilot()
-    from orchestrator.clouds.sky.skypilot import SkyPilot
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 
     return SkyPilot(group, withheld)
 

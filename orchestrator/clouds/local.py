@@ -27,18 +27,34 @@ from typing import Any
 
 import psutil
 
-from checkpoint.store.codec import from_json
-from checkpoint.store.errors import Corrupt
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from policies.fleet.market import market_of
-from policies.fleet.plan import wanted_slots
-from policies.model.gpus import TOOL, VISIBLE, DriverFailed, driver_failed, gpus_of, requests_gpus, visible_names
-from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
-from policies.model.node_contract import LOCAL_MACHINE, MACHINE, NOTICE, SPOOL, SPOOL_PREFIX, WORK, WORKDIR_ENV
-from policies.model.pools import PoolOffer
-from policies.model.spec import Prices, RunSpec
-from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
-from policies.tick.snapshot import Machine
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.fleet.plan import wanted_slots
+from grpo_orch.policies.model.gpus import (
+    TOOL,
+    VISIBLE,
+    DriverFailed,
+    driver_failed,
+    gpus_of,
+    requests_gpus,
+    visible_names,
+)
+from grpo_orch.policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
+from grpo_orch.policies.model.node_contract import (
+    LOCAL_MACHINE,
+    MACHINE,
+    NOTICE,
+    SPOOL,
+    SPOOL_PREFIX,
+    WORK,
+    WORKDIR_ENV,
+)
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.spec import Prices, RunSpec
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of, slot_and_incarnation
+from grpo_orch.policies.tick.snapshot import Machine
 
 
 class LocalCloud:

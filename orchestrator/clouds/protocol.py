@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from policies.model.pools import Pool, PoolOffer
-from policies.model.vocabulary import Market, Refusal, Role
-from policies.tick.snapshot import Machine
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
+from grpo_orch.policies.tick.snapshot import Machine
 
 
 class CloudRefused(Exception):

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import orchestrator
+import grpo_orch
 
 PROJECT = "grpo-orch"
-PACKAGES = ("checkpoint", "orchestrator", "policies", "tasks")
+PACKAGE = "grpo_orch"
 DIGEST_CHARS = 16
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date in a zip file
 _WHEEL = "Wheel-Version: 1.0\nGenerator: grpo-orch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -36,7 +36,7 @@ def build_wheel(folder: Path) -> Path:
     It has the project's extras. Raises NotInstalled.
     """
     distribution = _distribution()
-    stem = f"{PROJECT.replace('-', '_')}-{distribution.version}"
+    stem = f"{PACKAGE}-{distribution.version}"
     data = _zipped(_with_record(_files(distribution, f"{stem}.dist-info"), f"{stem}.dist-info"))
     target = folder / hashlib.sha256(data).hexdigest()[:DIGEST_CHARS] / f"{stem}-py3-none-any.whl"
     if not target.exists():
@@ -57,7 +57,7 @@ def _distribution() -> metadata.Distribution:
 
 def _files(distribution: metadata.Distribution, info: str) -> dict[str, bytes]:
     """Return the wheel's content by name, without its RECORD."""
-    root = Path(orchestrator.__file__).parent.parent
+    root = Path(grpo_orch.__file__).parent.parent
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)}
     requirements = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     files[f"{info}/METADATA"] = requirements.encode()
@@ -67,11 +67,9 @@ def _files(distribution: metadata.Distribution, info: str) -> dict[str, bytes]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    for package in PACKAGES:
-        for path in (root / package).rglob("*"):
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
-            if path.is_file() and not hidden:
-                yield path
+    for folder, folders, names in os.walk(root / PACKAGE, followlinks=True):  # a checkout's packages are links
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _with_record(files: dict[str, bytes], info: str) -> dict[str, bytes]:

@@ -16,11 +16,11 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.effective import AlreadyReported, EffectiveRun
-from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.structure import format_value
-from orchestrator.config.user_code import function_problem
-from policies.model.datasets import bad_line, counts_of, file_kind, is_import_path, read_template
+from grpo_orch.orchestrator.config.effective import AlreadyReported, EffectiveRun
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath
+from grpo_orch.orchestrator.config.structure import format_value
+from grpo_orch.orchestrator.config.user_code import function_problem
+from grpo_orch.policies.model.datasets import bad_line, counts_of, file_kind, is_import_path, read_template
 
 _EXPECTED = "expected a string with columns in braces, as in {question}, or module.function"
 

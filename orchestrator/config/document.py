@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
+from grpo_orch.orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem
 
 DEPTH_MAX = 40
 NODES_MAX = 20_000  # aliases make a small file large

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from orchestrator.config.foreign_keys import grpo_table
-from orchestrator.config.problems import Findings, KeyPath
-from policies.model.spec import processes_in
-from policies.serving.sessions import TURNS_MAX
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath
+from grpo_orch.policies.model.spec import processes_in
+from grpo_orch.policies.serving.sessions import TURNS_MAX
 
 
 class AlreadyReported(Exception):

@@ -13,10 +13,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from orchestrator.config.problems import Findings, KeyPath, unknown_key
-from orchestrator.config.structure import Kind, format_value, mismatch
-from policies.model.spec import ALTERNATIVES
-from policies.weights import disks
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath, unknown_key
+from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
+from grpo_orch.policies.model.spec import ALTERNATIVES
+from grpo_orch.policies.weights import disks
 
 _GATEWAY = "completions come from the gateway"
 _NODE = "set rollout.vllm.{} instead"
@@ -212,7 +212,7 @@ def _table(
 @cache
 def _read(file: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(
-        (resources.files("orchestrator.config") / "tables" / file).read_text("utf-8")
+        (resources.files("grpo_orch.orchestrator.config") / "tables" / file).read_text("utf-8")
     )
     return document
 

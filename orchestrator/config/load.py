@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.datasets import check_datasets, check_rows
-from orchestrator.config.document import Document, read_document
-from orchestrator.config.foreign_keys import (
+from grpo_orch.orchestrator.config.datasets import check_datasets, check_rows
+from grpo_orch.orchestrator.config.document import Document, read_document
+from grpo_orch.orchestrator.config.foreign_keys import (
     accelerate_table,
     check_keys,
     check_resources,
@@ -26,11 +26,11 @@ from orchestrator.config.foreign_keys import (
     normalize_vllm_flags,
     vllm_table,
 )
-from orchestrator.config.model_size import NotKnown
-from orchestrator.config.notices import find_notices
-from orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, sort_problems
-from orchestrator.config.rewards import check_rewards
-from orchestrator.config.rules import (
+from grpo_orch.orchestrator.config.model_size import NotKnown
+from grpo_orch.orchestrator.config.notices import find_notices
+from grpo_orch.orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, sort_problems
+from grpo_orch.orchestrator.config.rewards import check_rewards
+from grpo_orch.orchestrator.config.rules import (
     check_lengths,
     check_local_gpus,
     check_quantised,
@@ -39,7 +39,7 @@ from orchestrator.config.rules import (
     grpo_defaults,
     run_checks,
 )
-from orchestrator.config.shorthand import (
+from grpo_orch.orchestrator.config.shorthand import (
     EXPECTED_STORE,
     Storage,
     expand,
@@ -47,11 +47,11 @@ from orchestrator.config.shorthand import (
     expand_rehearsal,
     expand_storage,
 )
-from orchestrator.config.structure import check_structure
-from orchestrator.config.user_code import check_shadows
-from policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
-from policies.model.vocabulary import Role
-from policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
+from grpo_orch.orchestrator.config.structure import check_structure
+from grpo_orch.orchestrator.config.user_code import check_shadows
+from grpo_orch.policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 

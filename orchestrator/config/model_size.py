@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from checkpoint.store.errors import Corrupt
-from checkpoint.weights.safetensors import layout_of
-from policies.model.spec import RunSpec
-from policies.weights.disks import ModelSize
-from policies.weights.tensors import NAMED, WIDTH
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.weights.safetensors import layout_of
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.weights.disks import ModelSize
+from grpo_orch.policies.weights.tensors import NAMED, WIDTH
 
 
 def json_in(path: Path) -> dict[str, Any]:

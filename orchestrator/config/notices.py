@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
-from orchestrator.config.model_size import config_in
-from orchestrator.config.problems import Findings
-from orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
-from orchestrator.config.shorthand import DEADLINE
-from policies.control.rollback.choice import changes_on_rollback
-from policies.detect.divergence import TYPICAL_DELAY_POINTS
-from policies.fleet.market import market_of, may_fall_back
-from policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
-from policies.model.vocabulary import Market, Role
-from policies.sizing.training import own_generation_obstacle
-from policies.weights.adapters import why_whole
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
+from grpo_orch.orchestrator.config.model_size import config_in
+from grpo_orch.orchestrator.config.problems import Findings
+from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
+from grpo_orch.orchestrator.config.shorthand import DEADLINE
+from grpo_orch.policies.control.rollback.choice import changes_on_rollback
+from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
+from grpo_orch.policies.fleet.market import market_of, may_fall_back
+from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing.training import own_generation_obstacle
+from grpo_orch.policies.weights.adapters import why_whole
 
 # A notice is added if a rollback would discard more checkpoints than this.
 CHECKPOINTS_LOST_MAX = 4

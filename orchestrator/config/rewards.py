@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.datasets import Columns
-from orchestrator.config.foreign_keys import shipped_reward_functions
-from orchestrator.config.problems import Findings, KeyPath, did_you_mean
-from orchestrator.config.structure import format_value
-from orchestrator.config.user_code import FUNCTION, function_problem
+from grpo_orch.orchestrator.config.datasets import Columns
+from grpo_orch.orchestrator.config.foreign_keys import shipped_reward_functions
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath, did_you_mean
+from grpo_orch.orchestrator.config.structure import format_value
+from grpo_orch.orchestrator.config.user_code import FUNCTION, function_problem
 
 # What TRL 1.16 passes to every reward function, in addition to the dataset's columns.
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -110,7 +110,7 @@ def _keeps_parameters(decorator: ast.expr) -> bool:
 
 
 def _is_in_workers(decorator: ast.expr) -> bool:
-    """Return whether it is `tasks.rewards.in_workers`, under any import name."""
+    """Return whether it is `grpo_orch.rewards.in_workers`, under any import name."""
     called = ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
     return called.rpartition(".")[2] == "in_workers"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.datasets import each_dataset
-from orchestrator.config.effective import (
+from grpo_orch.orchestrator.config.datasets import each_dataset
+from grpo_orch.orchestrator.config.effective import (
     AlreadyReported,
     EffectiveRun,
     check_batch_keys,
@@ -23,16 +23,16 @@ from orchestrator.config.effective import (
     check_save_steps,
     save_steps_of,
 )
-from orchestrator.config.model_size import config_in, json_in
-from orchestrator.config.problems import Findings, KeyPath
-from orchestrator.config.rewards import is_model
-from orchestrator.config.user_code import function_problem
-from policies.fleet.plan import wanted_slots
-from policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
-from policies.model.spec import STALE_DEFAULTS, RunSpec, generates_itself, gpu_counts, processes_of
-from policies.model.vocabulary import Role
-from policies.sizing.engine import MAX_MODEL_LEN, context_problem, whole_number
-from policies.weights.adapters import QUANTISED, QUANTISED_WORDS
+from grpo_orch.orchestrator.config.model_size import config_in, json_in
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath
+from grpo_orch.orchestrator.config.rewards import is_model
+from grpo_orch.orchestrator.config.user_code import function_problem
+from grpo_orch.policies.fleet.plan import wanted_slots
+from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
+from grpo_orch.policies.model.spec import STALE_DEFAULTS, RunSpec, generates_itself, gpu_counts, processes_of
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.sizing.engine import MAX_MODEL_LEN, context_problem, whole_number
+from grpo_orch.policies.weights.adapters import QUANTISED, QUANTISED_WORDS
 
 # Secrets. run.yaml is copied to the store, so it may name secrets but not contain them.
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from orchestrator.config.document import OPTIONS, Document
-from orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
-from orchestrator.config.structure import Kind, format_value, mismatch
-from policies.model.datasets import FILE_KINDS
+from grpo_orch.orchestrator.config.document import OPTIONS, Document
+from grpo_orch.orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
+from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
+from grpo_orch.policies.model.datasets import FILE_KINDS
 
 
 def absolute(text: str, workdir: Path) -> Path:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.config.problems import LISTED_MAX, Findings, KeyPath, did_you_mean, unknown_key
+from grpo_orch.orchestrator.config.problems import LISTED_MAX, Findings, KeyPath, did_you_mean, unknown_key
 
 _TYPE_NAMES = {
     "int": "a whole number",

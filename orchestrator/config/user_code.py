@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from orchestrator.config.problems import Findings, did_you_mean
+from grpo_orch.orchestrator.config.problems import Findings, did_you_mean
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 Misfit = Callable[[ast.stmt, str], str]  # returns the problem with a function's definition, given its name
@@ -140,7 +140,6 @@ def _file_of(module: str) -> str:
 
 # Modules next to run.yaml that hide others: a run's processes import from its folder first.
 
-OWN_PACKAGES = frozenset({"checkpoint", "orchestrator", "policies", "tasks"})
 LIBRARIES = frozenset(
     {
         *("accelerate", "aiohttp", "blake3", "datasets", "fsspec", "httpx", "huggingface_hub", "msgspec"),
@@ -168,8 +167,8 @@ def check_shadows(workdir: Path, findings: Findings) -> None:
 
 
 def _owner(name: str) -> str:
-    if name in OWN_PACKAGES:
-        return "grpo-orch's"
+    if name == "grpo_orch":
+        return "this project's"
     if name in LIBRARIES:
         return "the library"
     return "Python's" if name in sys.stdlib_module_names - NOT_IMPORTED else ""

@@ -19,14 +19,14 @@ from typing import assert_never
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
-from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.model.vocabulary import PolicyVersion, Refusal, role_of
-from policies.tick.snapshot import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal, role_of
+from grpo_orch.policies.tick.snapshot import (
     Action,
     AskToStop,
     Confirm,

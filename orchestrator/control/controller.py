@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import structlog
 
-from checkpoint.journal import Journal, Record, advance
-from checkpoint.records import documents
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from orchestrator.control.actuate import Actuator
-from orchestrator.control.observe import Observer
-from orchestrator.control.run_clock import Steadiness
-from policies.control.decide import decide, done
-from policies.model.events import CommandTaken, DataSetAside, Event
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.tick.snapshot import Decision, Snapshot
+from grpo_orch.checkpoint.journal import Journal, Record, advance
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control.actuate import Actuator
+from grpo_orch.orchestrator.control.observe import Observer
+from grpo_orch.orchestrator.control.run_clock import Steadiness
+from grpo_orch.policies.control.decide import decide, done
+from grpo_orch.policies.model.events import CommandTaken, DataSetAside, Event
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.tick.snapshot import Decision, Snapshot
 
 log = structlog.get_logger()
 

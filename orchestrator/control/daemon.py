@@ -1,9 +1,9 @@
 """The daemon: a process that controls one run.
 
-`python -m orchestrator.control.daemon STORE-URL REASON [EPOCH [PAGE-FD]]`; PAGE-FD is a listening socket for the
-run page. The daemon takes over the run (with EPOCH only if that is still the newest and no other daemon lives) and
-ticks until the run has ended. It may die at any point: training continues without it, and the next daemon
-continues from the journal. SIGTERM stops the daemon and leaves all machines as they are.
+`python -m grpo_orch.orchestrator.control.daemon STORE-URL REASON [EPOCH [PAGE-FD]]`; PAGE-FD is a listening socket
+for the run page. The daemon takes over the run (with EPOCH only if that is still the newest and no other daemon
+lives) and ticks until the run has ended. It may die at any point: training continues without it, and the next
+daemon continues from the journal. SIGTERM stops the daemon and leaves all machines as they are.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from shlex import quote
 
 import structlog
 
-from checkpoint.journal import Fenced, Journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.redaction import Redactor, guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator import home
-from orchestrator.clouds import open_cloud
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
-from orchestrator.control.actuate import Actuator
-from orchestrator.control.controller import Controller
-from orchestrator.control.exporter import Exporter, Seen
-from orchestrator.control.lease import RENEW_S, is_alive, own_lease
-from orchestrator.control.observe import Observer
-from orchestrator.control.plan_writer import PlanWriter
-from orchestrator.control.run_clock import RunClock
-from orchestrator.home import (
+from grpo_orch.checkpoint.journal import Fenced, Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.redaction import Redactor, guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.orchestrator import home
+from grpo_orch.orchestrator.clouds import open_cloud
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.control.actuate import Actuator
+from grpo_orch.orchestrator.control.controller import Controller
+from grpo_orch.orchestrator.control.exporter import Exporter, Seen
+from grpo_orch.orchestrator.control.lease import RENEW_S, is_alive, own_lease
+from grpo_orch.orchestrator.control.observe import Observer
+from grpo_orch.orchestrator.control.plan_writer import PlanWriter
+from grpo_orch.orchestrator.control.run_clock import RunClock
+from grpo_orch.orchestrator.home import (
     HomeUnusable,
     all_secrets,
     missing,
@@ -48,14 +48,21 @@ from orchestrator.home import (
     secrets_for,
     token_mark,
 )
-from orchestrator.notify.notifier import DRAIN_S, start_notifier
-from policies.model import exit_codes
-from policies.model.events import Event, RunCreated, RunMoved
-from policies.model.node_contract import ATTEMPT_ENV, DEAD_MAN_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Refusal, RunPhase, role_of
-from policies.tick.snapshot import Decision, Launch
+from grpo_orch.orchestrator.notify.notifier import DRAIN_S, start_notifier
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import Event, RunCreated, RunMoved
+from grpo_orch.policies.model.node_contract import (
+    ATTEMPT_ENV,
+    DEAD_MAN_ENV,
+    NODE_ENV,
+    RUN_ENV,
+    TIMELINE_ENV,
+    TOKEN_ENV,
+)
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Refusal, RunPhase, role_of
+from grpo_orch.policies.tick.snapshot import Decision, Launch
 
 log = structlog.get_logger()
 
@@ -256,7 +263,7 @@ def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | N
     The process reads from a pipe that the daemon holds, so it exits when the daemon does, even after SIGKILL. Its
     errors are in the daemon's log; the daemon does not depend on it.
     """
-    argv = [sys.executable, "-m", "orchestrator.web.server", store_url, str(listening_fd)]
+    argv = [sys.executable, "-m", "grpo_orch.orchestrator.web.server", store_url, str(listening_fd)]
     try:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listening_fd,))
     except OSError as error:

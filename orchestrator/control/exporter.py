@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from checkpoint.records.metrics import Row, StepTiming
-from policies.fleet.budget import spent_usd
-from policies.model.events import Event, NodeMoved
-from policies.model.state import RunState
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from policies.tick.snapshot import Snapshot
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.policies.fleet.budget import spent_usd
+from grpo_orch.policies.model.events import Event, NodeMoved
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Snapshot
 
 log = structlog.get_logger()
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from orchestrator.control.lease import is_held
-from orchestrator.home import known_run, run_dir
-from policies.model import exit_codes
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control.lease import is_held
+from grpo_orch.orchestrator.home import known_run, run_dir
+from grpo_orch.policies.model import exit_codes
 
 START_TIMEOUT_S = 300.0  # usually a second or two; minutes on busy cores
 OTHER_LEASE_TIMEOUT_S = 30.0  # for the lease of a daemon that started first
@@ -46,7 +46,9 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
         raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
     fds = () if page is None else (page.fileno(),)
-    process = _spawn(["-m", "orchestrator.control.daemon", store.url, reason, *map(str, (epoch, *fds))], log, fds)
+    process = _spawn(
+        ["-m", "grpo_orch.orchestrator.control.daemon", store.url, reason, *map(str, (epoch, *fds))], log, fds
+    )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         lease = documents.LEASE.read(store, Unreadable())
@@ -75,7 +77,9 @@ def _taken(store: Store, until_s: float) -> AlreadyControlled:
 def start_rehearsal(store: Store, record: RunRecord) -> None:
     """Start the rehearsal process if the run has faults to rehearse; a second process exits immediately."""
     if record.spec.rehearse is not None and record.spec.rehearse.faults:
-        _spawn(["-m", "orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log")
+        _spawn(
+            ["-m", "grpo_orch.orchestrator.control.rehearse", store.url], run_dir(record.run_id) / "rehearsal.log"
+        )
 
 
 def _spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:

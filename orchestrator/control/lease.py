@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint.records.documents import Lease
-from orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.checkpoint.records.documents import Lease
+from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 
 TTL_S = 15.0
 RENEW_S = 2.0

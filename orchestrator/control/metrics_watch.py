@@ -18,18 +18,18 @@ from typing import TypeVar
 
 import structlog
 
-from checkpoint.records import metrics
-from checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
-from checkpoint.store import layout
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from policies.costs.steps import StepShape, shape_of, trainer_shape_of
-from policies.detect.divergence import Detector, Point, follow
-from policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
-from policies.model.spec import KlPolicy
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Trainer, Watched
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.costs.steps import StepShape, shape_of, trainer_shape_of
+from grpo_orch.policies.detect.divergence import Detector, Point, follow
+from grpo_orch.policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
+from grpo_orch.policies.model.spec import KlPolicy
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer, Watched
 
 log = structlog.get_logger()
 

@@ -11,28 +11,28 @@ from typing import TypeVar
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.records.documents import ControllerMachine
-from checkpoint.records.metrics import Row, StepTiming
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import Corrupt, StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog, Revision
-from orchestrator.clouds.protocol import Cloud, CloudUnavailable
-from orchestrator.control.metrics_watch import MetricsWatch
-from orchestrator.control.prices import Prices
-from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.fleet.market import may_fall_back
-from policies.ledger.rentals import ControllerRental
-from policies.model import exit_codes
-from policies.model.spec import Budget, RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.joining import Stage, makes_progress
-from policies.serving.wire import STATUS_S
-from policies.tick.snapshot import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import ControllerMachine
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog, Revision
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from grpo_orch.orchestrator.control.metrics_watch import MetricsWatch
+from grpo_orch.orchestrator.control.prices import Prices
+from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.policies.fleet.market import may_fall_back
+from grpo_orch.policies.ledger.rentals import ControllerRental
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import Budget, RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.joining import Stage, makes_progress
+from grpo_orch.policies.serving.wire import STATUS_S
+from grpo_orch.policies.tick.snapshot import (
     Command,
     ControllerCost,
     Gateway,

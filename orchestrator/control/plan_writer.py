@@ -6,13 +6,13 @@ import contextlib
 import math
 from dataclasses import replace
 
-from checkpoint.records import documents
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from policies.fleet.explain import Explanation, explain
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.tick.snapshot import Snapshot
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.fleet.explain import Explanation, explain
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.tick.snapshot import Snapshot
 
 EVERY_S = 30.0  # minimum interval between writes; unchanged plans are not written
 

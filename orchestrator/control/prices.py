@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 import structlog
 
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Offer
-from orchestrator.control.run_clock import awake_or_asleep_s
-from policies.model.pools import PoolOffer
-from policies.model.vocabulary import kind_of
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Offer
+from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.vocabulary import kind_of
 
 log = structlog.get_logger()
 

@@ -1,7 +1,7 @@
 """The rehearsal: injects the faults that run.yaml schedules into real processes.
 
-`python -m orchestrator.control.rehearse STORE-URL` is a separate process, since it also kills the daemon. Each
-fault is injected once and recorded in the store.
+`python -m grpo_orch.orchestrator.control.rehearse STORE-URL` is a separate process, since it also kills the
+daemon. Each fault is injected once and recorded in the store.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 import psutil
 import structlog
 
-from checkpoint.journal import recover
-from checkpoint.records import documents
-from checkpoint.records.documents import RehearsedFault, RunRecord, read_faults, write_fault
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from orchestrator.clouds import open_local
-from orchestrator.clouds.local import LocalCloud, marked_processes
-from orchestrator.control.lease import is_alive
-from orchestrator.home import run_dir
-from policies.model import node_contract
-from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import Rehearsed
-from policies.model.vocabulary import MachineState, slot_and_incarnation
+from grpo_orch.checkpoint.journal import recover
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RehearsedFault, RunRecord, read_faults, write_fault
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds import open_local
+from grpo_orch.orchestrator.clouds.local import LocalCloud, marked_processes
+from grpo_orch.orchestrator.control.lease import is_alive
+from grpo_orch.orchestrator.home import run_dir
+from grpo_orch.policies.model import node_contract
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.spec import Rehearsed
+from grpo_orch.policies.model.vocabulary import MachineState, slot_and_incarnation
 
 log = structlog.get_logger()
 
@@ -124,7 +124,7 @@ class Rehearser:
             return "no daemon was running"
         os.kill(lease.pid, signal.SIGKILL)
         time.sleep(for_s)
-        subprocess.run([sys.executable, "-m", "orchestrator", "resume", self._store.url, "-d"], check=False)
+        subprocess.run([sys.executable, "-m", "grpo_orch", "resume", self._store.url, "-d"], check=False)
         return f"killed pid {lease.pid}; resumed after {for_s:g} s"
 
     def _kill_process(self, module: str) -> str:

@@ -1,4 +1,4 @@
-"""The gateway's process: `python -m orchestrator.gateway`.
+"""The gateway's process: `python -m grpo_orch.orchestrator.gateway`.
 
 Environment: GRPO_ORCH_RUN (the store's URL), GRPO_ORCH_TOKEN (the run's secret), GRPO_ORCH_GATEWAY_HOST (the
 address to listen on and to be reached at, 127.0.0.1 by default). Next to a trainer also GRPO_ORCH_TIMELINE,
@@ -29,19 +29,26 @@ from urllib.parse import urlsplit
 import structlog
 import uvloop
 
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.security import identity
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.routing.watch import Watch
-from orchestrator.gateway.surface.app import Gateway
-from orchestrator.gateway.surface.listener import BACKLOG, listening
-from orchestrator.gateway.surface.session_log import SessionLog
-from orchestrator.gateway.surface.status_writer import StatusWriter
-from policies.model import exit_codes
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV, WORKDIR_ENV
-from policies.model.vocabulary import Precedence, precedence_of
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.routing.watch import Watch
+from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.surface.listener import BACKLOG, listening
+from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.orchestrator.gateway.surface.status_writer import StatusWriter
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.node_contract import (
+    ATTEMPT_ENV,
+    NODE_ENV,
+    RUN_ENV,
+    TIMELINE_ENV,
+    TOKEN_ENV,
+    WORKDIR_ENV,
+)
+from grpo_orch.policies.model.vocabulary import Precedence, precedence_of
 
 log = structlog.get_logger()
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies.model.vocabulary import Recovery
-from policies.serving import recovery
-from policies.serving.wire import HandOver
+from grpo_orch.policies.model.vocabulary import Recovery
+from grpo_orch.policies.serving import recovery
+from grpo_orch.policies.serving.wire import HandOver
 
 VLLM_DEFAULT_TOKENS = 16
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"

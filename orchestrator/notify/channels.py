@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from checkpoint.journal import Record
-from policies.model.events import (
+from grpo_orch.checkpoint.journal import Record
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,
     CapacityMissing,
@@ -28,7 +28,7 @@ from policies.model.events import (
     RollbackBegun,
     RunMoved,
 )
-from policies.model.vocabulary import RunPhase
+from grpo_orch.policies.model.vocabulary import RunPhase
 
 TEXT_MAX = 1000  # characters, so that a message stays readable at a glance
 _PHASES = {

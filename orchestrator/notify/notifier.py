@@ -15,15 +15,15 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import Notified, RunRecord
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from orchestrator.home import notify_urls
-from orchestrator.notify.channels import Channel, Command, Message, Service, Undelivered, messages_in
-from policies.model.spec import Notify
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import Notified, RunRecord
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.home import notify_urls
+from grpo_orch.orchestrator.notify.channels import Channel, Command, Message, Service, Undelivered, messages_in
+from grpo_orch.policies.model.spec import Notify
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clouds.sky.records import ListPrice
-from orchestrator.plan.machines import (
+from grpo_orch.orchestrator.clouds.sky.records import ListPrice
+from grpo_orch.orchestrator.plan.machines import (
     PROMPT_TOKENS,
     FindSize,
     Kinds,
@@ -26,7 +26,7 @@ from orchestrator.plan.machines import (
     unread_deepspeed,
     with_deepspeed,
 )
-from orchestrator.plan.model import (
+from grpo_orch.orchestrator.plan.model import (
     CheckpointPlan,
     DeadlinePlan,
     KindPlan,
@@ -37,16 +37,16 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
-from orchestrator.plan.prices import PriceBook, cloud_prices
-from orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
-from policies.costs import disks
-from policies.costs.list_prices import store_price
-from policies.costs.steps import StepShape
-from policies.costs.store_costs import GB, Place
-from policies.fleet.deadline import BOOT_S, Course, nodes_for, time_of
-from policies.ledger.retention import STORE_BYTES_PER_S, most_kept
-from policies.model.spec import (
+from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
+from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
+from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.costs.list_prices import store_price
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.costs.store_costs import GB, Place
+from grpo_orch.policies.fleet.deadline import BOOT_S, Course, nodes_for, time_of
+from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, most_kept
+from grpo_orch.policies.model.spec import (
     ALTERNATIVES,
     RunSpec,
     alternatives_of,
@@ -54,13 +54,13 @@ from policies.model.spec import (
     model_settings,
     processes_of,
 )
-from policies.model.vocabulary import Market, Role
-from policies.sizing import speed
-from policies.sizing.money import Cost, Prices, again_usd, cost, hourly
-from policies.sizing.speed import gpu_named
-from policies.sizing.training import trained_params, training_of
-from policies.weights.adapters import DEFAULT_RANK
-from policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing import speed
+from grpo_orch.policies.sizing.money import Cost, Prices, again_usd, cost, hourly
+from grpo_orch.policies.sizing.speed import gpu_named
+from grpo_orch.policies.sizing.training import trained_params, training_of
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK
+from grpo_orch.policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 
 NOWHERE = Place("")
 ESTIMATED = (

@@ -11,22 +11,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.foreign_keys import grpo_table
-from orchestrator.config.model_size import NotKnown, find_config, json_in
-from orchestrator.plan.model import MachinePlan
-from policies.fleet.market import market_of
-from policies.model.gpus import engine_gpus, gpus_of
-from policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
-from policies.model.vocabulary import Role
-from policies.sizing.engine import engine_memory, engine_of, whole_number
-from policies.sizing.memory import EngineMemory, TrainerMemory
-from policies.sizing.money import Prices
-from policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
-from policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
-from policies.sizing.trainer import trainer_memory
-from policies.sizing.training import training_of
-from policies.weights.adapters import QUANTISED_WORDS
-from policies.weights.disks import ModelSize
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table
+from grpo_orch.orchestrator.config.model_size import NotKnown, find_config, json_in
+from grpo_orch.orchestrator.plan.model import MachinePlan
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
+from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory
+from grpo_orch.policies.sizing.money import Prices
+from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
+from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
+from grpo_orch.policies.sizing.trainer import trainer_memory
+from grpo_orch.policies.sizing.training import training_of
+from grpo_orch.policies.weights.adapters import QUANTISED_WORDS
+from grpo_orch.policies.weights.disks import ModelSize
 
 # Assumed, because the length of prompts depends on the data: about 100 tokens for GSM8K, several hundred for
 # programs with their tests.

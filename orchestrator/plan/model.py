@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from policies.model.vocabulary import Market, Role
-from policies.sizing.money import Cost, Prices
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing.money import Cost, Prices
 
 # Origin of a number: the run's log, or an estimate.
 Source = Literal["measured", "estimated"]

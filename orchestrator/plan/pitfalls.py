@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from orchestrator.clouds.sky.work import places
-from orchestrator.plan.machines import (
+from grpo_orch.orchestrator.clouds.sky.work import places
+from grpo_orch.orchestrator.plan.machines import (
     PLANNED_SHARE,
     KnownModel,
     completion_tokens,
@@ -19,15 +19,15 @@ from orchestrator.plan.machines import (
     supports_dtype,
     trainer_memory_of,
 )
-from orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
-from policies.model.gpus import VISIBLE, engine_gpus
-from policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
-from policies.model.vocabulary import Market, Role
-from policies.sizing.engine import context_problem, engine_of
-from policies.sizing.memory import GIB
-from policies.sizing.speed import Gpu, gpu_named
-from policies.sizing.training import divides_weights, training_of
-from policies.weights.adapters import QUANTISED, why_whole
+from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
+from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
+from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing.engine import context_problem, engine_of
+from grpo_orch.policies.sizing.memory import GIB
+from grpo_orch.policies.sizing.speed import Gpu, gpu_named
+from grpo_orch.policies.sizing.training import divides_weights, training_of
+from grpo_orch.policies.weights.adapters import QUANTISED, why_whole
 
 # Half the distance between typical weights of about 0.02 and their neighbours in bfloat16, which has 8 significant
 # bits: a smaller update is rounded away. AdamW's updates are about as large as the learning rate.

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoint.store.run_store import Store
-from orchestrator.clouds import CloudMissing
-from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.records import ListPrice, PriceList
-from orchestrator.clouds.sky.work import places
-from orchestrator.plan.machines import kinds_in
-from orchestrator.plan.model import CloudPrice
-from policies.costs.store_costs import Place
-from policies.model.spec import RunSpec, alternatives_of, gpu_counts
-from policies.model.vocabulary import Market, Role
-from policies.sizing.money import Prices
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds import CloudMissing
+from grpo_orch.orchestrator.clouds.protocol import Offer
+from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
+from grpo_orch.orchestrator.clouds.sky.work import places
+from grpo_orch.orchestrator.plan.machines import kinds_in
+from grpo_orch.orchestrator.plan.model import CloudPrice
+from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, gpu_counts
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing.money import Prices
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
 OWN = ("kubernetes", "k8s", "ssh", "slurm")

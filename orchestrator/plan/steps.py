@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median
 
-from checkpoint.records import metrics
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.records.metrics import (
     StepTiming,
     logged,
     median_timing,
@@ -15,21 +15,21 @@ from checkpoint.records.metrics import (
     step_times,
     step_timings,
 )
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
-from orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, usd_a_step
-from policies.ledger.accounting import surviving_rows
-from policies.model.gpus import engine_gpus
-from policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
-from policies.sizing import speed
-from policies.sizing.engine import engine_of
-from policies.sizing.shapes import Shape
-from policies.sizing.speed import gpu_named
-from policies.sizing.training import adapter_params, lora_of, training_of
-from policies.weights.adapters import engine_type, why_whole
-from policies.weights.tensors import WIDTH, served_types
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
+from grpo_orch.orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, usd_a_step
+from grpo_orch.policies.ledger.accounting import surviving_rows
+from grpo_orch.policies.model.gpus import engine_gpus
+from grpo_orch.policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
+from grpo_orch.policies.sizing import speed
+from grpo_orch.policies.sizing.engine import engine_of
+from grpo_orch.policies.sizing.shapes import Shape
+from grpo_orch.policies.sizing.speed import gpu_named
+from grpo_orch.policies.sizing.training import adapter_params, lora_of, training_of
+from grpo_orch.policies.weights.adapters import engine_type, why_whole
+from grpo_orch.policies.weights.tensors import WIDTH, served_types
 
 LAST_STEPS = 50  # only recent steps, because the length of completions changes during a run
 COMPLETION_TOKENS = "completions/mean_length"  # TRL's

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from checkpoint.records.metrics import MetricsWriter
-from checkpoint.stream.catalog import Catalog
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, Weather, Zone
-from orchestrator.simulate.store import Objects, SimulatedStore, Trouble
-from policies.model.node_contract import TIMELINE_ENV
-from policies.model.pools import Pool, PoolOffer
-from policies.model.vocabulary import (
+from grpo_orch.checkpoint.records.metrics import MetricsWriter
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, Weather, Zone
+from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore, Trouble
+from grpo_orch.policies.model.node_contract import TIMELINE_ENV
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.vocabulary import (
     MachineState,
     Market,
     PolicyVersion,
@@ -25,7 +25,7 @@ from policies.model.vocabulary import (
     precedence_of,
     role_of,
 )
-from policies.tick.snapshot import Machine
+from grpo_orch.policies.tick.snapshot import Machine
 
 EPOCH_S = 1.7e9  # seconds since the epoch at simulated time 0
 

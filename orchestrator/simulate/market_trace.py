@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from policies.model.pools import Pool
-from policies.model.vocabulary import Market
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.vocabulary import Market
 
 GAP_S = 300.0
 DAY_GAPS = int(86400 / GAP_S)

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from orchestrator.simulate.cloud import BRISK, Box, Prices
-from orchestrator.simulate.market_trace import ZONES, Weather, Zone
-from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.world import DT_S, World
-from policies.fleet.market import market_of, may_fall_back
-from policies.model.phases import LIVE_RUN
-from policies.model.spec import Budget, RunSpec, generates_itself
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from grpo_orch.orchestrator.simulate.cloud import BRISK, Box, Prices
+from grpo_orch.orchestrator.simulate.market_trace import ZONES, Weather, Zone
+from grpo_orch.orchestrator.simulate.store import Trouble
+from grpo_orch.orchestrator.simulate.world import DT_S, World
+from grpo_orch.policies.fleet.market import market_of, may_fall_back
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.spec import Budget, RunSpec, generates_itself
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 
 HOUR_S = 3600.0
 STALE_S = 180.0  # maximum delay of clouds' listings

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from enum import Enum
 from random import Random
 
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
-from checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
 
 
 class Trouble(Enum):

@@ -13,20 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from checkpoint.records import documents, metrics
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.stream.catalog import Checkpoint, Revision
-from orchestrator.simulate.cloud import EPOCH_S, Box, SimulatedCloud
-from policies.control.rollback.choice import choose_start
-from policies.detect.divergence import Health, Verdict
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, versions_to_retire
-from policies.model import exit_codes
-from policies.model.spec import CheckpointsSpec, RunSpec, generates_itself
-from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion, Role
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.tick.snapshot import OWN_GENERATION, Trainer
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
+from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Box, SimulatedCloud
+from grpo_orch.policies.control.rollback.choice import choose_start
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.ledger.retention import (
+    RetentionRules,
+    StoredCheckpoint,
+    keep_before,
+    keep_since,
+    versions_to_retire,
+)
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import CheckpointsSpec, RunSpec, generates_itself
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Role
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.tick.snapshot import OWN_GENERATION, Trainer
 
 TOKENS_A_STEP = 1e6
 

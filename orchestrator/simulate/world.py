@@ -13,36 +13,36 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from random import Random
 
-from checkpoint import journal
-from checkpoint.journal import Fenced, Journal
-from checkpoint.records import documents
-from checkpoint.store.errors import StoreUnavailable
-from orchestrator.clouds.protocol import Cloud, Order
-from orchestrator.control import prices as pricing
-from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
-from orchestrator.control.controller import Controller, Decide
-from orchestrator.control.daemon import renew
-from orchestrator.control.observe import Observer
-from orchestrator.control.run_clock import RunClock
-from orchestrator.simulate.cloud import BRISK, EPOCH_S, Box, Physics, Prices, SimulatedCloud
-from orchestrator.simulate.market_trace import Weather, plentiful
-from orchestrator.simulate.store import Objects, SimulatedStore
-from orchestrator.simulate.work import Trips, Work
-from policies.control.decide import decide
-from policies.control.decide import decide as production
-from policies.control.observed import MACHINE_LOST_S
-from policies.control.rollback.choice import choose_start, target_before_step
-from policies.control.stopping import DOWN
-from policies.costs import disks
-from policies.fleet.budget import STOP_WAIT_S, TEARDOWN_S
-from policies.model.events import RunCreated
-from policies.model.node_contract import TIMELINE_ENV
-from policies.model.phases import TERMINAL_RUN
-from policies.model.pools import PoolOffer
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import PolicyVersion, Role, RunPhase
-from policies.tick.snapshot import Machine
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Fenced, Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.orchestrator.clouds.protocol import Cloud, Order
+from grpo_orch.orchestrator.control import prices as pricing
+from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
+from grpo_orch.orchestrator.control.controller import Controller, Decide
+from grpo_orch.orchestrator.control.daemon import renew
+from grpo_orch.orchestrator.control.observe import Observer
+from grpo_orch.orchestrator.control.run_clock import RunClock
+from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, Box, Physics, Prices, SimulatedCloud
+from grpo_orch.orchestrator.simulate.market_trace import Weather, plentiful
+from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
+from grpo_orch.orchestrator.simulate.work import Trips, Work
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.control.decide import decide as production
+from grpo_orch.policies.control.observed import MACHINE_LOST_S
+from grpo_orch.policies.control.rollback.choice import choose_start, target_before_step
+from grpo_orch.policies.control.stopping import DOWN
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.fleet.budget import STOP_WAIT_S, TEARDOWN_S
+from grpo_orch.policies.model.events import RunCreated
+from grpo_orch.policies.model.node_contract import TIMELINE_ENV
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Machine
 
 # Invariants, checked at each launch and termination, and after each time step.
 

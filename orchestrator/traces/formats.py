@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, normalize, step
+from grpo_orch.orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, normalize, step
 
 
 class Unreadable(Exception):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from checkpoint.records.metrics import NONFINITE
+from grpo_orch.checkpoint.records.metrics import NONFINITE
 
 Row = Mapping[str, Any]  # of a file, by the file's names
 Values = dict[str, float | None]  # metrics by TRL's names

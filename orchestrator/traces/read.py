@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.traces import names
-from orchestrator.traces.formats import (
+from grpo_orch.orchestrator.traces import names
+from grpo_orch.orchestrator.traces.formats import (
     EVENT_FILE,
     Log,
     Unreadable,
@@ -30,8 +30,8 @@ from orchestrator.traces.formats import (
     read_events,
     read_table,
 )
-from orchestrator.traces.names import TIMELINE, TRAINING, Row, Values
-from policies.detect.divergence import Point
+from grpo_orch.orchestrator.traces.names import TIMELINE, TRAINING, Row, Values
+from grpo_orch.policies.detect.divergence import Point
 
 EXPECTED = (
     "expected a trainer's log, trainer_state.json, JSON lines, CSV with a header, or a TensorBoard event file"

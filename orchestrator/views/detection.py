@@ -17,10 +17,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.traces.read import Trace
-from orchestrator.views.words import NOT_KNOWN, short
-from policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
-from policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
+from grpo_orch.orchestrator.traces.read import Trace
+from grpo_orch.orchestrator.views.words import NOT_KNOWN, short
+from grpo_orch.policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
+from grpo_orch.policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 
 # Metrics that the detectors read, and their names in sentences.
 WORDS = {

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from checkpoint.journal import Record
-from checkpoint.records.documents import RehearsedFault
-from checkpoint.store.codec import event_to_plain
-from orchestrator.views.words import duration, effect_words, moment, skipped_words, start_words
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.checkpoint.journal import Record
+from grpo_orch.checkpoint.records.documents import RehearsedFault
+from grpo_orch.checkpoint.store.codec import event_to_plain
+from grpo_orch.orchestrator.views.words import duration, effect_words, moment, skipped_words, start_words
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,
     BudgetRefused,
@@ -52,7 +52,7 @@ from policies.model.events import (
     TrainerFenced,
     TrainerGenerates,
 )
-from policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
 
 REHEARSED = "RehearsedFault"
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
-from checkpoint.records import metrics
-from checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, StepTiming, split
-from orchestrator.views.words import data_size, short
-from policies.model.vocabulary import NodePhase, Role
-from policies.serving.gateway_status import MemberStatus, VersionSpread
-from policies.serving.joining import Stage
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, StepTiming, split
+from grpo_orch.orchestrator.views.words import data_size, short
+from grpo_orch.policies.model.vocabulary import NodePhase, Role
+from grpo_orch.policies.serving.gateway_status import MemberStatus, VersionSpread
+from grpo_orch.policies.serving.joining import Stage
 
 
 class NodeState(StrEnum):

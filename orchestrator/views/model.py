@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from checkpoint.records.metrics import Row, StepTiming
-from orchestrator.views.events import EventLine, event_json
-from orchestrator.views.measured import NodeState, StepSplit, WeightsView
-from orchestrator.views.words import duration, moment
-from policies.detect.divergence import Health
-from policies.model.phases import TERMINAL_RUN
-from policies.model.state import RunState
-from policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
-from policies.serving.joining import Stage
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.orchestrator.views.events import EventLine, event_json
+from grpo_orch.orchestrator.views.measured import NodeState, StepSplit, WeightsView
+from grpo_orch.orchestrator.views.words import duration, moment
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
+from grpo_orch.policies.serving.joining import Stage
 
 
 @dataclass(frozen=True, slots=True)

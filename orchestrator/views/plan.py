@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.plan.model import (
+from grpo_orch.orchestrator.plan.model import (
     CheckpointPlan,
     DeadlinePlan,
     KindPlan,
@@ -18,9 +18,17 @@ from orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from orchestrator.views.words import NOT_KNOWN, duration, moment, overlap_words, seconds_words, short, usd
-from policies.model.vocabulary import Market
-from policies.sizing.memory import GIB
+from grpo_orch.orchestrator.views.words import (
+    NOT_KNOWN,
+    duration,
+    moment,
+    overlap_words,
+    seconds_words,
+    short,
+    usd,
+)
+from grpo_orch.policies.model.vocabulary import Market
+from grpo_orch.policies.sizing.memory import GIB
 
 GB = 10**9
 KINDS_SHOWN = 6

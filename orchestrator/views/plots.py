@@ -14,11 +14,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row, StepTiming, step_timings
-from checkpoint.store.run_store import Store
-from orchestrator.views.reader import Reader
-from orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from policies.ledger.accounting import abandoned, fault_costs
+from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row, StepTiming, step_timings
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
+from grpo_orch.policies.ledger.accounting import abandoned, fault_costs
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"

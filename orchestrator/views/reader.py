@@ -12,27 +12,27 @@ from dataclasses import replace
 from datetime import datetime
 from statistics import median
 
-from checkpoint import journal
-from checkpoint.journal import Record, entries_after
-from checkpoint.records import documents, metrics
-from checkpoint.records.documents import RehearsedFault, read_faults
-from checkpoint.records.metrics import Row, logged
-from checkpoint.store import layout
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Entry, Store
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator.control.lease import LeaseWatch
-from orchestrator.views.events import EventLine, lines, rehearsed_line
-from orchestrator.views.measured import NodeState, phase_state
-from policies.ledger.accounting import split_by_line, surviving_rows
-from policies.ledger.rentals import ControllerRental
-from policies.model.events import Event, NodeMoved, NodeRequested
-from policies.model.fold import apply
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.timelines import lineage, on_lineage
-from policies.model.vocabulary import NodePhase
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Record, entries_after
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
+from grpo_orch.checkpoint.records.metrics import Row, logged
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.orchestrator.control.lease import LeaseWatch
+from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
+from grpo_orch.orchestrator.views.measured import NodeState, phase_state
+from grpo_orch.policies.ledger.accounting import split_by_line, surviving_rows
+from grpo_orch.policies.ledger.rentals import ControllerRental
+from grpo_orch.policies.model.events import Event, NodeMoved, NodeRequested
+from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.timelines import lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import NodePhase
+from grpo_orch.policies.tick.snapshot import Trainer
 
 EVENTS_KEPT = 200  # the newest, for views; the command `events` reads the whole journal
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)

@@ -11,17 +11,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.records import documents, metrics
-from checkpoint.records.documents import RehearsedFault, read_faults
-from checkpoint.records.metrics import Row, StepTiming, logged, median_timing, step_timings
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from checkpoint.stream.transfer import export_of
-from orchestrator.plan.prices import store_place
-from orchestrator.views.measured import WeightsView, policy_stage_words, timing_words, weights_view, weights_words
-from orchestrator.views.model import HealthView, health_of
-from orchestrator.views.reader import Reader
-from orchestrator.views.words import (
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming, logged, median_timing, step_timings
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.transfer import export_of
+from grpo_orch.orchestrator.plan.prices import store_place
+from grpo_orch.orchestrator.views.measured import (
+    WeightsView,
+    policy_stage_words,
+    timing_words,
+    weights_view,
+    weights_words,
+)
+from grpo_orch.orchestrator.views.model import HealthView, health_of
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.words import (
     NOT_KNOWN,
     Change,
     change_words,
@@ -36,10 +42,10 @@ from orchestrator.views.words import (
     start_words,
     usd,
 )
-from policies.costs.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
-from policies.detect.divergence import Health
-from policies.fleet.budget import not_counted
-from policies.ledger.accounting import (
+from grpo_orch.policies.costs.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.fleet.budget import not_counted
+from grpo_orch.policies.ledger.accounting import (
     Fault,
     FaultCost,
     History,
@@ -48,13 +54,13 @@ from policies.ledger.accounting import (
     journalled_faults,
     merge_faults,
 )
-from policies.ledger.rentals import Rental, bill, rentals
-from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import RunSpec, alternatives_of, may_overlap
-from policies.model.state import Rollback, RunState
-from policies.model.timelines import Skipped
-from policies.model.vocabulary import Cause, PolicyVersion, RunPhase
-from policies.serving.gateway_status import VersionSpread
+from grpo_orch.policies.ledger.rentals import Rental, bill, rentals
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, may_overlap
+from grpo_orch.policies.model.state import Rollback, RunState
+from grpo_orch.policies.model.timelines import Skipped
+from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RunPhase
+from grpo_orch.policies.serving.gateway_status import VersionSpread
 
 SEEDS_ONLY = "only the sampling seeds"
 ENDS = 5  # logged values averaged at either end of the run

@@ -12,15 +12,15 @@ from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
-from checkpoint.records.documents import Lease
-from checkpoint.records.metrics import Row, logged, median_timing, step_times, step_timings
-from checkpoint.store.run_store import Store
-from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
-from orchestrator.control.metrics_watch import RECENT_ROWS
-from orchestrator.control.observe import GatewayWatch
-from orchestrator.control.run_clock import awake_or_asleep_s
-from orchestrator.views.measured import newest_weights, state_now, step_split
-from orchestrator.views.model import (
+from grpo_orch.checkpoint.records.documents import Lease
+from grpo_orch.checkpoint.records.metrics import Row, logged, median_timing, step_times, step_timings
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
+from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
+from grpo_orch.orchestrator.control.observe import GatewayWatch
+from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.orchestrator.views.measured import newest_weights, state_now, step_split
+from grpo_orch.orchestrator.views.model import (
     CheckpointView,
     DaemonView,
     DeadlineView,
@@ -33,20 +33,20 @@ from orchestrator.views.model import (
     StoppedKindView,
     health_of,
 )
-from orchestrator.views.reader import Reader
-from orchestrator.views.words import stage_words
-from policies.costs.steps import optimum, shape_of
-from policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
-from policies.fleet.deadline import course_of, nodes_for, time_of
-from policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
-from policies.model.buying import probe_wait_s
-from policies.model.phases import TERMINAL_RUN
-from policies.model.spec import RunSpec, generates_itself
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.joining import Stage
-from policies.tick.snapshot import Trainer
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.words import stage_words
+from grpo_orch.policies.costs.steps import optimum, shape_of
+from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
+from grpo_orch.policies.fleet.deadline import course_of, nodes_for, time_of
+from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
+from grpo_orch.policies.model.buying import probe_wait_s
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.spec import RunSpec, generates_itself
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import Trainer
 
 RECENT_STEPS = 120  # shown in sparklines
 PACE_STEPS = 20  # steps from which the current speed is measured

@@ -16,11 +16,18 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from checkpoint.records.metrics import StepTiming, logged
-from orchestrator.views.events import EventLine
-from orchestrator.views.measured import AT_WORK, NodeState, StepSplit, stages_words, timing_words, weights_words
-from orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
-from orchestrator.views.words import (
+from grpo_orch.checkpoint.records.metrics import StepTiming, logged
+from grpo_orch.orchestrator.views.events import EventLine
+from grpo_orch.orchestrator.views.measured import (
+    AT_WORK,
+    NodeState,
+    StepSplit,
+    stages_words,
+    timing_words,
+    weights_words,
+)
+from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.words import (
     LABEL,
     NOT_KNOWN,
     align_left,
@@ -39,9 +46,9 @@ from orchestrator.views.words import (
     usd,
     wrap,
 )
-from policies.detect.divergence import Health
-from policies.model.phases import TERMINAL_RUN
-from policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
 
 # The top: what the run is doing, its progress, and whether it learns.
 

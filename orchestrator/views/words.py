@@ -14,17 +14,23 @@ from typing import assert_never
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
-from checkpoint.stream.catalog import Checkpoint
-from orchestrator.config.rules import LOGGING_STEPS
-from policies.control.rollback.begin import TARGET_HINT
-from policies.detect.divergence import Verdict
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, keep_before, keep_since, rules_keeping
-from policies.model.loss import TRL_DEFAULTS
-from policies.model.spec import RunSpec
-from policies.model.state import Rollback
-from policies.model.timelines import Fork, Skipped, lineage, on_lineage
-from policies.model.vocabulary import PolicyVersion, RollbackStage, RunPhase
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint.stream.catalog import Checkpoint
+from grpo_orch.orchestrator.config.rules import LOGGING_STEPS
+from grpo_orch.policies.control.rollback.begin import TARGET_HINT
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.ledger.retention import (
+    RetentionRules,
+    StoredCheckpoint,
+    keep_before,
+    keep_since,
+    rules_keeping,
+)
+from grpo_orch.policies.model.loss import TRL_DEFAULTS
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.timelines import Fork, Skipped, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion, RollbackStage, RunPhase
+from grpo_orch.policies.tick.snapshot import Trainer
 
 NOT_KNOWN = "–"
 _BARS = "▁▂▃▄▅▆▇█"

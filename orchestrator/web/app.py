@@ -17,18 +17,18 @@ from aiohttp import hdrs, web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from checkpoint.records.metrics import Row
-from checkpoint.store.errors import NotFound, StoreError
-from orchestrator.views.model import RunView, deadline_words, is_late
-from orchestrator.views.report import HELD_OUT
-from orchestrator.views.words import data_size, duration, format_time, going_on, short, shown, usd
-from orchestrator.web import course, pages
-from orchestrator.web.access import add_headers, guard
-from orchestrator.web.page import Page, PageError, PageRequest
-from orchestrator.web.watch import Look, Watch, looks
-from policies.detect.divergence import Health
-from policies.model.phases import TERMINAL_RUN
-from policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store.errors import NotFound, StoreError
+from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.report import HELD_OUT
+from grpo_orch.orchestrator.views.words import data_size, duration, format_time, going_on, short, shown, usd
+from grpo_orch.orchestrator.web import course, pages
+from grpo_orch.orchestrator.web.access import add_headers, guard
+from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
+from grpo_orch.orchestrator.web.watch import Look, Watch, looks
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.phases import TERMINAL_RUN
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
 
 SET_ASIDE_SHOWN = 3
 
@@ -269,7 +269,7 @@ def _json(data: dict[str, Any], status: int = 200) -> web.Response:
 def _static_files() -> dict[str, tuple[bytes, str, str]]:
     """Return content, MIME type and ETag of each file, by name."""
     found: dict[str, tuple[bytes, str, str]] = {}
-    root = resources.files("orchestrator.web") / "static"
+    root = resources.files("grpo_orch.orchestrator.web") / "static"
     folders = [("", root), ("vendor/", root / "vendor")]
     for prefix, folder in folders:
         for file in folder.iterdir():
@@ -299,7 +299,7 @@ def _as_text(value: Any) -> Any:
 
 
 _environment = Environment(
-    loader=PackageLoader("orchestrator.web"),
+    loader=PackageLoader("grpo_orch.orchestrator.web"),
     autoescape=True,
     finalize=_as_text,
     undefined=StrictUndefined,

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.records.metrics import PARTS, PUBLISHED, Row, StepSplit, StepTiming, split, step_timings
-from orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
-from orchestrator.web.page import Page, PageRequest, Window, extent, window_of
-from orchestrator.web.pages import states_of
-from orchestrator.web.watch import Look
-from policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
-from policies.ledger.rentals import End, Life, lives
-from policies.model.events import FleetMoved
-from policies.model.vocabulary import Role
+from grpo_orch.checkpoint.records.metrics import PARTS, PUBLISHED, Row, StepSplit, StepTiming, split, step_timings
+from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
+from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
+from grpo_orch.orchestrator.web.pages import states_of
+from grpo_orch.orchestrator.web.watch import Look
+from grpo_orch.policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
+from grpo_orch.policies.ledger.rentals import End, Life, lives
+from grpo_orch.policies.model.events import FleetMoved
+from grpo_orch.policies.model.vocabulary import Role
 
 POINTS, POINTS_MAX = 600, 4000
 MARKS_MAX = 300

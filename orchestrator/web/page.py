@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoint.records.metrics import Row
-from orchestrator.web.watch import Look
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.orchestrator.web.watch import Look
 
 TEXT_MAX = 200  # characters of a parameter
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.records.metrics import unused_before
-from orchestrator.samples import (
+from grpo_orch.checkpoint.records.metrics import unused_before
+from grpo_orch.orchestrator.samples import (
     Found,
     Link,
     NoSamples,
@@ -25,11 +25,11 @@ from orchestrator.samples import (
     summary_plain,
     why_none,
 )
-from orchestrator.views.events import event_json
-from orchestrator.views.measured import FAILED, NodeState
-from orchestrator.views.model import to_json
-from orchestrator.views.report import SEEDS_ONLY, outcome_words
-from orchestrator.views.words import (
+from grpo_orch.orchestrator.views.events import event_json
+from grpo_orch.orchestrator.views.measured import FAILED, NodeState
+from grpo_orch.orchestrator.views.model import to_json
+from grpo_orch.orchestrator.views.report import SEEDS_ONLY, outcome_words
+from grpo_orch.orchestrator.views.words import (
     change_words,
     changes_of,
     discarded_words,
@@ -38,13 +38,13 @@ from orchestrator.views.words import (
     skipped_words,
     start_words,
 )
-from orchestrator.web.page import Page, PageError, PageRequest
-from orchestrator.web.watch import Look
-from policies.ledger.accounting import abandoned
-from policies.ledger.rentals import spent_over_time
-from policies.model.events import BudgetSet, Diverged
-from policies.model.vocabulary import machine_of
-from policies.serving.gateway_status import MemberStatus
+from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
+from grpo_orch.orchestrator.web.watch import Look
+from grpo_orch.policies.ledger.accounting import abandoned
+from grpo_orch.policies.ledger.rentals import spent_over_time
+from grpo_orch.policies.model.events import BudgetSet, Diverged
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.gateway_status import MemberStatus
 
 # The first page: curves, step times, machines and the latest events.
 

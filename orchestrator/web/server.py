@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import structlog
 
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface.listener import listening
-from orchestrator.web.app import Site
-from orchestrator.web.watch import Watch
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface.listener import listening
+from grpo_orch.orchestrator.web.app import Site
+from grpo_orch.orchestrator.web.watch import Watch
 
 HERE = "127.0.0.1"
 PORT = 8642  # default; any free port if it is taken
@@ -84,7 +84,7 @@ async def _serve_for_daemon(store: Store, sock: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve for a daemon: `python -m orchestrator.web.server STORE-URL FD`, where FD is a listening socket.
+    """Serve for a daemon: `python -m grpo_orch.orchestrator.web.server STORE-URL FD`; FD is a listening socket.
 
     Ends when standard input ends. The process is niced, so that the daemon has precedence.
     """

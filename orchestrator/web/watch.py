@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 
 import structlog
 
-from checkpoint import journal
-from checkpoint.records.documents import RehearsedFault, RunRecord
-from checkpoint.records.metrics import Row
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Checkpoint
-from orchestrator.views.events import EventLine, lines, rehearsed_line
-from orchestrator.views.model import RunView
-from orchestrator.views.run_view import Looker
-from policies.ledger.rentals import ControllerRental
-from policies.model.events import Event
-from policies.model.state import RunState
-from policies.serving.gateway_status import GatewayStatus
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records.documents import RehearsedFault, RunRecord
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Checkpoint
+from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
+from grpo_orch.orchestrator.views.model import RunView
+from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.policies.ledger.rentals import ControllerRental
+from grpo_orch.policies.model.events import Event
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.tick.snapshot import Trainer
 
 # Seconds between two looks at a running run; each takes a dozen store requests. LATEST_S must stay below
 # `control.observe.FRESH_S`, or the gateway would count as silent.

@@ -6,21 +6,21 @@ the next daemon simply requests again an action that was lost with the last one.
 
 from __future__ import annotations
 
-from policies.control.lifecycle import run_lifecycle
-from policies.control.observed import replace_overdue, update_node_phases
-from policies.control.rollback.stages import steer_timeline
-from policies.control.stopping import release_machines, stop_requests
-from policies.fleet.budget import Spending
-from policies.fleet.market import breakers, offers
-from policies.fleet.plan import plan
-from policies.fleet.reconcile import reconcile
-from policies.fleet.report import report
-from policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
-from policies.tick.draft import Tick
-from policies.tick.snapshot import (
+from grpo_orch.policies.control.lifecycle import run_lifecycle
+from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
+from grpo_orch.policies.control.rollback.stages import steer_timeline
+from grpo_orch.policies.control.stopping import release_machines, stop_requests
+from grpo_orch.policies.fleet.budget import Spending
+from grpo_orch.policies.fleet.market import breakers, offers
+from grpo_orch.policies.fleet.plan import plan
+from grpo_orch.policies.fleet.reconcile import reconcile
+from grpo_orch.policies.fleet.report import report
+from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN, TERMINAL_RUN
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import MachineState, NodePhase, Role, RollbackStage
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import (
     HEARTBEAT_FRESH_S,
     Action,
     Confirm,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.control.rollback.begin import begin_by_hand
-from policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
-from policies.fleet.budget import BUDGET
-from policies.model import exit_codes
-from policies.model.buying import REFUSALS, MachineKind
-from policies.model.events import (
+from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from grpo_orch.policies.control.rollback.begin import begin_by_hand
+from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
+from grpo_orch.policies.fleet.budget import BUDGET
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.buying import REFUSALS, MachineKind
+from grpo_orch.policies.model.events import (
     BudgetSet,
     CommandTaken,
     DataSetAside,
@@ -17,12 +17,12 @@ from policies.model.events import (
     StoreCaughtUp,
     StoreSlowed,
 )
-from policies.model.phases import LIVE_RUN
-from policies.model.state import Node
-from policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
-from policies.serving.fitness import STARTS_MAX
-from policies.tick.draft import Tick
-from policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.state import Node
+from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
+from grpo_orch.policies.serving.fitness import STARTS_MAX
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.model import exit_codes
-from policies.model.events import RebalanceRecommended
-from policies.model.fold import NOTICED
-from policies.model.state import Node
-from policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
-from policies.serving import joining
-from policies.serving.joining import JoiningNode
-from policies.tick.draft import Tick
-from policies.tick.snapshot import HEARTBEAT_FRESH_S, Machine
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import RebalanceRecommended
+from grpo_orch.policies.model.fold import NOTICED
+from grpo_orch.policies.model.state import Node
+from grpo_orch.policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
+from grpo_orch.policies.serving import joining
+from grpo_orch.policies.serving.joining import JoiningNode
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Machine
 
 # A trainer without heartbeats for longer hangs, if the gateway next to it is alive: its machine works and reaches
 # the store.

@@ -5,14 +5,14 @@ The trainer needs no rollout node for that: it abandons its present step and sav
 
 from __future__ import annotations
 
-from policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from policies.fleet.budget import STOP_WAIT_S
-from policies.model import exit_codes
-from policies.model.phases import LIVE_NODE, UNTRAINED_ROLLBACK
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from policies.tick.draft import Tick
-from policies.tick.snapshot import AskToStop, Snapshot
+from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from grpo_orch.policies.fleet.budget import STOP_WAIT_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.phases import LIVE_NODE, UNTRAINED_ROLLBACK
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import AskToStop, Snapshot
 
 REPORTED_USD_MIN = 0.01  # smaller amounts are not reported
 DOWN = "down"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policies.costs.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
-from policies.model.pools import Pool
-from policies.model.spec import RunSpec, alternatives_of, generates_itself
-from policies.model.vocabulary import Role
-from policies.weights.disks import DISK_SIZE, gb_of
+from grpo_orch.policies.costs.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.weights.disks import DISK_SIZE, gb_of
 
 ANYWHERE = ("", "*")
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from policies.costs.list_prices import OWN, store_price
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Role
-from policies.weights.disks import checkpoint_bytes_each
+from grpo_orch.policies.costs.list_prices import OWN, store_price
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.weights.disks import checkpoint_bytes_each
 
 GB = 10**9
 CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint

@@ -16,9 +16,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from policies.detect.signals import WINDOW_POINTS, Series, around, dated, explained
-from policies.detect.slides import slide_symptoms
-from policies.detect.symptoms import (
+from grpo_orch.policies.detect.signals import WINDOW_POINTS, Series, around, dated, explained
+from grpo_orch.policies.detect.slides import slide_symptoms
+from grpo_orch.policies.detect.symptoms import (
     CLIPPED,
     FACTOR,
     KL,

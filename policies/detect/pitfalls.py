@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from policies.detect.divergence import Point
-from policies.detect.signals import HUGE
-from policies.detect.symptoms import CLIPPED, NO_VARIANCE, SAMPLING
+from grpo_orch.policies.detect.divergence import Point
+from grpo_orch.policies.detect.signals import HUGE
+from grpo_orch.policies.detect.symptoms import CLIPPED, NO_VARIANCE, SAMPLING
 
 WINDOW_POINTS = 16
 OUTLIERS = 2  # points of the window that may be below the threshold

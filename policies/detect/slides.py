@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from policies.detect.signals import PAST_POINTS, Series, dated, noise_of_mean, resolution
-from policies.detect.symptoms import (
+from grpo_orch.policies.detect.signals import PAST_POINTS, Series, dated, noise_of_mean, resolution
+from grpo_orch.policies.detect.symptoms import (
     ENTROPY,
     FACTOR,
     LASTING_POINTS,

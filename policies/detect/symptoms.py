@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from policies.detect.signals import (
+from grpo_orch.policies.detect.signals import (
     HUGE,
     PAST_POINTS,
     WINDOW_POINTS,

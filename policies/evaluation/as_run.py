@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of, settings_in
+from grpo_orch.policies.model.spec import Dataset, KlPolicy, RunSpec, generates_itself, processes_of, settings_in
 
 # The keys of `grpo` that affect completions or their scores. The others affect training only.
 KEPT = frozenset(

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from policies.costs import disks
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import Role
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.tick.snapshot import Snapshot
 
 BUDGET = "budget"  # a command: sets `budget.usd`
 # A stopping trainer must make progress within this time, again and again: weights and optimizer of 32 billion

@@ -15,11 +15,11 @@ import math
 from calendar import timegm  # arithmetic on dates; it reads no clock
 from dataclasses import dataclass
 
-from policies.costs.steps import StepShape
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, Role, kind_of
-from policies.tick.snapshot import BEFORE_TRAINING, Trainer
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, Role, kind_of
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, Trainer
 
 CHANGES = 2  # machine changes kept in reserve; a run that was behind must be this far ahead again
 RESERVE_SHARE = 0.1  # maximum reserve, as a share of the whole time

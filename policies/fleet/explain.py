@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.fleet.market import Offer, market_of, may_fall_back, offers
-from policies.fleet.objective import Comparison
-from policies.fleet.plan import plan
-from policies.fleet.reconcile import reconcile
-from policies.model.phases import LIVE_RUN
-from policies.model.spec import RunSpec, generates_itself
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, NodePhase, Role
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.fleet.market import Offer, market_of, may_fall_back, offers
+from grpo_orch.policies.fleet.objective import Comparison
+from grpo_orch.policies.fleet.plan import plan
+from grpo_orch.policies.fleet.reconcile import reconcile
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.spec import RunSpec, generates_itself
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.tick.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

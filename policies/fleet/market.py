@@ -20,16 +20,16 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
 
-from policies.costs import disks
-from policies.fleet.budget import Caps, Spending, caps_of
-from policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
-from policies.model.events import BuyingResumed, BuyingStopped
-from policies.model.phases import FILLING_NODE
-from policies.model.pools import Pool, PoolOffer, PoolRecord
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState, Slot
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.fleet.budget import Caps, Spending, caps_of
+from grpo_orch.policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
+from grpo_orch.policies.model.events import BuyingResumed, BuyingStopped
+from grpo_orch.policies.model.phases import FILLING_NODE
+from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState, Slot
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
+from grpo_orch.policies.tick.snapshot import Snapshot
 
 # Priors. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
 LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}

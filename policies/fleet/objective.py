@@ -21,13 +21,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from policies.costs.steps import HourlyPrices, StepShape, best_count, optimum
-from policies.fleet.deadline import boot_s
-from policies.fleet.market import market_of, may_fall_back
-from policies.model.phases import LIVE_NODE
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum
+from grpo_orch.policies.fleet.deadline import boot_s
+from grpo_orch.policies.fleet.market import market_of, may_fall_back
+from grpo_orch.policies.model.phases import LIVE_NODE
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
 NOISE_SHARE = 0.03  # of a step's cost: smaller differences are within the measurement error
 COMPARE_ALL_MAX = 8  # with fewer possible counts than this, all are compared

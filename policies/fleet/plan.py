@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
-from policies.fleet.budget import Spending, caps_of
-from policies.fleet.deadline import Course, course_of, nodes_in_time
-from policies.fleet.deadline import boot_s as fallback_boot_s
-from policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
-from policies.fleet.objective import (
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
+from grpo_orch.policies.fleet.budget import Spending, caps_of
+from grpo_orch.policies.fleet.deadline import Course, course_of, nodes_in_time
+from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
+from grpo_orch.policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
+from grpo_orch.policies.fleet.objective import (
     NOISE_SHARE,
     Candidate,
     Comparison,
@@ -35,13 +35,13 @@ from policies.fleet.objective import (
     size_summary,
     zones_of,
 )
-from policies.model.buying import PROBE_MAX_S, SPOT_STABLE_S
-from policies.model.loss import steps_of_generation
-from policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
-from policies.model.spec import RunSpec, processes_of, stores_checkpoints
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
-from policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Trainer
+from grpo_orch.policies.model.buying import PROBE_MAX_S, SPOT_STABLE_S
+from grpo_orch.policies.model.loss import steps_of_generation
+from grpo_orch.policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
+from grpo_orch.policies.model.spec import RunSpec, processes_of, stores_checkpoints
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
+from grpo_orch.policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Trainer
 
 WAIT_MIN_S = 60.0  # a shorter run of refusals is no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from policies.fleet.budget import PRICES_UNKNOWN, Caps, Spending
-from policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
-from policies.fleet.objective import rollouts_wanted
-from policies.fleet.plan import Allocation, wanted_slots
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
-from policies.model.events import (
+from grpo_orch.policies.fleet.budget import PRICES_UNKNOWN, Caps, Spending
+from grpo_orch.policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
+from grpo_orch.policies.fleet.objective import rollouts_wanted
+from grpo_orch.policies.fleet.plan import Allocation, wanted_slots
+from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
+from grpo_orch.policies.model.events import (
     BudgetReached,
     BudgetRefused,
     Event,
@@ -31,12 +31,12 @@ from policies.model.events import (
     NodeRequested,
     RunMoved,
 )
-from policies.model.phases import FILLING_NODE
-from policies.model.reports import is_news
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState, Slot
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
-from policies.tick.snapshot import GENERATES, Snapshot
+from grpo_orch.policies.model.phases import FILLING_NODE
+from grpo_orch.policies.model.reports import is_news
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState, Slot
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
+from grpo_orch.policies.tick.snapshot import GENERATES, Snapshot
 
 SPOT_RETRY_S = 2 * BACK_OFF_MAX_EXTRA_S  # spot is requested at least this often, where it is requested at all
 RETURN_WAIT_MAX_S = 900.0  # a surplus node waits this long for the trainer to stop generating; then requests move

@@ -5,9 +5,9 @@ Each topic has a state. It is journalled when the state differs from the last re
 
 from __future__ import annotations
 
-from policies.fleet.budget import Spending, caps_of
-from policies.fleet.deadline import course_of
-from policies.model.events import (
+from grpo_orch.policies.fleet.budget import Spending, caps_of
+from grpo_orch.policies.fleet.deadline import course_of
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     CapacityMissing,
     DeadlineMissed,
@@ -15,11 +15,11 @@ from policies.model.events import (
     Noticed,
     TrainerGenerates,
 )
-from policies.model.phases import LIVE_RUN
-from policies.model.reports import NOTICED
-from policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
-from policies.tick.draft import Tick
-from policies.tick.snapshot import GENERATING, OWN_GENERATION
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.reports import NOTICED
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import GENERATING, OWN_GENERATION
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once spent, the user is notified while there is time to raise it
 MISSING_S = 3600.0  # without a machine of a role; shorter shortages are common

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Protocol, TypeVar
 
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     Event,
     GatewayRestarted,
     JobExited,
@@ -25,10 +25,10 @@ from policies.model.events import (
     RunMoved,
     TookOver,
 )
-from policies.model.phases import LIVE_RUN
-from policies.model.state import Rollback
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase
 
 History = Iterable[tuple[int, float, Iterable[Event]]]  # (entry number, time_s, events), as `fold.fold` takes it
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from policies.ledger.accounting import History
-from policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.fold import clock_lag_s
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from grpo_orch.policies.ledger.accounting import History
+from grpo_orch.policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
+from grpo_orch.policies.model.fold import clock_lag_s
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 
 @dataclass(frozen=True, slots=True)

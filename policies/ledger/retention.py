@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from policies.detect.divergence import Verdict
-from policies.model.spec import CheckpointsSpec
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 # Logged points within which a divergence is detected: all checkpoints of that span are kept.
 NOTICED_POINTS = 20

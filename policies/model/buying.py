@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from policies.model.events import NodeMoved
-from policies.model.vocabulary import NodePhase, Refusal
+from grpo_orch.policies.model.events import NodeMoved
+from grpo_orch.policies.model.vocabulary import NodePhase, Refusal
 
 REFUSALS = 3
 PROBE_FIRST_S = 600.0  # after machines that never served; doubled with each try

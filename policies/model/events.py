@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from policies.model.pools import Pool
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
 
 # Of the run as a whole, and of its store.
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar, assert_never
 
-from policies.model import exit_codes
-from policies.model.buying import SPOT_STABLE_S, MachineKind, after_move
-from policies.model.events import (
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.buying import SPOT_STABLE_S, MachineKind, after_move
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,
     BudgetRefused,
@@ -56,11 +56,11 @@ from policies.model.events import (
     TrainerFenced,
     TrainerGenerates,
 )
-from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
-from policies.model.pools import Pool, PoolRecord, came, refused, stayed
-from policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
-from policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from grpo_orch.policies.model.pools import Pool, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
+from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from policies.model.spec import RunSpec, gpu_counts, processes_of
-from policies.model.vocabulary import Role
+from grpo_orch.policies.model.spec import RunSpec, gpu_counts, processes_of
+from grpo_orch.policies.model.vocabulary import Role
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TOOL = "nvidia-smi"  # the driver's

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from policies.model.vocabulary import Role
+from grpo_orch.policies.model.vocabulary import Role
 
 RUN_ENV = "GRPO_ORCH_RUN"  # the store's URL
 NODE_ENV = "GRPO_ORCH_NODE"  # the node's name
@@ -15,11 +15,11 @@ TIMELINE_ENV = "GRPO_ORCH_TIMELINE"  # the timeline that the trainer continues
 DEAD_MAN_ENV = "GRPO_ORCH_DEAD_MAN_S"  # the work ends after this long without contact from the run; 0: never
 WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder on this machine, lost with it
 
-WORK = {Role.TRAINER: "tasks.machine.trainer_machine", Role.ROLLOUT: "tasks.rollout.agent"}
-GATEWAY = "orchestrator.gateway"  # next to the trainer
-TRAINER = "tasks.trainer.main"  # started by `WORK[Role.TRAINER]`
-EVALUATOR = "tasks.evaluating.main"  # instead of the trainer, if the run is an evaluation
-LOCAL_MACHINE = "tasks.machine.local_machine"  # starts the work on the local cloud
+WORK = {Role.TRAINER: "grpo_orch.tasks.machine.trainer_machine", Role.ROLLOUT: "grpo_orch.tasks.rollout.agent"}
+GATEWAY = "grpo_orch.orchestrator.gateway"  # next to the trainer
+TRAINER = "grpo_orch.tasks.trainer.main"  # started by `WORK[Role.TRAINER]`
+EVALUATOR = "grpo_orch.tasks.evaluating.main"  # instead of the trainer, if the run is an evaluation
+LOCAL_MACHINE = "grpo_orch.tasks.machine.local_machine"  # starts the work on the local cloud
 
 MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.children`
 

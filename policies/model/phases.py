@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from policies.model.vocabulary import NodePhase as N
-from policies.model.vocabulary import RollbackStage as S
-from policies.model.vocabulary import RunPhase as R
+from grpo_orch.policies.model.vocabulary import NodePhase as N
+from grpo_orch.policies.model.vocabulary import RollbackStage as S
+from grpo_orch.policies.model.vocabulary import RunPhase as R
 
 Phase = TypeVar("Phase", N, R, S | None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from policies.model.vocabulary import Market, Role
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from policies.model.events import (
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetRefused,
     CapacityMissing,

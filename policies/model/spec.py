@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from policies.model.vocabulary import Recovery
+from grpo_orch.policies.model.vocabulary import Recovery
 
 # The number of training processes: one for each GPU of the trainer's node, unless run.yaml sets another.
 

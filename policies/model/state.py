@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from policies.model.buying import MachineKind
-from policies.model.events import Diverged, DivergenceWatched
-from policies.model.phases import LIVE_NODE
-from policies.model.pools import Pool, PoolRecord
-from policies.model.reports import ASIDE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
-from policies.model.timelines import Fork, probation_until
-from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.events import Diverged, DivergenceWatched
+from grpo_orch.policies.model.phases import LIVE_NODE
+from grpo_orch.policies.model.pools import Pool, PoolRecord
+from grpo_orch.policies.model.reports import ASIDE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
+from grpo_orch.policies.model.timelines import Fork, probation_until
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from policies.serving.wire import CompletionRequest
+from grpo_orch.policies.serving.wire import CompletionRequest
 
 REQUESTS_MAX = 32_768
 TOKENS_MAX = 40 << 20  # of prompts, up to 8 bytes each in JSON; consecutive requests of one prompt count it once

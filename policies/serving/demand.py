@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from policies.model.vocabulary import machine_of
-from policies.serving.member import Row
-from policies.serving.wire import PolicyRef, labelled_version
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.wire import PolicyRef, labelled_version
 
 # Open requests of an older policy for each engine that keeps it while others could load a newer one. Together they
 # get their tokens a quarter more slowly than one alone (`policies.serving.sharing.DOUBLING_REQUESTS`).

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.serving.joining import JoiningNode, Stage
-from policies.serving.wire import EngineStats
+from grpo_orch.policies.serving.joining import JoiningNode, Stage
+from grpo_orch.policies.serving.wire import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from policies.serving.joining import Stage
-from policies.serving.wire import EngineStats
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.serving.wire import EngineStats
 
 # Slow start: a new member may be cold or broken, so it gets this many requests at first, and one more for each
 # that gets its first token. This doubles the limit with every round.

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
-from policies.model.vocabulary import machine_of
-from policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Row
-from policies.serving.wire import SILENT_S, Announce
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Row
+from grpo_orch.policies.serving.wire import SILENT_S, Announce
 
 # Requests of one prompt go to the member that has the prompt cached, until it has this many such requests more
 # than the least loaded member. Up to there a larger batch hardly increases a server's time per token.

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.vocabulary import Recovery
-from policies.serving.wire import HandOver, PolicyRef
+from grpo_orch.policies.model.vocabulary import Recovery
+from grpo_orch.policies.serving.wire import HandOver, PolicyRef
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from policies.serving.member import REPLAY_TOKENS_MAX
+from grpo_orch.policies.serving.member import REPLAY_TOKENS_MAX
 
 # Requests that double a member's time per token: reading their keys and values then costs as much as reading the
 # weights. 32 to 128 for dense models of 7B to 32B at 2,000 to 8,000 tokens a request.

@@ -27,9 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.vocabulary import PolicyVersion, Recovery
-from policies.serving.canary import Canary
-from policies.serving.joining import Stage
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Recovery
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.joining import Stage
 
 HEADER_BOOT = "X-Grpo-Boot"
 HEADER_POLICY = "X-Grpo-Policy"

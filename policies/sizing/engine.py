@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from policies.model.gpus import engine_gpus
-from policies.model.spec import RunSpec
-from policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
-from policies.sizing.shapes import Shape
-from policies.sizing.training import adapter_params, lora_of
-from policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
-from policies.weights.tensors import NAMED, WIDTH, served_types
+from grpo_orch.policies.model.gpus import engine_gpus
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
+from grpo_orch.policies.sizing.shapes import Shape
+from grpo_orch.policies.sizing.training import adapter_params, lora_of
+from grpo_orch.policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
+from grpo_orch.policies.weights.tensors import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
 BLOCK_TOKENS = 16  # of its cache

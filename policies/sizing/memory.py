@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from policies.sizing.shapes import Shape
-from policies.sizing.training import FLOAT32, Training, adapter_params, copied_params, trained_params
+from grpo_orch.policies.sizing.shapes import Shape
+from grpo_orch.policies.sizing.training import FLOAT32, Training, adapter_params, copied_params, trained_params
 
 GIB = 1 << 30
 

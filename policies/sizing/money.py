@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.model.vocabulary import Market
+from grpo_orch.policies.model.vocabulary import Market
 
 DAY_H = 24
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.sizing.memory import CUDA_BYTES, Memory, TrainerMemory, held_by, host_memory, memory_of
-from policies.sizing.shapes import Linear, Shape
-from policies.sizing.training import FLOAT32, Training, adapted, generating
+from grpo_orch.policies.sizing.memory import CUDA_BYTES, Memory, TrainerMemory, held_by, host_memory, memory_of
+from grpo_orch.policies.sizing.shapes import Linear, Shape
+from grpo_orch.policies.sizing.training import FLOAT32, Training, adapted, generating
 
 
 def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:

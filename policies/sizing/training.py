@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from policies.model.spec import (
+from grpo_orch.policies.model.spec import (
     RunSpec,
     Sharding,
     computes_in_half,
@@ -16,9 +16,9 @@ from policies.model.spec import (
     processes_of,
     sharding_of,
 )
-from policies.sizing.shapes import Linear, Shape
-from policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
-from policies.weights.tensors import NAMED, WIDTH
+from grpo_orch.policies.sizing.shapes import Linear, Shape
+from grpo_orch.policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
+from grpo_orch.policies.weights.tensors import NAMED, WIDTH
 
 Attention = Literal["sdpa", "eager", "flash"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.costs import disks
-from policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
-from policies.model.fold import apply, draft
-from policies.model.reports import is_news
-from policies.model.spec import RunSpec
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import NodePhase, Refusal, RunPhase
-from policies.tick.snapshot import Machine, Snapshot
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
+from grpo_orch.policies.model.fold import apply, draft
+from grpo_orch.policies.model.reports import is_news
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, RunPhase
+from grpo_orch.policies.tick.snapshot import Machine, Snapshot
 
 
 @dataclass(slots=True)

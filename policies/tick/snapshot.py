@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from policies.costs.steps import StepShape
-from policies.detect.divergence import Verdict
-from policies.detect.pitfalls import Pitfall
-from policies.model.events import Event
-from policies.model.pools import Pool, PoolOffer
-from policies.model.state import Node
-from policies.model.timelines import Fork
-from policies.model.vocabulary import (
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.detect.pitfalls import Pitfall
+from grpo_orch.policies.model.events import Event
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.state import Node
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import (
     MachineState,
     Market,
     PolicyVersion,
@@ -22,8 +22,8 @@ from policies.model.vocabulary import (
     machine_of,
     precedence_of,
 )
-from policies.serving.gateway_status import MemberStatus
-from policies.serving.joining import JoiningNode, Stage
+from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.serving.joining import JoiningNode, Stage
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer sends a heartbeat every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet

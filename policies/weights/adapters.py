@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from policies.model.spec import RunSpec, model_settings
-from policies.weights.tensors import FLOATS, NAMED, Tensor, served_types
+from grpo_orch.policies.model.spec import RunSpec, model_settings
+from grpo_orch.policies.weights.tensors import FLOATS, NAMED, Tensor, served_types
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
 ADAPTER_CONFIG = "adapter_config.json"

@@ -27,10 +27,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.model.spec import RunSpec, Sharding, computes_in_half, generates_itself, model_settings, sharding_of
-from policies.model.vocabulary import Role
-from policies.weights.adapters import DEFAULT_RANK, why_whole
-from policies.weights.tensors import WIDTH, served_types
+from grpo_orch.policies.model.spec import (
+    RunSpec,
+    Sharding,
+    computes_in_half,
+    generates_itself,
+    model_settings,
+    sharding_of,
+)
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK, why_whole
+from grpo_orch.policies.weights.tensors import WIDTH, served_types
 
 GB = 10**9
 # An image with drivers and SkyPilot's runtime, and a log: an assumption. SkyPilot refuses less than its image.

@@ -21,14 +21,21 @@ import msgspec
 import structlog
 from aiohttp import hdrs, web
 
-from checkpoint.records import documents
-from checkpoint.security import identity
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.serving.sessions import HEADER_REQUEST, LOST_CODE, SESSIONS, TURNS_AT_ONCE_MAX, OpenSession, Trace
-from policies.serving.wire import CHAT
-from tasks.completions.gateway_client import RETRY_S, GenerationFailed
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.sessions import (
+    HEADER_REQUEST,
+    LOST_CODE,
+    SESSIONS,
+    TURNS_AT_ONCE_MAX,
+    OpenSession,
+    Trace,
+)
+from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.tasks.completions.gateway_client import RETRY_S, GenerationFailed
 
 log = structlog.get_logger()
 

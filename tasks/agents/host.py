@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 import msgspec
 import psutil
 
-from tasks.machine.children import adopt_orphans, end_descendants, end_with_parent
+from grpo_orch.tasks.machine.children import adopt_orphans, end_descendants, end_with_parent
 
 GRACE_S = 2.0  # from SIGTERM to SIGKILL, so that an agent can stop a sandbox
 OUTPUT_BYTES = 16 * 1024  # kept from the end of an agent's output

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from tasks.agents.host import GRACE_S, Ended, Order
-from tasks.machine.launching import without_ranks
+from grpo_orch.tasks.agents.host import GRACE_S, Ended, Order
+from grpo_orch.tasks.machine.launching import without_ranks
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ END_S = GRACE_S + 30.0  # limit for a keeper to terminate its agent's processes
 ANSWER_BYTES = 1 << 20
 BOOTSTRAP = (
     "import json, sys; first, last = json.loads(sys.argv[1]); "
-    "sys.path[:] = [*first, *filter(None, sys.path), *last]; from tasks.agents.host import main"
+    "sys.path[:] = [*first, *filter(None, sys.path), *last]; from grpo_orch.tasks.agents.host import main"
 )
 PACKAGE_ROOT = Path(__file__).parents[2]
 HIDDEN_PREFIX = "GRPO_ORCH_"  # of variables that agents must not see, such as the run's token

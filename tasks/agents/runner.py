@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import structlog
 
-from checkpoint.records.rollouts import Rollout, Session
-from checkpoint.store.errors import StoreError
-from policies.model.spec import OnBadReward
-from policies.serving.sessions import OpenSession, Trace
-from policies.serving.wire import Batch, Completion
-from tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
-from tasks.agents.host import Ended
-from tasks.agents.processes import AgentHost, NoAgent
-from tasks.completions.gateway_client import Generated, GenerationFailed, NobodyServes
-from tasks.completions.rollout_source import LOOK_S, Call, RolloutSource, SessionRequest
-from tasks.rewards.guard import BadReward
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.checkpoint.records.rollouts import Rollout, Session
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.policies.model.spec import OnBadReward
+from grpo_orch.policies.serving.sessions import OpenSession, Trace
+from grpo_orch.policies.serving.wire import Batch, Completion
+from grpo_orch.tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
+from grpo_orch.tasks.agents.host import Ended
+from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
+from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NobodyServes
+from grpo_orch.tasks.completions.rollout_source import LOOK_S, Call, RolloutSource, SessionRequest
+from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
-from policies.serving.wire import Batch, Completion, CompletionRequest
-from policies.tick.snapshot import OWN_GENERATION
-from tasks.completions.gateway_client import Generated, NobodyServes
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest
+from grpo_orch.policies.tick.snapshot import OWN_GENERATION
+from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 

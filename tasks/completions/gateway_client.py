@@ -16,13 +16,13 @@ import httpx
 import msgspec
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.security import identity
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.serving.batching import split_batches
-from policies.serving.wire import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.batching import split_batches
+from grpo_orch.policies.serving.wire import (
     REFUSED,
     ROLLOUTS,
     Batch,
@@ -33,7 +33,7 @@ from policies.serving.wire import (
     PromptLine,
     Sample,
 )
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
 

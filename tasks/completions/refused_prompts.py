@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from policies.model.spec import OnBadPrompt
-from policies.serving.wire import Completion
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.policies.model.spec import OnBadPrompt
+from grpo_orch.policies.serving.wire import Completion
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 

@@ -21,18 +21,18 @@ from typing import Any, Protocol, cast
 
 import structlog
 
-from checkpoint.records import rollouts
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
-from policies.serving.seeds import request_seed
-from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from tasks.completions.drought import OwnTurn
-from tasks.completions.gateway_client import Generated, NobodyServes
-from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.records import rollouts
+from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
+from grpo_orch.policies.serving.seeds import request_seed
+from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions.drought import OwnTurn
+from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 

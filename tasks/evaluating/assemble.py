@@ -12,18 +12,18 @@ import structlog
 from transformers import PrinterCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from policies.model.spec import generates_itself
-from policies.serving.wire import Batch, Completion
-from tasks.completions.gateway_client import GatewayClient, Generated
-from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import RolloutSource
-from tasks.evaluating.keeping import Completes, Keeping
-from tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
-from tasks.trainer.preflight import check_prompts, check_rewards
-from tasks.trainer.start import Start
-from tasks.trainer.turns import check_turns, guarded_turns, load_turns
-from tasks.trainer.user_data import load_data
-from tasks.trainer.user_objects import (
+from grpo_orch.policies.model.spec import generates_itself
+from grpo_orch.policies.serving.wire import Batch, Completion
+from grpo_orch.tasks.completions.gateway_client import GatewayClient, Generated
+from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
+from grpo_orch.tasks.completions.rollout_source import RolloutSource
+from grpo_orch.tasks.evaluating.keeping import Completes, Keeping
+from grpo_orch.tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
+from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
+from grpo_orch.tasks.trainer.start import Start
+from grpo_orch.tasks.trainer.turns import check_turns, guarded_turns, load_turns
+from grpo_orch.tasks.trainer.user_data import load_data
+from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     Reward,
     first_line,
@@ -33,10 +33,10 @@ from tasks.trainer.user_objects import (
     model_path,
     passes,
 )
-from tasks.trl.fleet_client import FleetClient
-from tasks.trl.own_generation import OwnGeneration
-from tasks.trl.skipped_prompts import ReplacedPrompts
-from tasks.trl.trl_grpo import FleetGRPOTrainer
+from grpo_orch.tasks.trl.fleet_client import FleetClient
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts
+from grpo_orch.tasks.trl.trl_grpo import FleetGRPOTrainer
 
 log = structlog.get_logger()
 

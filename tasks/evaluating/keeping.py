@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
-from checkpoint.records import evaluations, rollouts
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import Precedence
-from policies.serving.wire import Batch, Completion
-from tasks.completions.gateway_client import Generated
+from grpo_orch.checkpoint.records import evaluations, rollouts
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Precedence
+from grpo_orch.policies.serving.wire import Batch, Completion
+from grpo_orch.tasks.completions.gateway_client import Generated
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""The evaluator process, which replaces the trainer in an evaluation run: `python -m tasks.evaluating.main`.
+"""The evaluator, which replaces the trainer in an evaluation run: `python -m grpo_orch.tasks.evaluating.main`.
 
 For each policy of the evaluated run, it loads the policy, publishes it as a trainer does, sends all prompts in one
 batch, scores the completions and stores the results. Then the run is finished and its machines are released. The
@@ -18,26 +18,26 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records import evaluations
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.errors import Corrupt, NotFound, StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from policies.model import exit_codes
-from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from policies.tick.snapshot import Trainer
-from tasks.completions.gateway_client import GenerationFailed
-from tasks.completions.refused_prompts import BadPrompts
-from tasks.machine.exit_note import leave_exit_code
-from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
-from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.versions import TRAINER, WrongVersions, check_versions
-from tasks.models.base import found_here
-from tasks.rewards.guard import BadReward, ToolFailed
-from tasks.storing.heartbeat import Fenced, Heartbeat
-from tasks.trainer.main import (
+from grpo_orch.checkpoint.records import evaluations
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.completions.gateway_client import GenerationFailed
+from grpo_orch.tasks.completions.refused_prompts import BadPrompts
+from grpo_orch.tasks.machine.exit_note import leave_exit_code
+from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
+from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
+from grpo_orch.tasks.models.base import found_here
+from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
+from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
+from grpo_orch.tasks.trainer.main import (
     BEAT_RETRY_S,
     LAST_WORDS,
     STORE_RETRY_S,
@@ -107,8 +107,8 @@ def _evaluate(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbea
         # Imported after the first heartbeat: these imports take seconds.
         import torch
 
-        from tasks.storing.tensors import UnsupportedType
-        from tasks.trainer.user_objects import BadSpec, is_out_of_memory
+        from grpo_orch.tasks.storing.tensors import UnsupportedType
+        from grpo_orch.tasks.trainer.user_objects import BadSpec, is_out_of_memory
 
         if threads := os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(int(threads))
@@ -143,12 +143,12 @@ def _evaluate_each(
     heartbeat: Heartbeat,
     leaving: Leaving,
 ) -> None:
-    from tasks.evaluating.assemble import assemble_evaluator
-    from tasks.evaluating.scoring import evaluate, refuse_other_rows
-    from tasks.storing.restoring import restore_weights
-    from tasks.storing.step_costs import StepCosts
-    from tasks.trainer.start import Start
-    from tasks.trainer.user_objects import local_folder
+    from grpo_orch.tasks.evaluating.assemble import assemble_evaluator
+    from grpo_orch.tasks.evaluating.scoring import evaluate, refuse_other_rows
+    from grpo_orch.tasks.storing.restoring import restore_weights
+    from grpo_orch.tasks.storing.step_costs import StepCosts
+    from grpo_orch.tasks.trainer.start import Start
+    from grpo_orch.tasks.trainer.user_objects import local_folder
 
     workdir, spec = Path(env.workdir), record.spec
     parent = Store(evaluation.of, retry_s=STORE_RETRY_S)

@@ -8,14 +8,21 @@ from typing import Any
 
 from blake3 import blake3
 
-from checkpoint.records.evaluations import SCHEMA, Evaluated, Scored, evaluated
-from checkpoint.store.run_store import Store
-from policies.evaluation.judging import told_readable, verdict
-from policies.model.vocabulary import Evaluation
-from tasks.evaluating.assemble import Evaluator
-from tasks.rewards.guard import FAULTS, BadReward, RewardTimedOut, call_alone, describe_error, interrupted
-from tasks.trainer.user_objects import BadSpec, Reward
-from tasks.trl.trl_grpo import Made
+from grpo_orch.checkpoint.records.evaluations import SCHEMA, Evaluated, Scored, evaluated
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.evaluation.judging import told_readable, verdict
+from grpo_orch.policies.model.vocabulary import Evaluation
+from grpo_orch.tasks.evaluating.assemble import Evaluator
+from grpo_orch.tasks.rewards.guard import (
+    FAULTS,
+    BadReward,
+    RewardTimedOut,
+    call_alone,
+    describe_error,
+    interrupted,
+)
+from grpo_orch.tasks.trainer.user_objects import BadSpec, Reward
+from grpo_orch.tasks.trl.trl_grpo import Made
 
 Judged = tuple[Evaluated, list[Scored]]
 

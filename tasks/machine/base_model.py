@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt
-from checkpoint.weights import safetensors
-from policies.weights.tensors import Tensor
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.weights import safetensors
+from grpo_orch.policies.weights.tensors import Tensor
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"

@@ -15,9 +15,9 @@ from typing import TextIO
 
 import psutil
 
-from checkpoint.store.codec import from_json, to_json
-from policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
-from policies.model.node_contract import MACHINE
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
+from grpo_orch.policies.model.node_contract import MACHINE
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36

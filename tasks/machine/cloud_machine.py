@@ -1,4 +1,6 @@
-"""Run a node's work on a cloud machine and report to the store: `python -m tasks.machine.cloud_machine ROLE`.
+"""Run a node's work on a cloud machine, and report to the store.
+
+`python -m grpo_orch.tasks.machine.cloud_machine ROLE`
 
 The controller has no access to the machine. This process starts the work as its child, and writes the machine's
 report to the run's store: at the start, at a preemption notice or rebalance recommendation, and at the end of the
@@ -39,17 +41,17 @@ from typing import TextIO
 import psutil
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport
-from checkpoint.security.redaction import guard_output
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from policies.control.leaving import NOTICE_S
-from policies.model import exit_codes
-from policies.model.node_contract import NOTICE, REBALANCE, WORK
-from policies.model.vocabulary import Role
-from tasks.machine import dead_man, metadata
-from tasks.machine.children import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import MachineReport
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.control.leaving import NOTICE_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.node_contract import NOTICE, REBALANCE, WORK
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.tasks.machine import dead_man, metadata
+from grpo_orch.tasks.machine.children import (
     AttemptRecord,
     adopt_orphans,
     end_descendants,
@@ -60,9 +62,9 @@ from tasks.machine.children import (
     start_child,
     try_lock,
 )
-from tasks.machine.exit_note import take_reason
-from tasks.machine.metadata import MetadataService
-from tasks.machine.node_env import NodeEnv, NotANode, read_node_env
+from grpo_orch.tasks.machine.exit_note import take_reason
+from grpo_orch.tasks.machine.metadata import MetadataService
+from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env
 
 log = structlog.get_logger()
 
@@ -139,7 +141,7 @@ def main() -> int:
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if len(sys.argv) != 2 or sys.argv[1] not in list(Role):
-        print(f"usage: python -m tasks.machine.cloud_machine {'|'.join(Role)}", file=sys.stderr)
+        print(f"usage: python -m grpo_orch.tasks.machine.cloud_machine {'|'.join(Role)}", file=sys.stderr)
         return exit_codes.USAGE
     role = Role(sys.argv[1])
     try:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from policies.model.node_contract import DEAD_MAN_ENV
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.node_contract import DEAD_MAN_ENV
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from checkpoint.security.redaction import own_redactor
-from policies.model import exit_codes
+from grpo_orch.checkpoint.security.redaction import own_redactor
+from grpo_orch.policies.model import exit_codes
 
 NOTE = "trainer_exit"
 REASON = "exit_reason"

@@ -13,12 +13,12 @@ from typing import Any
 
 import structlog
 
-from checkpoint.store.codec import to_json
-from policies.model import exit_codes, node_contract
-from policies.model.gpus import TOOL, VISIBLE, DriverFailed, driver_failed, requests_gpus, visible_names
-from policies.model.spec import RunSpec, processes_of
-from policies.model.vocabulary import Role
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.policies.model import exit_codes, node_contract
+from grpo_orch.policies.model.gpus import TOOL, VISIBLE, DriverFailed, driver_failed, requests_gpus, visible_names
+from grpo_orch.policies.model.spec import RunSpec, processes_of
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.tasks.machine.node_env import NodeEnv
 
 log = structlog.get_logger()
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from policies.control.leaving import NOTICE_S, is_worth_storing, leave_by_s
-from policies.model.node_contract import NOTICE
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.control.leaving import NOTICE_S, is_worth_storing, leave_by_s
+from grpo_orch.policies.model.node_contract import NOTICE
+from grpo_orch.tasks.machine.node_env import NodeEnv
 
 log = structlog.get_logger()
 

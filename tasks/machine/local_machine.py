@@ -1,4 +1,6 @@
-"""Run a node's work on the local cloud: `python -m tasks.machine.local_machine FD FOLDER ATTEMPT ARGV...`.
+"""Run a node's work on the local cloud.
+
+`python -m grpo_orch.tasks.machine.local_machine FD FOLDER ATTEMPT ARGV...`
 
 Unlike `tasks.machine.cloud_machine` it writes no reports to the store, since the local cloud reads the machine's
 folder. It holds a lock while the work runs, so that a second launch of the attempt exits. The next attempt,
@@ -17,10 +19,10 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from checkpoint.store.run_store import Store
-from policies.model.node_contract import RUN_ENV
-from tasks.machine import dead_man
-from tasks.machine.children import (
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.node_contract import RUN_ENV
+from grpo_orch.tasks.machine import dead_man
+from grpo_orch.tasks.machine.children import (
     AttemptRecord,
     end_in_order,
     exit_code_of,
@@ -29,7 +31,7 @@ from tasks.machine.children import (
     start_child,
     try_lock,
 )
-from tasks.machine.exit_note import take_reason
+from grpo_orch.tasks.machine.exit_note import take_reason
 
 POLL_S = 0.01  # between attempts to take the lock
 

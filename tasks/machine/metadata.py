@@ -15,7 +15,7 @@ from typing import Protocol
 import httpx
 import msgspec
 
-from policies.control.leaving import NOTICE_S
+from grpo_orch.policies.control.leaving import NOTICE_S
 
 BASE = "http://169.254.169.254"  # link-local, the same on all three
 TIMEOUT_S = 1.0

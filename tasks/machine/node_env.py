@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import read_vouched_run
-from checkpoint.store.run_store import Store
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TIMELINE_ENV, TOKEN_ENV, WORKDIR_ENV
-from policies.model.vocabulary import Precedence, precedence_of
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import read_vouched_run
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.node_contract import (
+    ATTEMPT_ENV,
+    NODE_ENV,
+    RUN_ENV,
+    TIMELINE_ENV,
+    TOKEN_ENV,
+    WORKDIR_ENV,
+)
+from grpo_orch.policies.model.vocabulary import Precedence, precedence_of
 
 
 class NotANode(Exception):

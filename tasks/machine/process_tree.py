@@ -1,4 +1,6 @@
-"""Run a program and end its process tree with it: `python -m tasks.machine.process_tree PROGRAM ARGUMENT...`.
+"""Run a program and end its process tree with it.
+
+`python -m grpo_orch.tasks.machine.process_tree PROGRAM ARGUMENT...`
 
 vLLM's server starts an engine, which starts workers. If the server is killed, they keep running and hold GPU
 memory. This process ends all descendants after the program ends, on SIGTERM, and when its parent is gone. Its exit
@@ -11,7 +13,7 @@ import os
 import signal
 import sys
 
-from tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
+from grpo_orch.tasks.machine.children import adopt_orphans, end_descendants, exit_code_of, start_child
 
 # For an orderly shutdown, which also removes shared memory. A new server must not start before its end.
 GRACE_S = 5.0

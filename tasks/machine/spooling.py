@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from checkpoint.stream.spool import Spool
-from policies.model.node_contract import SPOOL, SPOOL_PREFIX
-from policies.model.spec import CheckpointsSpec
+from grpo_orch.checkpoint.stream.spool import Spool
+from grpo_orch.policies.model.node_contract import SPOOL, SPOOL_PREFIX
+from grpo_orch.policies.model.spec import CheckpointsSpec
 
 MEMORY = Path("/dev/shm")  # tmpfs on every Linux
 GIB = 1 << 30

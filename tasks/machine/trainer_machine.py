@@ -1,4 +1,4 @@
-"""Run trainer, gateway and uploader on the trainer's machine: `python -m tasks.machine.trainer_machine`.
+"""Run trainer, gateway and uploader on the trainer's machine: `python -m grpo_orch.tasks.machine.trainer_machine`.
 
 The gateway is restarted whenever it ends; its members and the trainer give it its state again. So is the uploader,
 which finds its work in the spool and in the store. When the trainer ends, this process ends with its exit code,
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.run_store import Store
-from checkpoint.stream.uploader import LOOK_S
-from policies.model import exit_codes, node_contract
-from policies.model.gpus import DRIVER_HINT, DriverFailed
-from policies.model.vocabulary import Role
-from tasks.machine.children import exit_code_of, start_child
-from tasks.machine.exit_note import leave_reason, take_exit_code, trainer_exit_code
-from tasks.machine.launching import (
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.uploader import LOOK_S
+from grpo_orch.policies.model import exit_codes, node_contract
+from grpo_orch.policies.model.gpus import DRIVER_HINT, DriverFailed
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.tasks.machine.children import exit_code_of, start_child
+from grpo_orch.tasks.machine.exit_note import leave_reason, take_exit_code, trainer_exit_code
+from grpo_orch.tasks.machine.launching import (
     counted_gpus,
     set_up,
     trainer_argv,
@@ -34,9 +34,9 @@ from tasks.machine.launching import (
     with_own_builds,
     without_ranks,
 )
-from tasks.machine.leaving import stop_file
-from tasks.machine.node_env import read_node_env, read_run_here
-from tasks.machine.spooling import find_spool
+from grpo_orch.tasks.machine.leaving import stop_file
+from grpo_orch.tasks.machine.node_env import read_node_env, read_run_here
+from grpo_orch.tasks.machine.spooling import find_spool
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ def main() -> int:
         stop_file(Path(env.workdir), env.attempt).touch()
 
     signal.signal(signal.SIGTERM, end)
-    sidecars = [Sidecar("gateway", node_contract.GATEWAY), Sidecar("uploader", "tasks.machine.uploader")]
+    sidecars = [Sidecar("gateway", node_contract.GATEWAY), Sidecar("uploader", "grpo_orch.tasks.machine.uploader")]
     while True:
         pid, status = os.wait()
         if pid == trainer.pid:

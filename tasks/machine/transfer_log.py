@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
-from policies.serving.joining import Stage
+from grpo_orch.policies.serving.joining import Stage
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""Store the checkpoints that this machine's trainer spools: `python -m tasks.machine.uploader`.
+"""Store the checkpoints that this machine's trainer spools: `python -m grpo_orch.tasks.machine.uploader`.
 
 The uploader runs next to the trainer and outlives it, so that a sealed checkpoint reaches the store even if the
 trainer dies. It ends with the trainer's machine, or on SIGTERM.
@@ -13,23 +13,28 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.records import documents, rollouts
-from checkpoint.records.documents import read_forks
-from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Checkpoint
-from checkpoint.stream.spool import Seal
-from checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
-from policies.ledger.retention import RetentionRules, StoredCheckpoint, versions_to_delete, versions_to_retire
-from policies.model import exit_codes
-from policies.model.spec import CheckpointsSpec
-from policies.model.timelines import lineage, on_lineage
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.spooling import find_spool
+from grpo_orch.checkpoint.records import documents, rollouts
+from grpo_orch.checkpoint.records.documents import read_forks
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Checkpoint
+from grpo_orch.checkpoint.stream.spool import Seal
+from grpo_orch.checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
+from grpo_orch.policies.ledger.retention import (
+    RetentionRules,
+    StoredCheckpoint,
+    versions_to_delete,
+    versions_to_retire,
+)
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.timelines import lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from grpo_orch.tasks.machine.spooling import find_spool
 
 log = structlog.get_logger()
 

@@ -52,7 +52,7 @@ def check_versions(packages: tuple[str, ...]) -> None:
 
 def locked_versions(environment: str) -> dict[str, str]:
     """Return the version of each package in the lock of `node`, `node-cpu` or `controller`."""
-    text = (resources.files("tasks") / "sky" / "locks" / f"{environment}.txt").read_text()
+    text = (resources.files("grpo_orch.tasks") / "sky" / "locks" / f"{environment}.txt").read_text()
     lines = re.findall(r"^([\w.-]+)(?:\[[^\]]*\])?==([^\s;+]+)", text, re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
 

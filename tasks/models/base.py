@@ -13,14 +13,14 @@ from typing import Any
 
 import structlog
 
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream.manifest import Manifest
-from policies.model.spec import RunSpec
-from policies.serving.joining import BASE_MODEL, Stage
-from tasks.machine.base_model import WEIGHTS
-from tasks.machine.transfer_log import TransferLog
-from tasks.models import hub, shared
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.joining import BASE_MODEL, Stage
+from grpo_orch.tasks.machine.base_model import WEIGHTS
+from grpo_orch.tasks.machine.transfer_log import TransferLog
+from grpo_orch.tasks.models import hub, shared
 
 log = structlog.get_logger()
 

@@ -1,7 +1,8 @@
 """Fetch a model from the hub into this machine's hub cache, and report the progress.
 
-`python -m tasks.models.hub MODEL [REVISION [CACHE]]` runs as a separate process because another thread cannot
-cancel the hub's client, and it reads its settings from the environment. The process writes a line every second.
+`python -m grpo_orch.tasks.models.hub MODEL [REVISION [CACHE]]` runs as a separate process because another thread
+cannot cancel the hub's client, and it reads its settings from the environment. The process writes a line every
+second.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from policies.serving.joining import HUB, Stage, limit_s, makes_progress
-from tasks.machine.base_model import FILES, NOT_FILES
+from grpo_orch.policies.serving.joining import HUB, Stage, limit_s, makes_progress
+from grpo_orch.tasks.machine.base_model import FILES, NOT_FILES
 
 REPORT_S = 1.0
 
@@ -56,7 +57,7 @@ def fetch(
 
     Raises NotFetched.
     """
-    argv = [sys.executable, "-m", "tasks.models.hub", model, revision or "", cache or ""]
+    argv = [sys.executable, "-m", "grpo_orch.tasks.models.hub", model, revision or "", cache or ""]
     process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE)
     assert process.stdout is not None
     latest, since_s = Stage(HUB), time.monotonic()

@@ -19,18 +19,18 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from checkpoint.security.redaction import guard_output
-from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import Progress, send
-from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.uploader import yield_to_others
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
-from tasks.machine.children import end_with_parent
-from tasks.machine.node_env import read_node_env
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.checkpoint.stream.chunks import Progress, send
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.stream.uploader import yield_to_others
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.base_model import FILES, NOT_FILES, TENSORS, WEIGHTS, tensors_in
+from grpo_orch.tasks.machine.children import end_with_parent
+from grpo_orch.tasks.machine.node_env import read_node_env
 
 log = structlog.get_logger()
 
@@ -121,7 +121,7 @@ STORE_RETRY_S = 600.0
 
 def begin_publishing(model: str, revision: str | None, folder: Path) -> subprocess.Popen[bytes]:
     """Start publishing in a process that ends with this one. The next publisher continues its work."""
-    argv = [sys.executable, "-m", "tasks.models.shared", model, revision or "", str(folder)]
+    argv = [sys.executable, "-m", "grpo_orch.tasks.models.shared", model, revision or "", str(folder)]
     return subprocess.Popen(argv)
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.rewards import sandboxed
-from tasks.rewards.in_workers import WALL_FACTOR, run_samples
-from tasks.rewards.pool import Limits, NoWorker, Pool
-from tasks.rewards.texts import answer_of, fenced, text_of
+from grpo_orch.tasks.rewards import sandboxed
+from grpo_orch.tasks.rewards.in_workers import WALL_FACTOR, run_samples
+from grpo_orch.tasks.rewards.pool import Limits, NoWorker, Pool
+from grpo_orch.tasks.rewards.texts import answer_of, fenced, text_of
 
 # The sandbox: bubblewrap namespaces around `tasks.rewards.sandboxed`.
 #

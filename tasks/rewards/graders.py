@@ -15,8 +15,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.rewards.in_workers import in_workers
-from tasks.rewards.texts import answer_of, element, fenced, text_of
+from grpo_orch.tasks.rewards.in_workers import in_workers
+from grpo_orch.tasks.rewards.texts import answer_of, element, fenced, text_of
 
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import structlog
 
-from policies.model.spec import OnBadReward
-from tasks.rewards.texts import shown, text_of
+from grpo_orch.policies.model.spec import OnBadReward
+from grpo_orch.tasks.rewards.texts import shown, text_of
 
 log = structlog.get_logger()
 

@@ -1,6 +1,8 @@
-"""Worker process that scores samples from stdin: `python -m tasks.rewards.worker MODULE FUNCTION MEMORY_BYTES`.
+"""Worker process that scores samples from stdin.
 
-`tasks.rewards.in_workers` starts it without the trainer's secrets in its environment.
+`python -m grpo_orch.tasks.rewards.worker MODULE FUNCTION MEMORY_BYTES`
+
+`grpo_orch.rewards.in_workers` starts it without the trainer's secrets in its environment.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from tasks.machine.children import end_with_parent
+from grpo_orch.tasks.machine.children import end_with_parent
 
 ERROR_CHARS_MAX = 300
 

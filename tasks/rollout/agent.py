@@ -1,4 +1,4 @@
-"""Start a rollout node's agent, `python -m tasks.rollout.agent`, and report how it ended."""
+"""Start a rollout node's agent, `python -m grpo_orch.tasks.rollout.agent`, and report how it ended."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ from typing import TextIO, cast
 import aiohttp
 import structlog
 
-from checkpoint.security import identity
-from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.run_store import Store
-from policies.model import exit_codes
-from policies.model.gpus import DRIVER_HINT, VISIBLE, DriverFailed, divided, engine_gpus, gpus_of, visible_names
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Role
-from tasks.machine.children import adopt_orphans
-from tasks.machine.exit_note import leave_reason
-from tasks.machine.launching import counted_gpus, set_up
-from tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
-from tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
-from tasks.rollout.node_agent import Agent
-from tasks.rollout.rollout_engine import GaveUp
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.gpus import (
+    DRIVER_HINT,
+    VISIBLE,
+    DriverFailed,
+    divided,
+    engine_gpus,
+    gpus_of,
+    visible_names,
+)
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.tasks.machine.children import adopt_orphans
+from grpo_orch.tasks.machine.exit_note import leave_reason
+from grpo_orch.tasks.machine.launching import counted_gpus, set_up
+from grpo_orch.tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
+from grpo_orch.tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
+from grpo_orch.tasks.rollout.node_agent import Agent
+from grpo_orch.tasks.rollout.rollout_engine import GaveUp
 
 log = structlog.get_logger()
 

@@ -27,12 +27,12 @@ import structlog
 import zstandard
 from blake3 import blake3
 
-from checkpoint.security.vouched import MAC_BYTES, seal, unseal
-from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
-from checkpoint.store.run_store import Store
-from policies.model.spec import RunSpec
-from tasks.rollout.vllm.flags import base_config, uncompiled_env
+from grpo_orch.checkpoint.security.vouched import MAC_BYTES, seal, unseal
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.tasks.rollout.vllm.flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
 

@@ -6,14 +6,14 @@ import asyncio
 import os
 from pathlib import Path
 
-from checkpoint.store.run_store import Store
-from policies.model.spec import RunSpec
-from policies.serving.joining import ENGINE, ENGINE_UNCACHED, Stage, limit_s
-from tasks.machine.node_env import NodeEnv
-from tasks.models.base import BaseModel, with_model
-from tasks.rollout.compile_caches import CompileCaches
-from tasks.rollout.policy_check import PolicyCheck
-from tasks.rollout.vllm import flags as vllm_flags
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.joining import ENGINE, ENGINE_UNCACHED, Stage, limit_s
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.models.base import BaseModel, with_model
+from grpo_orch.tasks.rollout.compile_caches import CompileCaches
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck
+from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
 
 # Limits of vLLM's start, as a share of the time after which the controller replaces the machine. With a restored
 # compile cache the limit is lower, since a new machine would restore the same cache and hang again. Otherwise it

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from checkpoint.records import documents
-from checkpoint.store.codec import from_json
-from checkpoint.store.errors import Corrupt, StoreError
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import machine_of
-from policies.serving.joining import Stage
-from policies.serving.wire import COMERS, HOLD_S, Announce, AnnounceReply, PolicyRef
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.serving.wire import COMERS, HOLD_S, Announce, AnnounceReply, PolicyRef
+from grpo_orch.tasks.machine.node_env import NodeEnv
 
 ANSWER_S = 5.0  # in addition to the time for which the gateway holds an announcement
 LEAVE_S = 1.0

@@ -22,20 +22,20 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from checkpoint.store.errors import Corrupt, NotFound, StoreError
-from checkpoint.store.run_store import Store
-from policies.model.node_contract import NOTICE
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import member_of
-from policies.serving.fitness import AGAIN_S
-from policies.serving.wire import PolicyRef, PolicyStages
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.engine_files import EngineFiles
-from tasks.rollout.gateway_link import GatewayLink
-from tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
-from tasks.rollout.policy_loader import PolicyLoader, Ready
-from tasks.rollout.rollout_engine import EngineSlot, GaveUp, RolloutEngine
-from tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.node_contract import NOTICE
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import member_of
+from grpo_orch.policies.serving.fitness import AGAIN_S
+from grpo_orch.policies.serving.wire import PolicyRef, PolicyStages
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.engine_files import EngineFiles
+from grpo_orch.tasks.rollout.gateway_link import GatewayLink
+from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
+from grpo_orch.tasks.rollout.policy_loader import PolicyLoader, Ready
+from grpo_orch.tasks.rollout.rollout_engine import EngineSlot, GaveUp, RolloutEngine
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 
 log = structlog.get_logger()
 

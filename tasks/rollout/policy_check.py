@@ -16,14 +16,26 @@ import msgspec
 import numpy as np
 import structlog
 
-from checkpoint.store import layout
-from policies.model.spec import RunSpec
-from policies.serving.canary import Canary
-from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_mismatch, engine_rank
-from policies.weights.tensors import HEAD, Tensor, mismatch
-from tasks.machine.base_model import identity_of, layout_of, tensors_in, tensors_of
-from tasks.rollout.vllm.flags import base_config, base_folder, base_on_hub, may_start_bare, takes_adapters
-from tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.weights.adapters import (
+    ADAPTER_BASE,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_mismatch,
+    engine_rank,
+)
+from grpo_orch.policies.weights.tensors import HEAD, Tensor, mismatch
+from grpo_orch.tasks.machine.base_model import identity_of, layout_of, tensors_in, tensors_of
+from grpo_orch.tasks.rollout.vllm.flags import (
+    base_config,
+    base_folder,
+    base_on_hub,
+    may_start_bare,
+    takes_adapters,
+)
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
 
 log = structlog.get_logger()
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound, StoreError
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.chunks import Progress
-from checkpoint.stream.manifest import Manifest
-from checkpoint.weights import delta, safetensors
-from checkpoint.weights.safetensors import DIGEST_BYTES
-from policies.serving.joining import POLICY, Stage
-from policies.serving.wire import PolicyRef
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.chunks import Progress
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.weights import delta, safetensors
+from grpo_orch.checkpoint.weights.safetensors import DIGEST_BYTES
+from grpo_orch.policies.serving.joining import POLICY, Stage
+from grpo_orch.policies.serving.wire import PolicyRef
 
 log = structlog.get_logger()
 

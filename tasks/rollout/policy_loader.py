@@ -16,13 +16,13 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.store.errors import StoreError
-from checkpoint.weights import delta
-from policies.serving.canary import Canary
-from policies.serving.wire import PolicyRef
-from tasks.rollout.policy_check import canary_in
-from tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Staged, Superseded
-from tasks.rollout.vllm.server import Server, ServerFailed
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.weights import delta
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.rollout.policy_check import canary_in
+from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Staged, Superseded
+from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed
 
 log = structlog.get_logger()
 

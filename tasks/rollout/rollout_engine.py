@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import aiohttp
 import structlog
 
-from policies.model.spec import RunSpec
-from policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
-from policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.engine_files import EngineFiles
-from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm import server as vllm_server
-from tasks.rollout.vllm.server import Server, ServerFailed, Unfit
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
+from grpo_orch.policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.engine_files import EngineFiles
+from grpo_orch.tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.vllm import server as vllm_server
+from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 
 log = structlog.get_logger()
 

@@ -39,7 +39,7 @@ wait_s=1
 while true; do
     started_s=$SECONDS exit_code=0
     log "starting the daemon: $GRPO_ORCH_REASON"
-    "$env/bin/python" -m orchestrator.control.daemon "$GRPO_ORCH_RUN" "$GRPO_ORCH_REASON" || exit_code=$?
+    "$env/bin/python" -m grpo_orch.orchestrator.control.daemon "$GRPO_ORCH_RUN" "$GRPO_ORCH_REASON" || exit_code=$?
     case $exit_code in
         0) log "the daemon has finished" && exit 0 ;;
         "$HELD") log "another controller is in charge of the run" && exit "$HELD" ;;

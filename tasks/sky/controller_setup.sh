@@ -28,7 +28,7 @@ make_controller_environment() {
     "$uv" venv --quiet --allow-existing --seed --python 3.11 "$home/controller" ||
         fail "uv failed to make an environment in $home/controller"
     "$python" -c 'import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).read(sys.argv[2]).decode())' \
-        "$wheel" tasks/sky/locks/controller.txt >"$home/controller/lock.txt" || fail "$wheel is unreadable"
+        "$wheel" grpo_orch/tasks/sky/locks/controller.txt >"$home/controller/lock.txt" || fail "$wheel is unreadable"
     local locked=(--constraint "$home/controller/lock.txt")
     if [[ ,$GRPO_ORCH_CLOUDS, == *,azure,* ]]; then locked=(); fi # Azure's libraries need older versions than the lock
     "$uv" pip install --quiet --python "$python" "${locked[@]}" \

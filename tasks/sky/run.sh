@@ -18,7 +18,7 @@ env=${GRPO_ORCH_PREPARED:-/opt/grpo-orch/env} code=$home/code/$digest
 [[ -d $code ]] || fail "this machine was set up by another version of grpo-orch; launch it again"
 # As in setup.sh: use a prepared environment if it is the user's own or made from this release's lock.
 is_of_this_release() {
-    local made_of=$env/lock.txt locks=$code/tasks/sky/locks
+    local made_of=$env/lock.txt locks=$code/grpo_orch/tasks/sky/locks
     [[ ! -f $made_of ]] || cmp -s "$made_of" "$locks/node.txt" || cmp -s "$made_of" "$locks/node-cpu.txt"
 }
 if [[ ! -x $env/bin/python ]] || ! is_of_this_release; then env=$home/env; fi
@@ -40,4 +40,4 @@ if [[ -f $env/lock.txt ]]; then export PIP_CONSTRAINT=$env/lock.txt UV_CONSTRAIN
 export PATH=$env/bin:$PATH VIRTUAL_ENV=$env PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ -d $HOME/sky_workdir ]]; then cd "$HOME/sky_workdir"; fi
 log "$GRPO_ORCH_NODE, attempt $GRPO_ORCH_ATTEMPT, at $address"
-exec "$env/bin/python" -m tasks.machine.cloud_machine "$GRPO_ORCH_ROLE"
+exec "$env/bin/python" -m grpo_orch.tasks.machine.cloud_machine "$GRPO_ORCH_ROLE"

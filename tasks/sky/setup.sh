@@ -28,7 +28,7 @@ READ_FILE='import sys, zipfile; sys.stdout.write(zipfile.ZipFile(sys.argv[1]).re
 
 # Succeeds if a file equals one of the wheel's locks, for nodes or controllers.
 IS_LOCK='import sys, zipfile; wheel, made_of = zipfile.ZipFile(sys.argv[1]), open(sys.argv[2], "rb").read()
-sys.exit(made_of not in [wheel.read(name) for name in wheel.namelist() if name.startswith("tasks/sky/locks/")])'
+sys.exit(made_of not in [wheel.read(name) for name in wheel.namelist() if name.startswith("grpo_orch/tasks/sky/locks/")])'
 
 find_uv() {
     local candidate
@@ -83,7 +83,7 @@ make_environment() {
     [[ $extra == node ]] || install_system_packages
     log "making the environment with grpo-orch[$extra]; this takes minutes"
     "$uv" venv --quiet --allow-existing --seed --python 3.11 "$env" || fail "uv failed to make an environment in $env"
-    "$env/bin/python" -c "$READ_FILE" "$wheel" "tasks/sky/locks/$extra.txt" >"$env/lock.txt" ||
+    "$env/bin/python" -c "$READ_FILE" "$wheel" "grpo_orch/tasks/sky/locks/$extra.txt" >"$env/lock.txt" ||
         fail "$wheel is unreadable"
     "$uv" pip install --quiet --python "$env/bin/python" --constraint "$env/lock.txt" "${torch[@]}" \
         "grpo-orch[$extra] @ file://$wheel" ||

@@ -15,16 +15,16 @@ from dataclasses import replace
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.records.documents import newest_timeline
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from policies.detect.divergence import Verdict
-from policies.model import exit_codes
-from policies.serving.joining import Stage
-from policies.tick.snapshot import BEFORE_TRAINING, Trainer
-from tasks.machine.leaving import Leaving
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import newest_timeline
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, Trainer
+from grpo_orch.tasks.machine.leaving import Leaving
 
 log = structlog.get_logger()
 

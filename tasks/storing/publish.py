@@ -16,23 +16,23 @@ from typing import Any
 import structlog
 import torch
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt, NotFound, StoreError, StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest
-from checkpoint.stream.chunks import Sending
-from checkpoint.stream.manifest import Manifest
-from checkpoint.weights import delta, safetensors, scratch
-from checkpoint.weights.safetensors import Bytes
-from checkpoint.weights.scratch import Written
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.canary import Canary
-from policies.serving.wire import PolicyRef, labelled_version
-from policies.weights.tensors import ServedTypes, Tensor
-from tasks.storing.published_policies import PolicyRemover, Published, find, newest_first
-from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import TYPES, LazyTensor, type_name
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.weights import delta, safetensors, scratch
+from grpo_orch.checkpoint.weights.safetensors import Bytes
+from grpo_orch.checkpoint.weights.scratch import Written
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.wire import PolicyRef, labelled_version
+from grpo_orch.policies.weights.tensors import ServedTypes, Tensor
+from grpo_orch.tasks.storing.published_policies import PolicyRemover, Published, find, newest_first
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.storing.tensors import TYPES, LazyTensor, type_name
 
 log = structlog.get_logger()
 

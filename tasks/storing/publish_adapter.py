@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.canary import Canary
-from policies.serving.wire import PolicyRef
-from policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from policies.weights.tensors import ServedTypes, Tensor
-from tasks.storing.publish import OF_TYPE, PolicyPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import type_name
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.adapters import ADAPTER_BASE, ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from grpo_orch.policies.weights.tensors import ServedTypes, Tensor
+from grpo_orch.tasks.storing.publish import OF_TYPE, PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.storing.tensors import type_name
 
 # Keys that differ between machines, left out so that equal adapters have equal digests.
 MACHINE_KEYS = ("peft_version", "base_model_name_or_path")

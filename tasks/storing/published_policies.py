@@ -9,14 +9,14 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.manifest import Manifest
-from checkpoint.weights import delta
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.wire import PolicyRef
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.weights import delta
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.wire import PolicyRef
 
 
 @dataclass(frozen=True, slots=True)

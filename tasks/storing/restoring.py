@@ -11,19 +11,19 @@ from pathlib import Path
 
 import structlog
 
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.errors import Corrupt, NotFound, NothingWhole
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest, transfer
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from checkpoint.stream.chunks import DamagedChunk, same
-from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.transfer import is_weights
-from policies.model.timelines import on_lineage
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.joining import CHECKPOINT, Stage
-from tasks.machine.leaving import LeaveNow, Leaving
-from tasks.machine.transfer_log import TransferLog
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, NothingWhole
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest, transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.checkpoint.stream.chunks import DamagedChunk, same
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.stream.transfer import is_weights
+from grpo_orch.policies.model.timelines import on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.joining import CHECKPOINT, Stage
+from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
+from grpo_orch.tasks.machine.transfer_log import TransferLog
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import structlog
 
-from checkpoint.records import samples
-from checkpoint.records.samples import Group, Head
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import Precedence
+from grpo_orch.checkpoint.records import samples
+from grpo_orch.checkpoint.records.samples import Group, Head
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Precedence
 
 log = structlog.get_logger()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from checkpoint.records import metrics
-from checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.records.rollouts import Rollout
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import structlog
 import torch
 
-from policies.weights.tensors import ServedTypes, served_types
-from tasks.machine.base_model import tensors_in
+from grpo_orch.policies.weights.tensors import ServedTypes, served_types
+from grpo_orch.tasks.machine.base_model import tensors_in
 
 log = structlog.get_logger()
 

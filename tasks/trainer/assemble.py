@@ -15,39 +15,39 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from checkpoint.stream.manifest import files_below
-from checkpoint.stream.spool import Spool
-from policies.detect.divergence import Detector
-from policies.model.node_contract import SPOOL
-from policies.model.spec import AgentSpec, RunSpec, generates_itself
-from policies.model.timelines import Fork, forked_spec
-from policies.model.vocabulary import Precedence
-from policies.sizing.training import own_generation_obstacle
-from policies.weights.adapters import QUANTISED, engine_type, why_whole
-from policies.weights.tensors import ServedTypes
-from tasks.agents.gateway import Gateway
-from tasks.agents.processes import AgentHost, NoAgent
-from tasks.agents.runner import AgentRunner, AgentSource, Limits
-from tasks.completions.drought import Drought
-from tasks.completions.gateway_client import GatewayClient
-from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import RolloutSource
-from tasks.machine.base_model import identity_of, model_config, model_folder
-from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import SpoolFull, make_spool
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.restoring import BASE_MODEL, Restored
-from tasks.storing.sample_writer import SampleWriter
-from tasks.storing.saving import CheckpointSaver, read_detector
-from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import read_served_types
-from tasks.trainer import callbacks
-from tasks.trainer.preflight import (
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.checkpoint.stream.spool import Spool
+from grpo_orch.policies.detect.divergence import Detector
+from grpo_orch.policies.model.node_contract import SPOOL
+from grpo_orch.policies.model.spec import AgentSpec, RunSpec, generates_itself
+from grpo_orch.policies.model.timelines import Fork, forked_spec
+from grpo_orch.policies.model.vocabulary import Precedence
+from grpo_orch.policies.sizing.training import own_generation_obstacle
+from grpo_orch.policies.weights.adapters import QUANTISED, engine_type, why_whole
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.agents.gateway import Gateway
+from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
+from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
+from grpo_orch.tasks.completions.drought import Drought
+from grpo_orch.tasks.completions.gateway_client import GatewayClient
+from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
+from grpo_orch.tasks.completions.rollout_source import RolloutSource
+from grpo_orch.tasks.machine.base_model import identity_of, model_config, model_folder
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.spooling import SpoolFull, make_spool
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.restoring import BASE_MODEL, Restored
+from grpo_orch.tasks.storing.sample_writer import SampleWriter
+from grpo_orch.tasks.storing.saving import CheckpointSaver, read_detector
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.storing.tensors import read_served_types
+from grpo_orch.tasks.trainer import callbacks
+from grpo_orch.tasks.trainer.preflight import (
     check_lengths,
     check_packages,
     check_prompts,
@@ -55,11 +55,11 @@ from tasks.trainer.preflight import (
     check_row_count,
     check_tokens,
 )
-from tasks.trainer.reports import keep_reports, name_reports, prepare_reports
-from tasks.trainer.start import Start
-from tasks.trainer.turns import check_turns, guarded_turns, load_turns
-from tasks.trainer.user_data import load_data, prompts_used
-from tasks.trainer.user_objects import (
+from grpo_orch.tasks.trainer.reports import keep_reports, name_reports, prepare_reports
+from grpo_orch.tasks.trainer.start import Start
+from grpo_orch.tasks.trainer.turns import check_turns, guarded_turns, load_turns
+from grpo_orch.tasks.trainer.user_data import load_data, prompts_used
+from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     first_line,
     guarded_rewards,
@@ -68,16 +68,16 @@ from tasks.trainer.user_objects import (
     model_path,
     passes,
 )
-from tasks.trl import trl_grpo
-from tasks.trl.fleet_client import FleetClient
-from tasks.trl.own_generation import OwnGeneration
-from tasks.trl.own_share import OwnShare
-from tasks.trl.parts import agents
-from tasks.trl.parts.refused import row_of
-from tasks.trl.parts.saving import why_not_resumable
-from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
-from tasks.trl.weights import checkpoint_bytes, plain_model
-from tasks.trl.windows_ahead import WindowsAhead
+from grpo_orch.tasks.trl import trl_grpo
+from grpo_orch.tasks.trl.fleet_client import FleetClient
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
+from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.parts import agents
+from grpo_orch.tasks.trl.parts.refused import row_of
+from grpo_orch.tasks.trl.parts.saving import why_not_resumable
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
+from grpo_orch.tasks.trl.weights import checkpoint_bytes, plain_model
+from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 

@@ -13,17 +13,17 @@ from typing import Any
 import structlog
 from transformers import TrainerCallback
 
-from checkpoint.records import metrics, rollouts
-from checkpoint.records.metrics import Row
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
-from policies.model.spec import KlPolicy
-from tasks.machine.leaving import Leaving
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.sample_writer import SampleWriter
-from tasks.storing.saving import CheckpointSaver
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.records import metrics, rollouts
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
+from grpo_orch.policies.model.spec import KlPolicy
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.sample_writer import SampleWriter
+from grpo_orch.tasks.storing.saving import CheckpointSaver
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 

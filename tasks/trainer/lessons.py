@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoint.records.metrics import NONFINITE, read_chunk
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.detect.symptoms import NO_VARIANCE
+from grpo_orch.checkpoint.records.metrics import NONFINITE, read_chunk
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.symptoms import NO_VARIANCE
 
 REWARD = "reward"
 ALL = 1.0 - 1e-6  # tolerance for a mean of shares that are all 1

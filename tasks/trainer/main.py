@@ -1,4 +1,4 @@
-"""The trainer's process: `python -m tasks.trainer.main`.
+"""The trainer's process: `python -m grpo_orch.tasks.trainer.main`.
 
 It reads the run from the store, restores the newest checkpoint on the line of its timeline, and trains to the last
 step, or until its guard detects that the run diverges. All lasting state is in the store. It exits with one of
@@ -23,30 +23,30 @@ from typing import Any
 
 import structlog
 
-from checkpoint.records.documents import RunRecord, read_forks
-from checkpoint.security.redaction import guard_output
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store.errors import NotFound, NothingWhole, StoreError
-from checkpoint.store.run_store import Store
-from policies.model import exit_codes
-from policies.model.spec import RunSpec, model_settings
-from policies.model.timelines import Fork, forked_spec, lineage
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.joining import Stage
-from policies.tick.snapshot import Trainer
-from tasks.completions.gateway_client import GenerationFailed
-from tasks.completions.refused_prompts import BadPrompts
-from tasks.machine.children import end_with_parent
-from tasks.machine.exit_note import leave_exit_code
-from tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
-from tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
-from tasks.machine.spooling import SpoolFull, find_spool, remove_spool
-from tasks.machine.versions import TRAINER, WrongVersions, check_versions
-from tasks.models import shared
-from tasks.models.base import BaseModel, found_here, source_of
-from tasks.rewards.guard import BadReward, ToolFailed
-from tasks.storing.heartbeat import Fenced, Heartbeat
-from tasks.storing.restoring import Restored, restore_once
+from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
+from grpo_orch.checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store.errors import NotFound, NothingWhole, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import RunSpec, model_settings
+from grpo_orch.policies.model.timelines import Fork, forked_spec, lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.completions.gateway_client import GenerationFailed
+from grpo_orch.tasks.completions.refused_prompts import BadPrompts
+from grpo_orch.tasks.machine.children import end_with_parent
+from grpo_orch.tasks.machine.exit_note import leave_exit_code
+from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
+from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from grpo_orch.tasks.machine.spooling import SpoolFull, find_spool, remove_spool
+from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
+from grpo_orch.tasks.models import shared
+from grpo_orch.tasks.models.base import BaseModel, found_here, source_of
+from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
+from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
+from grpo_orch.tasks.storing.restoring import Restored, restore_once
 
 log = structlog.get_logger()
 
@@ -124,9 +124,9 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     # After the first heartbeat: these imports take seconds.
     import torch
 
-    from tasks.storing.saving import wait_until_stored
-    from tasks.trainer.assemble import assemble
-    from tasks.trainer.user_objects import BadSpec
+    from grpo_orch.tasks.storing.saving import wait_until_stored
+    from grpo_orch.tasks.trainer.assemble import assemble
+    from grpo_orch.tasks.trainer.user_objects import BadSpec
 
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
@@ -174,9 +174,9 @@ def _restore(
     env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, forks: Sequence[Fork]
 ) -> Restored | None:
     """Restore the newest checkpoint, after storing all that earlier attempts on this machine have sealed."""
-    from tasks.storing.restoring import restore_newest
-    from tasks.storing.saving import wait_until_stored
-    from tasks.trainer.user_objects import local_folder
+    from grpo_orch.tasks.storing.restoring import restore_newest
+    from grpo_orch.tasks.storing.saving import wait_until_stored
+    from grpo_orch.tasks.trainer.user_objects import local_folder
 
     workdir = Path(env.workdir)
     if (old_spool := find_spool(workdir)) is not None:
@@ -212,10 +212,10 @@ def _report_stage(heartbeat: Heartbeat, stage: Stage) -> None:
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     """Train and return the outcome. Re-raises FORESEEN errors, which `_run` handles."""
-    from tasks.storing.tensors import UnsupportedType
-    from tasks.trainer.callbacks import Diverged
-    from tasks.trainer.user_objects import BadSpec
-    from tasks.trl.parts.rewards import NothingToLearn
+    from grpo_orch.tasks.storing.tensors import UnsupportedType
+    from grpo_orch.tasks.trainer.callbacks import Diverged
+    from grpo_orch.tasks.trainer.user_objects import BadSpec
+    from grpo_orch.tasks.trl.parts.rewards import NothingToLearn
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)
@@ -258,7 +258,7 @@ def _end_of_training(trainer: Any) -> End:
 
 def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
     """Return the outcome of a complete training: NOTHING_LEARNT if no step had a reward."""
-    from tasks.trainer.lessons import count_rewards
+    from grpo_orch.tasks.trainer.lessons import count_rewards
 
     by_agent = [] if spec.trainer.agent is None else ["agent"]
     counts, names = count_rewards(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
@@ -279,7 +279,7 @@ def _unexpected_error(error: Exception, *, is_first: bool, when: str, trains: bo
         when: names the time in the reason.
         trains: training was in progress, where using less memory may help.
     """
-    from tasks.trainer.user_objects import is_mistake, is_of_machine, is_out_of_memory, passes
+    from grpo_orch.tasks.trainer.user_objects import is_mistake, is_of_machine, is_out_of_memory, passes
 
     line = " ".join(str(error).split())
     if trains and is_out_of_memory(error):

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from policies.model import exit_codes
-from tasks.machine.exit_note import leave_exit_code
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.tasks.machine.exit_note import leave_exit_code
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 from transformers.integrations import get_reporting_integration_callbacks
 
-from tasks.trainer.user_objects import BadSpec, first_line, passes
+from grpo_orch.tasks.trainer.user_objects import BadSpec, first_line, passes
 
 log = structlog.get_logger()
 

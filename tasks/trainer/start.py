@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from policies.model.spec import RunSpec
-from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.restoring import Restored
-from tasks.storing.step_costs import StepCosts
-from tasks.trainer.overdue import kill_after
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.restoring import Restored
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trainer.overdue import kill_after
 
 
 @dataclass(frozen=True, slots=True)

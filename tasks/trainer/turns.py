@@ -15,9 +15,9 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from policies.model.spec import RunSpec, TrainerSpec
-from tasks.rewards.guard import FAULTS, Rule, guarded_factory, guarded_tool
-from tasks.trainer.user_objects import (
+from grpo_orch.policies.model.spec import RunSpec, TrainerSpec
+from grpo_orch.tasks.rewards.guard import FAULTS, Rule, guarded_factory, guarded_tool
+from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     first_line,
     is_cut_off,
@@ -26,7 +26,7 @@ from tasks.trainer.user_objects import (
     load_function,
     passes,
 )
-from tasks.trainer.user_prompts import shown
+from grpo_orch.tasks.trainer.user_prompts import shown
 
 ENVIRONMENTS = "trainer.environment_factory"
 OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # TRL calls these; the model may call the other public methods

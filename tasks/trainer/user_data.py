@@ -17,10 +17,10 @@ import datasets
 import numpy
 from datasets.exceptions import DatasetNotFoundError
 
-from policies.model.datasets import FILE_KINDS, bad_line, counts_of, file_kind
-from policies.model.spec import Dataset, datasets_of
-from tasks.trainer.user_objects import BadSpec, passes
-from tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
+from grpo_orch.policies.model.datasets import FILE_KINDS, bad_line, counts_of, file_kind
+from grpo_orch.policies.model.spec import Dataset, datasets_of
+from grpo_orch.tasks.trainer.user_objects import BadSpec, passes
+from grpo_orch.tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
 
 
 @dataclass(frozen=True, slots=True)

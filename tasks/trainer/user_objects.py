@@ -23,10 +23,10 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 from transformers import AutoConfig
 
-from policies.model.spec import RunSpec, TrainerSpec
-from tasks.machine.base_model import model_folder
-from tasks.rewards.guard import FAULTS, guarded
-from tasks.rewards.in_workers import with_arguments
+from grpo_orch.policies.model.spec import RunSpec, TrainerSpec
+from grpo_orch.tasks.machine.base_model import model_folder
+from grpo_orch.tasks.rewards.guard import FAULTS, guarded
+from grpo_orch.tasks.rewards.in_workers import with_arguments
 
 # Errors of the machine or the network, not of run.yaml: they may pass.
 PASSING = frozenset(

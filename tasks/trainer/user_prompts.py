@@ -9,9 +9,9 @@ from typing import Any
 import datasets
 from datasets.fingerprint import Hasher
 
-from policies.model.datasets import Template, is_import_path, read_template
-from tasks.rewards.guard import FAULTS
-from tasks.trainer.user_objects import BadSpec, load_function, passes
+from grpo_orch.policies.model.datasets import Template, is_import_path, read_template
+from grpo_orch.tasks.rewards.guard import FAULTS
+from grpo_orch.tasks.trainer.user_objects import BadSpec, load_function, passes
 
 Row = dict[str, Any]
 EXPECTED = "expected a text, or a list of messages, each with `role` and `content`"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from policies.serving.canary import Canary, token_ids_for
+from grpo_orch.policies.serving.canary import Canary, token_ids_for
 
 
 def canary_of(model: Any, mixed_precision: str) -> Canary:

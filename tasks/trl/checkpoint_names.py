@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.storing.tensors import LazyTensor
 
 Named = Mapping[str, torch.Tensor]
 LAYER = re.compile(r"^(.*?\.\d+)\.")

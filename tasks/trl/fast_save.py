@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers.modeling_utils
 
-from tasks.storing.tensors import type_name
+from grpo_orch.tasks.storing.tensors import type_name
 
 
 class OverwrittenFile(io.FileIO):

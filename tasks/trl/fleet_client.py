@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import structlog
 import torch
 
-from checkpoint.records.rollouts import Rollout, Session
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.canary import Canary
-from policies.serving.wire import PolicyRef
-from tasks.completions.drought import OwnTurn
-from tasks.completions.rollout_source import RolloutSource
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.tensors import LazyTensor
-from tasks.trl.own_share import OwnShare
-from tasks.trl.windows_ahead import WindowsAhead
+from grpo_orch.checkpoint.records.rollouts import Rollout, Session
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.completions.drought import OwnTurn
+from grpo_orch.tasks.completions.rollout_source import RolloutSource
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 

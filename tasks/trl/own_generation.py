@@ -22,10 +22,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import CUT, REFUSED, Batch, Completion, CompletionRequest, PolicyRef
-from tasks.completions.gateway_client import Generated
-from tasks.trl.canary import as_evaluated
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions.gateway_client import Generated
+from grpo_orch.tasks.trl.canary import as_evaluated
 
 
 class OwnGeneration:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
-from policies.serving.wire import Completion
-from tasks.completions.drought import Drought, Share
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.heartbeat import Fenced
-from tasks.trl.own_generation import OwnGeneration
+from grpo_orch.policies.serving.wire import Completion
+from grpo_orch.tasks.completions.drought import Drought, Share
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.heartbeat import Fenced
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
 
 
 class OwnShare:

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 import torch
 
-from policies.model.timelines import Fork, Skipped
+from grpo_orch.policies.model.timelines import Fork, Skipped
 
 log = structlog.get_logger()
 

@@ -115,22 +115,22 @@ import torch
 import trl.import_utils as trl_imports
 from accelerate.utils import broadcast_object_list, gather_object
 
-from checkpoint.records.rollouts import Session
-from policies.model.spec import STALE_DEFAULTS
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.step_costs import StepCosts
-from tasks.trl import fast_save
-from tasks.trl.fleet_client import FleetClient, Instead
-from tasks.trl.parts.agents import Sessions, rollout_func
-from tasks.trl.parts.foreseen import evaluation_calls
-from tasks.trl.parts.leaving import Departure, random_state_kept
-from tasks.trl.parts.publishing import Publishing
-from tasks.trl.parts.refused import RefusedCompletions
-from tasks.trl.parts.rewards import RewardAccount
-from tasks.trl.parts.samples import Samples
-from tasks.trl.parts.saving import MemoryState, Place, Saving
-from tasks.trl.parts.turns import CommonTurns
-from tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.policies.model.spec import STALE_DEFAULTS
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl import fast_save
+from grpo_orch.tasks.trl.fleet_client import FleetClient, Instead
+from grpo_orch.tasks.trl.parts.agents import Sessions, rollout_func
+from grpo_orch.tasks.trl.parts.foreseen import evaluation_calls
+from grpo_orch.tasks.trl.parts.leaving import Departure, random_state_kept
+from grpo_orch.tasks.trl.parts.publishing import Publishing
+from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
+from grpo_orch.tasks.trl.parts.rewards import RewardAccount
+from grpo_orch.tasks.trl.parts.samples import Samples
+from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
+from grpo_orch.tasks.trl.parts.turns import CommonTurns
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.

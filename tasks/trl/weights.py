@@ -12,7 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.storing.tensors import LazyTensor
 
 Gathered = Callable[[list[Any]], AbstractContextManager[Any]]
 FLOAT32 = 4  # bytes

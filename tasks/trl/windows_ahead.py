@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from policies.model.vocabulary import PolicyVersion
-from tasks.completions.rollout_source import Call
-from tasks.trl.skipped_prompts import Walk
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.completions.rollout_source import Call
+from grpo_orch.tasks.trl.skipped_prompts import Walk
 
 
 class WindowsAhead:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import yaml
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from orchestrator.clouds.local import carries_mark, kill_all, machine_record, marked_processes
-from policies.model.node_contract import MACHINE
-from policies.model.state import RunState
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds.local import carries_mark, kill_all, machine_record, marked_processes
+from grpo_orch.policies.model.node_contract import MACHINE
+from grpo_orch.policies.model.state import RunState
 from tests.budget import HANG_S
 from tests.rigs.store.server import S3Server
 
@@ -78,7 +78,7 @@ class Run:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command line; with `code`, its exit code must be that one."""
         done = subprocess.run(
-            [sys.executable, "-m", "orchestrator", *arguments],
+            [sys.executable, "-m", "grpo_orch", *arguments],
             env=self.env,
             cwd=self.yaml.parent,
             capture_output=True,

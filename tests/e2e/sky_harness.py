@@ -52,7 +52,7 @@ class SkyRun:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command line inside; with `code`, its exit code must be that one."""
         done: subprocess.CompletedProcess[str] = self._rig.run(
-            [sys.executable, "-m", "orchestrator", *arguments],
+            [sys.executable, "-m", "grpo_orch", *arguments],
             env=self.env,
             cwd=self._folder,
             capture_output=True,
@@ -79,7 +79,7 @@ class SkyRun:
 
     def _follow(self, *arguments: str) -> list[dict[str, Any]]:
         """What a command prints as it goes on: starting one for each look would take a core."""
-        command = [sys.executable, "-m", "orchestrator", *arguments]
+        command = [sys.executable, "-m", "grpo_orch", *arguments]
         process = self._rig.popen(command, env=self.env, cwd=self._folder, stdout=subprocess.PIPE, text=True)
         said: list[dict[str, Any]] = []
 

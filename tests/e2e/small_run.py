@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policies.model.vocabulary import NodePhase
+from grpo_orch.policies.model.vocabulary import NodePhase
 from tests.e2e.harness import Run
 from tests.rigs.store.server import S3Server
 from tests.stand_ins.earlier_trainer import leave_heartbeat

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.stream import manifest
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.stream import manifest
 from tests.e2e.harness import kill
 from tests.e2e.tiny import check_healthy, finish, make_tiny, reach, tiny_run
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint.records.metrics import read_metrics
-from checkpoint.store import layout
+from grpo_orch.checkpoint.records.metrics import read_metrics
+from grpo_orch.checkpoint.store import layout
 from tests.e2e.harness import ROOT, Run, kill
 from tests.e2e.tiny import NODE_PYTHON, check_healthy, final_weights, finish, kill_trainer, reach, step
 
@@ -79,7 +79,7 @@ def test_sessions_survive_every_fault_and_train_the_same_weights(tmp_path: Path)
         reach(run, 2)
         kill(run.pids("rollout-0-i1"))
         reach(run, step(run) + 2)
-        os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
+        os.kill(run.pid("trainer-0-i1", "grpo_orch.orchestrator.gateway"), signal.SIGKILL)
         reach(run, step(run) + 2)
         kill_trainer(run)
         reach(run, step(run) + 2)

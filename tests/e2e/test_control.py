@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import journal
-from policies.model import exit_codes
-from policies.model.events import NodeRequested
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import NodeRequested
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.e2e.small_run import SmallRun
 
 

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 import yaml
 
-from checkpoint.records import documents, rollouts
-from checkpoint.records.evaluations import Scored
-from checkpoint.records.rollouts import Rollout
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from orchestrator.clouds.local import marked_processes
-from policies.model import exit_codes
+from grpo_orch.checkpoint.records import documents, rollouts
+from grpo_orch.checkpoint.records.evaluations import Scored
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.clouds.local import marked_processes
+from grpo_orch.policies.model import exit_codes
 from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import RUN_TIMEOUT_S, finish, make_tiny, tiny_run
 
@@ -68,7 +68,7 @@ def test_base_against_trained_over_two_nodes_of_which_one_is_killed(tmp_path: Pa
 
 def base_with_a_kill(run: Run, *command: str) -> tuple[str, Store]:
     """Evaluate the base, and kill the first node that serves; returns which it was, and the evaluation's store."""
-    argv = [sys.executable, "-m", "orchestrator", *command, "--base", "-o", "json"]
+    argv = [sys.executable, "-m", "grpo_orch", *command, "--base", "-o", "json"]
     with subprocess.Popen(argv, env=run.env, cwd=run.yaml.parent, stdout=subprocess.PIPE, text=True) as process:
 
         def store() -> Store:

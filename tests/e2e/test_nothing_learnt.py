@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint import journal
-from policies.model import exit_codes
-from policies.model.events import JobExited, NodeRequested, Noticed
-from policies.model.vocabulary import Role, RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import JobExited, NodeRequested, Noticed
+from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import RUN_TIMEOUT_S, make_tiny, tiny_run
 

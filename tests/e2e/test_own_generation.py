@@ -11,12 +11,12 @@ from typing import TypeVar
 import pytest
 import yaml
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.metrics import OWN_GENERATE_S, Row, read_metrics
-from orchestrator.clouds import open_local
-from policies.model.events import Event, NodesGenerate, RunMoved
-from policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import OWN_GENERATE_S, Row, read_metrics
+from grpo_orch.orchestrator.clouds import open_local
+from grpo_orch.policies.model.events import Event, NodesGenerate, RunMoved
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import (
     RUN_TIMEOUT_S,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.metrics import Row, read_metrics
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
-from policies.model.events import (
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import Row, read_metrics
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model.events import (
     Diverged,
     Event,
     FleetMoved,
@@ -26,7 +26,7 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.timelines import Fork
+from grpo_orch.policies.model.timelines import Fork
 from tests.e2e.harness import Run
 from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S, TINY, finish, make_tiny
 
@@ -41,7 +41,7 @@ STAGES: tuple[type[Event], ...] = (
     TimelineResumed,
     FleetMoved,
 )
-MODULES = {"trainer": "tasks.trainer.main", "gateway": "orchestrator.gateway"}
+MODULES = {"trainer": "grpo_orch.tasks.trainer.main", "gateway": "grpo_orch.orchestrator.gateway"}
 PROCESSES = ("daemon", *MODULES)
 
 

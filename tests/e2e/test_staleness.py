@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records.metrics import AHEAD_S, read_metrics
+from grpo_orch.checkpoint.records.metrics import AHEAD_S, read_metrics
 from tests.e2e.harness import kill
 from tests.e2e.tiny import (
     IN_PARTS,
@@ -48,7 +48,7 @@ def test_every_fault_is_survived_and_changes_no_weight(tmp_path: Path) -> None:
         reach(run, 3)
         kill(run.pids("rollout-0-i1"))
         reach(run, step(run) + 2)
-        os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
+        os.kill(run.pid("trainer-0-i1", "grpo_orch.orchestrator.gateway"), signal.SIGKILL)
         reach(run, step(run) + 2)
         kill_trainer(run)
         run.until("the requests under way", lambda: "batch_resumed" in run.last_words(1000), RUN_TIMEOUT_S)

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpoint.store.run_store import OPTIONS_ENV
-from policies.model import exit_codes
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
+from grpo_orch.policies.model import exit_codes
 from tests.budget import HANG_S
 from tests.e2e.small_run import SmallRun
 from tests.rigs.store.fault_proxy import Answer, FaultProxy, IgnoreConditions, fault_proxy

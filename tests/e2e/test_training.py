@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.metrics import REPLAYED, read_metrics
-from checkpoint.stream.catalog import Catalog
-from policies.model.node_contract import NOTICE
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import REPLAYED, read_metrics
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.policies.model.node_contract import NOTICE
 from tests.budget import HANG_S
 from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import (
@@ -34,7 +34,11 @@ from tests.rigs.store.server import S3Server
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
 LEAVES_IN_S = 4.0
-TRAINERS = ("tasks.trainer.main", "tasks.machine.uploader", "orchestrator.gateway")  # all on its machine
+TRAINERS = (
+    "grpo_orch.tasks.trainer.main",
+    "grpo_orch.tasks.machine.uploader",
+    "grpo_orch.orchestrator.gateway",
+)  # all on its machine
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def test_every_fault_is_survived_and_changes_no_weight(
         kill(run.pids("rollout-0-i1"))  # a whole machine, without a word
         reach(run, step(run) + 2)
 
-        os.kill(run.pid("trainer-0-i1", "orchestrator.gateway"), signal.SIGKILL)
+        os.kill(run.pid("trainer-0-i1", "grpo_orch.orchestrator.gateway"), signal.SIGKILL)
         reach(run, step(run) + 2)
 
         before = lasting(run)
@@ -79,7 +83,7 @@ def test_every_fault_is_survived_and_changes_no_weight(
 
         reach(run, 13)
         kill_trainer(run)
-        os.kill(run.pid("trainer-0-i1", "tasks.machine.uploader"), signal.SIGKILL)
+        os.kill(run.pid("trainer-0-i1", "grpo_orch.tasks.machine.uploader"), signal.SIGKILL)
         reach(run, 17)
 
         for node in list(run.state.nodes):  # nobody home

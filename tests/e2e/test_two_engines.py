@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from policies.model.gpus import VISIBLE
+from grpo_orch.policies.model.gpus import VISIBLE
 from tests.e2e.harness import Run, kill
 from tests.e2e.tiny import RUN_TIMEOUT_S, check_healthy, final_weights, finish, make_tiny, reach, step, tiny_run
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from checkpoint.records import documents
-from checkpoint.records.metrics import read_metrics
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import read_metrics
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.e2e.harness import ROOT, Run
 from tests.rigs import tiny_model
 from tests.rigs.store.server import S3Server
@@ -81,7 +81,7 @@ def reach(run: Run, wanted: int) -> None:
 
 def kill_trainer(run: Run) -> None:
     """Kill the first trainer, without its machine, and return once the next attempt has begun."""
-    os.kill(run.pid("trainer-0-i1", "tasks.trainer.main"), signal.SIGKILL)
+    os.kill(run.pid("trainer-0-i1", "grpo_orch.tasks.trainer.main"), signal.SIGKILL)
     run.until(
         "another trainer",
         lambda: (beat := documents.TRAINER.read(run.store)) is not None and beat.attempt == 2,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.load import ConfigError, load_spec
+from grpo_orch.orchestrator.config.load import ConfigError, load_spec
 
 VALID = """\
 name: demo

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from checkpoint.records.metrics import Row
-from checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store.codec import to_json
 
 Rows = list[dict[str, float]]
 ONSET = 203  # of the diverging runs below: a cliff shows from the next step on

@@ -10,10 +10,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from checkpoint.records.metrics import Row
-from orchestrator.views.model import NodeView, RunView
-from policies.model.vocabulary import Role
-from policies.serving.joining import BASE_MODEL, Stage
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.orchestrator.views.model import NodeView, RunView
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.serving.joining import BASE_MODEL, Stage
 
 NOW_S = 1_700_000_000.0
 WORDS = [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from checkpoint.records import samples
-from checkpoint.records.samples import Group, Head, Message, Sample
-from checkpoint.store.run_store import Store
-from policies.serving.wire import HandOver
+from grpo_orch.checkpoint.records import samples
+from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.wire import HandOver
 
 
 def sample(text: str, reward: float | None = 1.0, **given: object) -> Sample:

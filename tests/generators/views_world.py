@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from checkpoint.journal import Journal
-from checkpoint.records import documents, metrics
-from checkpoint.records.documents import RehearsedFault, write_fault
-from checkpoint.records.metrics import Row
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from orchestrator.views.model import RunView
-from orchestrator.views.reader import Reader
-from orchestrator.views.report import Report, build_report
-from orchestrator.views.run_view import view_of
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.documents import RehearsedFault, write_fault
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.orchestrator.views.model import RunView
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.report import Report, build_report
+from grpo_orch.orchestrator.views.run_view import view_of
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceWatched,
     Event,
@@ -35,7 +35,7 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.spec import (
+from grpo_orch.policies.model.spec import (
     Dataset,
     FleetPolicy,
     KlPolicy,
@@ -45,10 +45,10 @@ from policies.model.spec import (
     RunSpec,
     TrainerSpec,
 )
-from policies.model.timelines import Fork, Skipped
-from policies.model.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RunPhase
-from policies.serving.gateway_status import GatewayStatus
-from policies.tick.snapshot import Trainer
+from grpo_orch.policies.model.timelines import Fork, Skipped
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.tick.snapshot import Trainer
 
 T0 = 1_700_000_000.0
 EVIDENCE = ("KL 3.21, 41 times its calm level of 0.078", "reward 0.1, down from 0.8")

@@ -16,7 +16,7 @@ from benchmarks.check_gpu import following, handing_over, step, trainers
 from benchmarks.check_gpu.handing_over import COUNT, CUT, TOKENS
 from benchmarks.check_gpu.lab import REPOSITORY, Lab
 from benchmarks.check_gpu.outcome import Failed
-from tasks.rollout.vllm.loader_trace import Part
+from grpo_orch.tasks.rollout.vllm.loader_trace import Part
 
 WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.foreign_keys import grpo_table, vllm_table
-from orchestrator.config.load import ConfigError, load_spec
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table, vllm_table
+from grpo_orch.orchestrator.config.load import ConfigError, load_spec
 from tests.generators import config_tables as make
 
 FILES = [*(source[0] for source in make.SOURCES), make.VLLM_FILE]
@@ -30,7 +30,7 @@ def test_the_shipped_table_is_what_the_installed_package_says(
 
 
 def test_every_key_that_we_refuse_exists() -> None:
-    from orchestrator.config import foreign_keys as keys
+    from grpo_orch.orchestrator.config import foreign_keys as keys
 
     for table in (keys.grpo_table(), keys.vllm_table(), keys.lora_table()):
         assert set(table.refused) <= set(table.keys)
@@ -105,8 +105,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
     """Steps at which TRL generates anew, by its own rule, are the multiples of our window."""
     from trl import GRPOConfig
 
-    from orchestrator.config.effective import EffectiveRun
-    from orchestrator.config.problems import Findings
+    from grpo_orch.orchestrator.config.effective import EffectiveRun
+    from grpo_orch.orchestrator.config.problems import Findings
 
     for accumulation, per_generation, iterations in itertools.product((1, 2, 4, 6), (None, 1, 4, 6), (1, 2, 3)):
         grpo = {
@@ -124,8 +124,8 @@ def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
 
 
 def test_the_nodes_set_what_the_documentation_says() -> None:
-    from tasks.rollout.vllm import flags as vllm_flags
-    from tasks.trl import trl_grpo
+    from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
+    from grpo_orch.tasks.trl import trl_grpo
 
     text = (Path(__file__).parents[2] / "docs" / "run-yaml.md").read_text()
     table = grpo_table()

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tasks.storing.tensors import TYPES
-from tasks.trl import fast_save
-from tasks.trl.fast_save import OverwrittenFile, fits, overwriting, save_tensors
+from grpo_orch.tasks.storing.tensors import TYPES
+from grpo_orch.tasks.trl import fast_save
+from grpo_orch.tasks.trl.fast_save import OverwrittenFile, fits, overwriting, save_tensors
 
 LARGE = (1 << 20) + 4096 + 3  # elements
 

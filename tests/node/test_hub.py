@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from policies.serving.joining import HUB, Stage
-from tasks.machine.base_model import model_folder
-from tasks.models import hub
+from grpo_orch.policies.serving.joining import HUB, Stage
+from grpo_orch.tasks.machine.base_model import model_folder
+from grpo_orch.tasks.models import hub
 from tests.budget import HANG_S
 
 COMMIT = "c" * 40
@@ -155,7 +155,7 @@ def test_what_was_fetched_counts_as_whole_though_the_hub_has_more(at_hub: dict[s
 def test_a_hub_that_cannot_be_reached_is_no_error_for_what_only_looks(call: str, at_hub: dict[str, str]) -> None:
     """Each in a process: what the hub's client raises there is another library's in each of its versions."""
     nowhere = at_hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    asked = f"from tasks.machine.base_model import {call}; print({call}('own/model'))"
+    asked = f"from grpo_orch.tasks.machine.base_model import {call}; print({call}('own/model'))"
     said = subprocess.run([sys.executable, "-c", asked], env=nowhere, capture_output=True, check=True).stdout
     assert said.split() in ([b"{}"], [b"None"])
 
@@ -195,7 +195,7 @@ def test_a_models_tensors_are_read_from_the_hub_without_its_weights(
 ) -> None:
     Hub.files = files
     asked = (
-        "import json; from tasks.machine.base_model import hub_tensors; "
+        "import json; from grpo_orch.tasks.machine.base_model import hub_tensors; "
         "print(json.dumps({name: [one.dtype, one.shape] for name, one in hub_tensors('own/model').items()}))"
     )
     said = subprocess.run([sys.executable, "-c", asked], env=at_hub, check=True, capture_output=True).stdout

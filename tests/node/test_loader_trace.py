@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.rollout.vllm.loader_trace import NotFollowed, bits, places_of
+from grpo_orch.tasks.rollout.vllm.loader_trace import NotFollowed, bits, places_of
 
 SHAPES = {
     "q": (8, 6),

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.store import layout
-from checkpoint.stream import manifest
-from checkpoint.weights import scratch
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.tensors import LazyTensor
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.weights import scratch
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.tensors import LazyTensor
 from tests.node.rollout.deltas.world import World, settle
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)

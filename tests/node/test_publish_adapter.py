@@ -13,19 +13,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.adapters import ADAPTER_WEIGHTS
-from policies.weights.tensors import ServedTypes
-from tasks.machine.base_model import identity_of
-from tasks.rollout.vllm.flags import takes_adapters
-from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.trainer.assemble import policy_publisher
-from tasks.trl.weights import adapter_tensors
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.adapters import ADAPTER_WEIGHTS
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.machine.base_model import identity_of
+from grpo_orch.tasks.rollout.vllm.flags import takes_adapters
+from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trainer.assemble import policy_publisher
+from grpo_orch.tasks.trl.weights import adapter_tensors
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "up_proj", "v_proj"], "init_lora_weights": False}
 

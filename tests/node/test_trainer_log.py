@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.traces.read import read_traces
+from grpo_orch.orchestrator.traces.read import read_traces
 from tests.budget import HANG_S
 
 # Standard output and error in one file, as `nohup` leaves them: transformers' own callback, called as its Trainer

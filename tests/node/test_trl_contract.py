@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import save_file
 from trl.trainer.utils import RepeatSampler
 
-from policies.serving.canary import Canary
-from policies.weights.tensors import mismatch
-from tasks.machine.base_model import tensors_in
-from tasks.storing.tensors import LazyTensor
-from tasks.trl import trl_grpo
-from tasks.trl.checkpoint_names import as_in_checkpoint
-from tasks.trl.parts.publishing import Publishing
-from tasks.trl.trl_grpo import EpochSampler
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.weights.tensors import mismatch
+from grpo_orch.tasks.machine.base_model import tensors_in
+from grpo_orch.tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.trl import trl_grpo
+from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
+from grpo_orch.tasks.trl.parts.publishing import Publishing
+from grpo_orch.tasks.trl.trl_grpo import EpochSampler
 
 # TRL's classes by way of ours: TRL's trainer must not be imported before `trl_grpo`, which keeps vLLM out.
 OURS: dict[Any, Any] = {
@@ -188,7 +188,7 @@ def test_an_epochs_order_is_trls_however_it_is_reached(shuffle: bool) -> None:
 
 def test_vllm_is_not_imported_by_a_trainer() -> None:
     """In a process of its own: another test may have imported TRL in its own way."""
-    code = "import sys, tasks.trl.trl_grpo; sys.exit('vllm' in sys.modules)"
+    code = "import sys, grpo_orch.tasks.trl.trl_grpo; sys.exit('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False)
     assert done.returncode == 0, "importing TRL imports vLLM again: a restart takes twice as long"
 

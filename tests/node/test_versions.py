@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.machine.versions import ROLLOUT, TRAINER, check_versions, locked_versions
+from grpo_orch.tasks.machine.versions import ROLLOUT, TRAINER, check_versions, locked_versions
 from tests.stand_ins.installed import not_as_locked
 
 

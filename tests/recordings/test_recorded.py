@@ -11,7 +11,7 @@ import pytest
 from benchmarks.rig.divergence.recorded import as_trace, recorded_traces
 from benchmarks.rig.divergence.score import Outcome, judge, score
 from benchmarks.rig.divergence.traces import Trace
-from policies.detect.divergence import Point
+from grpo_orch.policies.detect.divergence import Point
 from tests.generators.recorded import FOLDER, Label, recorded
 
 SPLITS = ("seen", "unseen")

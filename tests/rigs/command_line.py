@@ -31,7 +31,7 @@ Cli = Callable[..., Answer]
 @pytest.fixture
 def grpo_orch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Call with the command's words."""
-    from orchestrator.cli import main  # half a second, and not in the nodes' environment
+    from grpo_orch.orchestrator.cli import main  # half a second, and not in the nodes' environment
 
     def call(*words: str) -> Answer:
         monkeypatch.setattr(sys, "argv", ["grpo-orch", *words])

@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar
 import httpx
 import msgspec
 
-from checkpoint.records import documents
-from checkpoint.security import identity
-from checkpoint.store.run_store import Store
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from tests.budget import HANG_S, until
 from tests.stand_ins.fake_vllm import completion
 
@@ -60,7 +60,7 @@ class Rig:
     def gateway(self) -> subprocess.Popen[bytes]:
         """Start a gateway; return once it has written its address and answers there."""
         before = documents.read_gateway(self.store)
-        process = self.spawn("-m", "orchestrator.gateway")
+        process = self.spawn("-m", "grpo_orch.orchestrator.gateway")
         until("a new gateway's address", lambda: documents.read_gateway(self.store) != before)
         assert self.http.get(f"{self.url}/health").status_code == 200
         return process

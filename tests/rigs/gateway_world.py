@@ -16,16 +16,16 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.__main__ import listen
-from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.routing.watch import Watch
-from orchestrator.gateway.surface.app import Gateway
-from orchestrator.gateway.surface.listener import HEAD_S, listening
-from orchestrator.gateway.surface.session_log import SessionLog
-from policies.serving.member import Row
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.__main__ import listen
+from grpo_orch.orchestrator.gateway.job import Finished, Job
+from grpo_orch.orchestrator.gateway.routing.watch import Watch
+from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
+from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import Heard, hear
 from tests.stand_ins.fake_vllm import FakeVllm, completion, prompt_of

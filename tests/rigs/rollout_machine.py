@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.joining import Stage
-from policies.serving.wire import Announce, AnnounceReply, EngineStats, PolicyRef
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout import node_agent, rollout_engine
-from tasks.rollout.rollout_engine import RolloutEngine
-from tasks.rollout.vllm import server as vllm_server
-from tasks.rollout.vllm.server import EngineLimits, Server
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.serving.wire import Announce, AnnounceReply, EngineStats, PolicyRef
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout import node_agent, rollout_engine
+from grpo_orch.tasks.rollout.rollout_engine import RolloutEngine
+from grpo_orch.tasks.rollout.vllm import server as vllm_server
+from grpo_orch.tasks.rollout.vllm.server import EngineLimits, Server
 from tests.budget import HANG_S
 
 NODE = "rollout-0-i1"

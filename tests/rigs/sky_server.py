@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.clouds.sky.calls import kill_orphans
+from grpo_orch.orchestrator.clouds.sky.calls import kill_orphans
 from tests.budget import HANG_S
 
 # A server starts an executor, which ignores SIGTERM and starts a tool. Server and executor have the server's log

@@ -18,18 +18,18 @@ from pathlib import Path
 import structlog
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, upkeep
-from checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from checkpoint.stream.spool import Seal, Spool
-from checkpoint.stream.transfer import read_manifest
-from checkpoint.stream.upkeep import Collector
-from checkpoint.stream.uploader import Uploader
-from policies.model.vocabulary import PolicyVersion
-from tasks.storing.restoring import restore_newest
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, upkeep
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
+from grpo_orch.checkpoint.stream.spool import Seal, Spool
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.checkpoint.stream.upkeep import Collector
+from grpo_orch.checkpoint.stream.uploader import Uploader
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.storing.restoring import restore_newest
 from tests.budget import until
 
 ROLES = ("spool", "upload", "restore")

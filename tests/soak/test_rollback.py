@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from policies.model import exit_codes
-from policies.model.events import Event
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import Event
 from tests.e2e.test_rollback import (
     PROCESSES,
     STAGES,

@@ -11,21 +11,21 @@ from unittest import mock
 
 import pytest
 
-from checkpoint.journal import Journal
-from orchestrator.control import actuate
-from orchestrator.control.controller import Controller
-from orchestrator.control.observe import Observer
-from orchestrator.simulate import scenarios, work
-from orchestrator.simulate.world import Broken
-from policies.control import decide as deciding
-from policies.control.decide import done
-from policies.control.rollback import begin as rollback_begin
-from policies.fleet import budget, market
-from policies.ledger.retention import StoredCheckpoint
-from policies.model.buying import MachineKind
-from policies.model.state import Node, RunState
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Decision, Snapshot, Terminate
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.orchestrator.control import actuate
+from grpo_orch.orchestrator.control.controller import Controller
+from grpo_orch.orchestrator.control.observe import Observer
+from grpo_orch.orchestrator.simulate import scenarios, work
+from grpo_orch.orchestrator.simulate.world import Broken
+from grpo_orch.policies.control import decide as deciding
+from grpo_orch.policies.control.decide import done
+from grpo_orch.policies.control.rollback import begin as rollback_begin
+from grpo_orch.policies.fleet import budget, market
+from grpo_orch.policies.ledger.retention import StoredCheckpoint
+from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Decision, Snapshot, Terminate
 from tests.stand_ins.world import spec
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quiet_log")]

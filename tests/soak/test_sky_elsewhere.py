@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.model import exit_codes
+from grpo_orch.policies.model import exit_codes
 from tests.e2e.sky_harness import SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.home import make_home

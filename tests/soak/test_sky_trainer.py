@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records.metrics import REPLAYED, Row
-from checkpoint.store.codec import from_json
+from grpo_orch.checkpoint.records.metrics import REPLAYED, Row
+from grpo_orch.checkpoint.store.codec import from_json
 from tests.e2e.sky_harness import BUCKET, SkyRun
 from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig

@@ -16,9 +16,9 @@ from random import Random
 import pytest
 
 from benchmarks.contest.markets import MARKETS, market
-from orchestrator.simulate.cloud import Prices
-from orchestrator.simulate.scenarios import tell
-from policies.model.spec import Budget
+from grpo_orch.orchestrator.simulate.cloud import Prices
+from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.policies.model.spec import Budget
 from tests.stand_ins.world import spec
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quiet_log")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store
 from tests.checkpoint.stream.test_uploader_kills import kill_and_look
 
 pytestmark = pytest.mark.soak

@@ -10,14 +10,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.backends import BytesLike, Entry
-from checkpoint.store.codec import from_json
-from checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.catalog import Checkpoint, Revision
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import BytesLike, Entry
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 CHUNK = 4096
 NOW_S = 1e6  # later than any object's time

@@ -20,25 +20,25 @@ from typing import Any, Protocol, Self
 import pytest
 import structlog
 
-from checkpoint import journal
-from checkpoint.journal import Journal
-from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport, RunRecord
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator import clouds
-from orchestrator.clouds.local import LocalCloud, machine_record, marked_processes
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import watch
-from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.records import Cluster, ClusterState, Instance, SkyOffer
-from orchestrator.clouds.sky.work import Work
-from orchestrator.control import daemon
-from policies.model.events import Event, TookOver
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Refusal, slot_and_incarnation
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.orchestrator import clouds
+from grpo_orch.orchestrator.clouds.local import LocalCloud, machine_record, marked_processes
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
+from grpo_orch.orchestrator.clouds.sky import watch
+from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState, Instance, SkyOffer
+from grpo_orch.orchestrator.clouds.sky.work import Work
+from grpo_orch.orchestrator.control import daemon
+from grpo_orch.policies.model.events import Event, TookOver
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Refusal, slot_and_incarnation
 from tests.budget import HANG_S, until
 from tests.stand_ins.world import spec
 

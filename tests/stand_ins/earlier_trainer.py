@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.tick.snapshot import Trainer
 
 
 def leave_heartbeat(store: Store) -> None:

@@ -30,10 +30,10 @@ from unittest.mock import patch
 import aiohttp
 import msgspec
 
-from checkpoint.records import documents
-from checkpoint.security import identity
-from checkpoint.store.run_store import Store
-from policies.serving.wire import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.wire import (
     DERENDER,
     HEADER_BOOT,
     HEADER_POLICY,
@@ -43,7 +43,7 @@ from policies.serving.wire import (
     EngineStats,
     LoadPolicy,
 )
-from tasks.rollout.vllm.server import EngineLimits
+from grpo_orch.tasks.rollout.vllm.server import EngineLimits
 
 STREAM_INTERVAL = 4
 VOCABULARY = 1000
@@ -457,8 +457,8 @@ async def run_engine(host: str, port: str) -> None:
 
 def run_agent() -> int:
     """Run the real agent with stand-ins for vLLM."""
-    from tasks.rollout import agent
-    from tasks.rollout.vllm import server
+    from grpo_orch.tasks.rollout import agent
+    from grpo_orch.tasks.rollout.vllm import server
 
     def argv(_: object, host: str, port: int, *__: object, **___: object) -> list[str]:
         return ["-m", "tests.stand_ins.fake_vllm", "engine", host, str(port)]

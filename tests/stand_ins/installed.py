@@ -7,7 +7,7 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-from tasks.machine.versions import locked_versions
+from grpo_orch.tasks.machine.versions import locked_versions
 
 OWN = {"grpo-orch", "pip", "setuptools", "uv", "wheel"}  # ours, and what installs
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import AlreadyExists, StoreUnavailable
-from checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import AlreadyExists, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
 
 T = TypeVar("T")
 

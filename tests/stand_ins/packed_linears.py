@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tasks.rollout.vllm.worker import Extension as Extension
+from grpo_orch.tasks.rollout.vllm.worker import Extension as Extension
 
 
 def _pack(layer: Any, remove_weight: bool) -> None:

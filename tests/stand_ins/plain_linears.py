@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tasks.rollout.vllm import worker as vllm_worker
+from grpo_orch.tasks.rollout.vllm import worker as vllm_worker
 
 
 class Extension(vllm_worker.Extension):

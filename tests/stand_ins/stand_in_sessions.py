@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.store.codec import to_json
-from policies.serving.sessions import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.policies.serving.sessions import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
 
 Sample = Callable[[OpenSession, list[int], int, int], tuple[list[int], list[float]]]
 Reply = tuple[int, str, bytes]  # status, content type, body

@@ -7,7 +7,7 @@ import ssl
 from datetime import UTC, datetime
 from unittest.mock import patch
 
-from checkpoint.security import identity
+from grpo_orch.checkpoint.security import identity
 from tests.budget import HANG_S
 
 ALERT = 0x15  # TLS's own way to say no: the first byte of it

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from orchestrator.simulate.work import stored
-from policies.control.decide import decide, done
-from policies.control.rollback.choice import choose_start
-from policies.costs.steps import StepShape
-from policies.detect.divergence import Health, Verdict
-from policies.fleet.budget import spent_usd
-from policies.fleet.plan import IDLE_MIN_S
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.policies.control.decide import decide, done
+from grpo_orch.policies.control.rollback.choice import choose_start
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.fleet.budget import spent_usd
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     Event,
     NodeRequested,
     RollbackBegun,
@@ -29,10 +29,10 @@ from policies.model.events import (
     SpecProved,
     TookOver,
 )
-from policies.model.fold import apply
-from policies.model.phases import FILLING_NODE
-from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import (
+from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.phases import FILLING_NODE
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.spec import (
     Budget,
     Dataset,
     KlPolicy,
@@ -43,9 +43,9 @@ from policies.model.spec import (
     TrainerSpec,
     generates_itself,
 )
-from policies.model.state import Node, RunState
-from policies.model.timelines import Fork
-from policies.model.vocabulary import (
+from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import (
     MachineState,
     Market,
     NodePhase,
@@ -56,8 +56,8 @@ from policies.model.vocabulary import (
     role_of,
     slot_and_incarnation,
 )
-from policies.serving.gateway_status import MemberStatus
-from policies.tick.snapshot import (
+from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.tick.snapshot import (
     Action,
     AskToStop,
     Command,

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from benchmarks.rig.divergence.traces import Trace
-from policies.detect.divergence import Point
+from grpo_orch.policies.detect.divergence import Point
 from tests.generators.recorded import Label, recorded
 
 

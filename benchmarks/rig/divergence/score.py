@@ -9,10 +9,10 @@ from statistics import median
 
 from benchmarks.rig.divergence.diverging import SAVE_STEPS
 from benchmarks.rig.divergence.traces import Trace
-from orchestrator.simulate.work import stored
-from policies.detect.divergence import Detector, Health, Point, Verdict, follow
-from policies.model.spec import CheckpointsSpec
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 LINE_POINTS = 5
 

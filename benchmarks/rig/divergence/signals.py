@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.detect.divergence import Point
+from grpo_orch.policies.detect.divergence import Point
 
 Floats = NDArray[np.float64]
 Random = np.random.Generator

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.rig.divergence.diverging import DIVERGING
 from benchmarks.rig.divergence.healthy import HEALTHY, Family, Made
 from benchmarks.rig.divergence.signals import Random, Setting, log, uniform
-from policies.detect.divergence import Point
+from grpo_orch.policies.detect.divergence import Point
 
 LOGGING_STEPS = (1, 10, 1, 20, 1, 5)  # in turns
 

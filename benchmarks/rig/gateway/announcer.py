@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from policies.serving.wire import HOLD_S, Announce, AnnounceReply
+from grpo_orch.policies.serving.wire import HOLD_S, Announce, AnnounceReply
 
 ANSWER_S = 5.0
 RETRY_S = 0.05

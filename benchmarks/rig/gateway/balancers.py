@@ -25,9 +25,9 @@ import msgspec
 from benchmarks.rig.gateway.fakes import PORT as FAKE_PORT
 from benchmarks.rig.gateway.fakes import FakeVllm, Prompt
 from benchmarks.rig.local_run import ROOT
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from policies.serving.wire import HEADER_POLICY, Batch, CompletionRequest, PolicyRef
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.wire import HEADER_POLICY, Batch, CompletionRequest, PolicyRef
 
 HOST, PORT = "127.0.0.1", 9000
 TOKEN = "the-run's-secret"
@@ -154,7 +154,7 @@ def start_gateway(stand: Stand, loads_s: Sequence[float] = ()) -> Running:
     """Its members hold POLICY from the start; with `loads_s` each loads what is wanted, in so long a time."""
     store = Store((stand.folder / "store").as_uri())
     env = {"GRPO_ORCH_RUN": store.url, "GRPO_ORCH_TOKEN": TOKEN, "GRPO_ORCH_GATEWAY_HOST": HOST}
-    process = stand.spawn([sys.executable, "-m", "orchestrator.gateway"], **env)
+    process = stand.spawn([sys.executable, "-m", "grpo_orch.orchestrator.gateway"], **env)
     deadline_s = time.monotonic() + START_S
     while (address := documents.read_gateway(store)) is None:
         if process.poll() is not None or time.monotonic() > deadline_s:

@@ -21,7 +21,7 @@ from benchmarks.rig.gateway.balancers import START_S, TOKEN, start_gateway
 from benchmarks.rig.gateway.fakes import compile_programs
 from benchmarks.rig.gateway.load import make_stand
 from benchmarks.rig.gateway.namespace import namespace
-from policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef
+from grpo_orch.policies.serving.wire import Batch, BatchLine, CompletionRequest, PolicyRef
 
 SKEWS_S = (0.0, 0.02, 1.5)
 HOSTS = tuple(f"127.0.0.{number}" for number in range(21, 25))

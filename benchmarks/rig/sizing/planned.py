@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.rig.sizing.step import Case, peaks_of
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.sizing.shapes import shape_of
-from policies.sizing.trainer import moments
-from policies.sizing.training import training_of
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.sizing.trainer import moments
+from grpo_orch.policies.sizing.training import training_of
 
 
 @dataclass(frozen=True, slots=True)

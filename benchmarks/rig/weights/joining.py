@@ -22,16 +22,16 @@ import httpx
 import msgspec
 
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT, make_tiny
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, PolicyRef
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.wire import ROLLOUTS, Batch, BatchLine, CompletionRequest, PolicyRef
 from tests.rigs.store.fault_proxy import FaultProxy, Slow, fault_proxy
 from tests.rigs.store.moto_server import moto_server
 from tests.rigs.store.server import S3Server
@@ -90,7 +90,7 @@ class _Rig:
             _until(lambda: _status(self.store).policy == self.policy.label)
             env = {**_env(self.store, self.folder, self.server.at(self.proxy.endpoint), name), "HOME": home}
             begun_s = time.monotonic()
-            with _process([str(NODE_PYTHON), "-m", "tasks.rollout.agent"], env, code):
+            with _process([str(NODE_PYTHON), "-m", "grpo_orch.tasks.rollout.agent"], env, code):
                 next(line for line in lines if line.completion or (line.progress and line.progress.tokens))
                 first_token_s = time.monotonic() - begun_s
                 joined = _until(
@@ -111,7 +111,7 @@ def _rig(folder: Path, vllm: dict[str, Any]) -> Iterator[_Rig]:
         store = Store(server.url("run"), options=server.options())
         policy = _begin_run(store, folder, vllm)
         gateway = _env(store, folder, server, "rollout-0-i1")
-        stack.enter_context(_process([sys.executable, "-m", "orchestrator.gateway"], gateway, ROOT))
+        stack.enter_context(_process([sys.executable, "-m", "grpo_orch.orchestrator.gateway"], gateway, ROOT))
         yield _Rig(folder, server, proxy, store, policy)
 
 

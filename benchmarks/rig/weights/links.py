@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store
 
 MOST_BYTES = 1 << 20  # of a body, read at once
 

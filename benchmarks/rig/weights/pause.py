@@ -20,15 +20,15 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from checkpoint.store import layout
-from checkpoint.weights import delta, safetensors, scratch
-from checkpoint.weights.scratch import Tensor
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.policy_folders import Staged
-from tasks.rollout.vllm import flags as vllm_flags
-from tasks.rollout.vllm import server as vllm_server
-from tasks.rollout.vllm.server import Server
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.weights import delta, safetensors, scratch
+from grpo_orch.checkpoint.weights.scratch import Tensor
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.policy_folders import Staged
+from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
+from grpo_orch.tasks.rollout.vllm import server as vllm_server
+from grpo_orch.tasks.rollout.vllm.server import Server
 
 LAYERS = 16  # 0.25 billion parameters, with the embedding that is the head as well
 STEPS = 5

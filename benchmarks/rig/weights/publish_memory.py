@@ -18,12 +18,12 @@ from typing import Any
 import structlog
 from accelerate import PartialState
 
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.weights.tensors import ServedTypes
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.storing.tensors import LazyTensor
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.storing.tensors import LazyTensor
 from tests.node.ranks.divided import adapted, divided, join, publishing
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}

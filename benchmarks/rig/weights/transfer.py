@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from checkpoint.stream import manifest, transfer
-from checkpoint.stream.catalog import Catalog
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.stream import manifest, transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 AT = PolicyVersion(0, 1)
 PART_BYTES = 16 * 1024 * 1024  # for the plain clients: what was fastest of 5, 8, 16 and 32 MiB

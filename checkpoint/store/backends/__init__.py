@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.errors import StoreError
 
 BytesLike = bytes | bytearray | memoryview
 Options = Mapping[str, Any]

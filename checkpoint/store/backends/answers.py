@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import re
 
-from checkpoint.store.backends import Fault
-from checkpoint.store.errors import (
+from grpo_orch.checkpoint.store.backends import Fault
+from grpo_orch.checkpoint.store.errors import (
     AlreadyExists,
     NotFound,
     StoreDenied,

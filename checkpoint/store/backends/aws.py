@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from checkpoint.store.backends import Options
-from checkpoint.store.errors import StoreDenied, StoreUnusable
+from grpo_orch.checkpoint.store.backends import Options
+from grpo_orch.checkpoint.store.errors import StoreDenied, StoreUnusable
 
 Provider = Callable[[], dict[str, Any]]
 

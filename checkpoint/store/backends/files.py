@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.backends import BytesLike
 
 # Documents are synced immediately. Larger files are valid only once a document refers to them, so they wait for
 # `secure`: publishing a policy at each step must not wait for the disk.

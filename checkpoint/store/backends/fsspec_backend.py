@@ -23,9 +23,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
-from checkpoint.store.backends.answers import CREATE_ONLY, RIGHTS, of_answer, of_errno, one_line
-from checkpoint.store.errors import (
+from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
+from grpo_orch.checkpoint.store.backends.answers import CREATE_ONLY, RIGHTS, of_answer, of_errno, one_line
+from grpo_orch.checkpoint.store.errors import (
     AlreadyExists,
     NotFound,
     StoreDenied,

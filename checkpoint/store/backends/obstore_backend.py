@@ -15,10 +15,10 @@ import obstore
 from obstore import exceptions as raw
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
-from checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
-from checkpoint.store.backends.aws import aws_settings
-from checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
+from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
+from grpo_orch.checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
+from grpo_orch.checkpoint.store.backends.aws import aws_settings
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 
 # A response that keeps arriving may take SLOW_TIMEOUT (16 MiB at 56 KB/s); one that stalls fails after
 # HANG_TIMEOUT. The latter also runs during an upload, so large uploads have only the former.

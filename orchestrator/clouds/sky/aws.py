@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.calls import query_cloud
-from orchestrator.clouds.sky.errors import one_line
-from orchestrator.clouds.sky.records import LABEL, ClusterState, Instance
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.calls import query_cloud
+from grpo_orch.orchestrator.clouds.sky.errors import one_line
+from grpo_orch.orchestrator.clouds.sky.records import LABEL, ClusterState, Instance
 
 Client = Callable[[str], Any]
 GONE_EVERY_S = 1.0

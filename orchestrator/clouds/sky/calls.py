@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeVar
 import psutil
 import structlog
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, classify, one_line
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, classify, one_line
 
 log = structlog.get_logger()
 Result = TypeVar("Result")

@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from checkpoint.records.documents import MachineReport, RunRecord
-from checkpoint.store.run_store import Store
-from orchestrator.clouds.local import lines_of
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
-from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
-from orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
-from orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
-from orchestrator.clouds.sky.watch import ELSEWHERE, Clusters, KnownCluster, Suspicions, UnrecordedClusters, Watch
-from orchestrator.clouds.sky.work import (
+from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds.local import lines_of
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
+from grpo_orch.orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
+from grpo_orch.orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
+from grpo_orch.orchestrator.clouds.sky.watch import (
+    ELSEWHERE,
+    Clusters,
+    KnownCluster,
+    Suspicions,
+    UnrecordedClusters,
+    Watch,
+)
+from grpo_orch.orchestrator.clouds.sky.work import (
     Work,
     names_markets,
     places,
@@ -31,17 +38,17 @@ from orchestrator.clouds.sky.work import (
     sole_region,
     work_for,
 )
-from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home import run_dir
-from policies.fleet.market import market_of
-from policies.fleet.plan import wanted_slots
-from policies.model import exit_codes
-from policies.model.pools import PoolOffer
-from policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
-from policies.tick.snapshot import Machine
+from grpo_orch.orchestrator.clouds.wheel import build_wheel
+from grpo_orch.orchestrator.home import run_dir
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.fleet.plan import wanted_slots
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, slot_and_incarnation
+from grpo_orch.policies.tick.snapshot import Machine
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.skypilot import SkyPilot
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 
 log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from policies.model.vocabulary import Refusal
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.policies.model.vocabulary import Refusal
 
 DETAIL_CHARS = 240
 

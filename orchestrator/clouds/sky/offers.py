@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.clouds.sky.calls import Call
-from orchestrator.clouds.sky.errors import OTHER_MACHINE
-from orchestrator.clouds.sky.records import (
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused
+from grpo_orch.orchestrator.clouds.sky.calls import Call
+from grpo_orch.orchestrator.clouds.sky.errors import OTHER_MACHINE
+from grpo_orch.orchestrator.clouds.sky.records import (
     Cluster,
     ListPrice,
     PriceList,
@@ -21,9 +21,9 @@ from orchestrator.clouds.sky.records import (
     offer_of,
     warn_once,
 )
-from orchestrator.clouds.sky.work import alternatives, in_place, region_of
-from policies.model.pools import Pool, PoolOffer
-from policies.model.vocabulary import Market, Refusal, Role
+from grpo_orch.orchestrator.clouds.sky.work import alternatives, in_place, region_of
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 
 
 def cheapest_first(

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 
 
 class ClusterState(StrEnum):

@@ -20,20 +20,27 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from checkpoint.records import documents
-from checkpoint.records.documents import ControllerMachine, RunRecord
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
-from orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
-from orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
-from orchestrator.clouds.wheel import build_wheel
-from orchestrator.home import DIGEST_ENV, all_secrets, kept_run_digest, known_run, run_dir, secret_environment
-from policies.model.node_contract import RUN_ENV
-from policies.model.vocabulary import Market, Role
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import ControllerMachine, RunRecord
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
+from grpo_orch.orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
+from grpo_orch.orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
+from grpo_orch.orchestrator.clouds.wheel import build_wheel
+from grpo_orch.orchestrator.home import (
+    DIGEST_ENV,
+    all_secrets,
+    kept_run_digest,
+    known_run,
+    run_dir,
+    secret_environment,
+)
+from grpo_orch.policies.model.node_contract import RUN_ENV
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.skypilot import SkyPilot
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 
 SIZE = {"cpus": "4+", "memory": "8+", "use_spot": False}  # the API server uses 1 GB
 SKY_SETTINGS = "~/.sky/config.yaml"

@@ -43,12 +43,12 @@ from sky.server.requests.serializers import decoders
 from sky.skylet import constants, runtime_utils
 from sky.utils import registry, resources_utils
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.aws import GONE_EVERY_S, Account
-from orchestrator.clouds.sky.calls import Requests, call_cloud, lines_from, query_cloud
-from orchestrator.clouds.sky.errors import one_line
-from orchestrator.clouds.sky.offers import cheapest_first, day_fetched
-from orchestrator.clouds.sky.records import (
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.aws import GONE_EVERY_S, Account
+from grpo_orch.orchestrator.clouds.sky.calls import Requests, call_cloud, lines_from, query_cloud
+from grpo_orch.orchestrator.clouds.sky.errors import one_line
+from grpo_orch.orchestrator.clouds.sky.offers import cheapest_first, day_fetched
+from grpo_orch.orchestrator.clouds.sky.records import (
     ApiServer,
     CloudCheck,
     Cluster,
@@ -65,8 +65,8 @@ from orchestrator.clouds.sky.records import (
     read_separately,
     warn_once,
 )
-from orchestrator.clouds.sky.work import Work
-from policies.model.vocabulary import Refusal
+from grpo_orch.orchestrator.clouds.sky.work import Work
+from grpo_orch.policies.model.vocabulary import Refusal
 
 LOOK_TIMEOUT_S = 60.0  # for SkyPilot's records
 FIRST_TIMEOUT_S = 300.0  # for the first answer of a new server: minutes on busy cores

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport
-from checkpoint.store import layout
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Entry, Store
-from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.aws import GONE_EVERY_S
-from orchestrator.clouds.sky.calls import timed
-from orchestrator.clouds.sky.records import Cluster, ClusterState, Instance
-from policies.costs.store_costs import are_reports_listed
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import MachineReport
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.aws import GONE_EVERY_S
+from grpo_orch.orchestrator.clouds.sky.calls import timed
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState, Instance
+from grpo_orch.policies.costs.store_costs import are_reports_listed
 
 if TYPE_CHECKING:
-    from orchestrator.clouds.sky.skypilot import SkyPilot
+    from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from checkpoint.security.redaction import secret_names
-from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.clouds.protocol import CloudRefused, Order
-from policies.model.spec import ALTERNATIVES, RolloutSpec, RunSpec, TrainerSpec, datasets_of
-from policies.model.vocabulary import Market, Refusal, Role
+from grpo_orch.checkpoint.security.redaction import secret_names
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.policies.model.spec import ALTERNATIVES, RolloutSpec, RunSpec, TrainerSpec, datasets_of
+from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 
 REMOTE_WORKDIR = "~/sky_workdir"  # where SkyPilot puts a task's workdir
 REMOTE_WHEELS = ".grpo-orch/wheels"  # below the home folder
@@ -209,7 +209,7 @@ def _named_files(role: Role, spec: RunSpec) -> dict[str, str]:
 
 def script(name: str) -> str:
     """Return a script of `tasks/sky`."""
-    return (package_data.files("tasks") / "sky" / name).read_text()
+    return (package_data.files("grpo_orch.tasks") / "sky" / name).read_text()
 
 
 # Withheld credentials: by default SkyPilot copies those of every enabled cloud to each machine.

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.job import Job
 
 
 class HandoverReason(StrEnum):

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from checkpoint.security import identity
-from policies.serving.wire import GATEWAY_IDLE_S
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.policies.serving.wire import GATEWAY_IDLE_S
 
 HEAD_SIZE_MAX = 64 * 1024  # status line and headers
 # Concurrent connection attempts. A TLS handshake takes 1 ms of this process; a thousand at once would block it for

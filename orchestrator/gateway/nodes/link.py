@@ -6,12 +6,12 @@ import asyncio
 import re
 from dataclasses import dataclass, field
 
-from orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
-from orchestrator.gateway.nodes.connection import Pool
-from orchestrator.gateway.time_slices import TimeSlices
-from policies.serving.sharing import single_request_rate
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY
+from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.connection import Pool
+from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
+from grpo_orch.policies.serving.sharing import single_request_rate
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
 PROBE_S = 1.5  # a burst of 256 requests has kept vLLM's server busy for half a second
 REQUEST_TIMEOUT_S = 30.0  # rendering a prompt of a million tokens takes seconds

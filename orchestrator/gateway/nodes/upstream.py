@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.job import Job, OutputDiverged, RequestRefused, WeightsRefused
-from orchestrator.gateway.nodes import events
-from orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
-from orchestrator.gateway.nodes.connection import Connection
-from orchestrator.gateway.nodes.link import Link
-from policies.serving import recovery
-from policies.serving.wire import COMPLETIONS, MODEL
+from grpo_orch.orchestrator.gateway.job import Job, OutputDiverged, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.nodes import events
+from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.connection import Connection
+from grpo_orch.orchestrator.gateway.nodes.link import Link
+from grpo_orch.policies.serving import recovery
+from grpo_orch.policies.serving.wire import COMPLETIONS, MODEL
 
 # Parameters that the gateway sets, so a batch or session must not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.gateway.job import Finished, Job, OutputDiverged, RequestRefused, WeightsRefused
-from orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
-from orchestrator.gateway.nodes.upstream import VllmAttempt
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.routing.waiting import Place
-from policies.serving.member import Load
-from policies.serving.wire import HandOver
+from grpo_orch.orchestrator.gateway.job import Finished, Job, OutputDiverged, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.waiting import Place
+from grpo_orch.policies.serving.member import Load
+from grpo_orch.policies.serving.wire import HandOver
 
 RETRY_S = 0.05  # after the second attempt in a row without a token; doubled after each further one
 RETRY_MAX_S = 1.0

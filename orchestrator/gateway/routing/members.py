@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from orchestrator.gateway.nodes.attempt import HandoverReason
-from orchestrator.gateway.nodes.connection import Pool
-from orchestrator.gateway.nodes.link import Link, moving_mean
-from orchestrator.gateway.routing.places import Places
-from orchestrator.gateway.routing.waiting import Waiting
-from orchestrator.gateway.time_slices import TimeSlices
-from policies.model.vocabulary import Recovery, machine_of
-from policies.serving.demand import Demand
-from policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
-from policies.serving.joining import JoiningNode, Stage, makes_progress
-from policies.serving.member import Change, Row
-from policies.serving.membership import Membership
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
+from grpo_orch.orchestrator.gateway.nodes.attempt import HandoverReason
+from grpo_orch.orchestrator.gateway.nodes.connection import Pool
+from grpo_orch.orchestrator.gateway.nodes.link import Link, moving_mean
+from grpo_orch.orchestrator.gateway.routing.places import Places
+from grpo_orch.orchestrator.gateway.routing.waiting import Waiting
+from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
+from grpo_orch.policies.model.vocabulary import Recovery, machine_of
+from grpo_orch.policies.serving.demand import Demand
+from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
+from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
+from grpo_orch.policies.serving.member import Change, Row
+from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 
 log = structlog.get_logger()
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from orchestrator.gateway.job import Job
-from orchestrator.gateway.nodes.link import Link
-from orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
-from policies.serving.member import Load, Row
-from policies.serving.membership import Membership
+from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.nodes.link import Link
+from grpo_orch.orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
+from grpo_orch.policies.serving.member import Load, Row
+from grpo_orch.policies.serving.membership import Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
 # this long. Moving surplus jobs to the others later would cost a connection each, and their computed prompts.

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from orchestrator.gateway.job import Job, QueueFull
-from orchestrator.gateway.nodes.link import Link
-from policies.serving.member import Load
+from grpo_orch.orchestrator.gateway.job import Job, QueueFull
+from grpo_orch.orchestrator.gateway.nodes.link import Link
+from grpo_orch.policies.serving.member import Load
 
 # While the fleet is empty, a trainer's whole batch of 4,096 requests waits, and those of some clients. More than
 # this comes from a client that sends requests in a loop.

@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Iterator
 from statistics import median
 
-from orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
-from orchestrator.gateway.nodes.connection import STALLED_S
-from orchestrator.gateway.nodes.link import PROBE_S, Link
-from orchestrator.gateway.routing.members import Members
-from policies.serving.member import Row
-from policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
-from policies.serving.silence import MOST_S
+from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
+from grpo_orch.orchestrator.gateway.nodes.link import PROBE_S, Link
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
+from grpo_orch.policies.serving.silence import MOST_S
 
 CHECK_S = 0.1
 HOUSEKEEPING_S = 1.0  # between checks for idle connections and stuck attempts

@@ -13,25 +13,25 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import hdrs, web
 
-from checkpoint.security import identity
-from orchestrator.gateway.job import QueueFull
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.batch import BatchRun
-from orchestrator.gateway.surface.chat import Translator
-from orchestrator.gateway.surface.describe import describe
-from orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
-from orchestrator.gateway.surface.openai import OpenAI, error_document
-from orchestrator.gateway.surface.orphaned_requests import OrphanedRequests
-from orchestrator.gateway.surface.session_log import SessionLog
-from orchestrator.gateway.surface.sessions import Sessions
-from policies.model.vocabulary import machine_of
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.joining import Stage
-from policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
-from policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.orchestrator.gateway.job import QueueFull
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface import admission
+from grpo_orch.orchestrator.gateway.surface.admission import ApiError
+from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
+from grpo_orch.orchestrator.gateway.surface.chat import Translator
+from grpo_orch.orchestrator.gateway.surface.describe import describe
+from grpo_orch.orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
+from grpo_orch.orchestrator.gateway.surface.openai import OpenAI, error_document
+from grpo_orch.orchestrator.gateway.surface.orphaned_requests import OrphanedRequests
+from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
+from grpo_orch.policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)

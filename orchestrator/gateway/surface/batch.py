@@ -15,11 +15,11 @@ from functools import partial
 import msgspec
 import structlog
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.orphaned_requests import (
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.admission import Prompt
+from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     CHUNK_REQUESTS,
     BatchRequest,
     OrphanedRequests,
@@ -29,8 +29,8 @@ from orchestrator.gateway.surface.orphaned_requests import (
     job_of,
     key_of,
 )
-from policies.serving.member import Row
-from policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import structlog
 
-from orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
-from orchestrator.gateway.nodes.attempt import NodeFailed
-from orchestrator.gateway.nodes.upstream import RETRYABLE
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.openai_request import Chat, Token
-from policies.serving.wire import DERENDER, MODEL, RENDER
+from grpo_orch.orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
+from grpo_orch.orchestrator.gateway.nodes.attempt import NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.admission import ApiError
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, Token
+from grpo_orch.policies.serving.wire import DERENDER, MODEL, RENDER
 
 INVALID_RESPONSES_MAX = 5  # from any members; another version of vLLM would never send a valid one
 # Responses with status 500. No engine takes part, so the chat is at fault, such as one on which the template

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from policies.serving.gateway_status import MembershipChange, MemberStatus
+from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus
 
 
 class State(StrEnum):

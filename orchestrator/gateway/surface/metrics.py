@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from orchestrator.gateway.job import Finished
-from orchestrator.gateway.routing.dispatch import Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.describe import state_of
-from policies.serving.gateway_status import MemberStatus
+from grpo_orch.orchestrator.gateway.job import Finished
+from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.describe import state_of
+from grpo_orch.policies.serving.gateway_status import MemberStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

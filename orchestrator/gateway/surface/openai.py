@@ -21,16 +21,16 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from orchestrator.gateway.job import CannotContinue, Finished, Job, QueueFull, RequestRefused
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import admission, openai_request
-from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.chat import Answer, Translator
-from orchestrator.gateway.surface.openai_request import Chat, ClientRequest
-from orchestrator.gateway.surface.sessions import Sessions
-from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, SESSIONS
-from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
+from grpo_orch.orchestrator.gateway.job import CannotContinue, Finished, Job, QueueFull, RequestRefused
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface import admission, openai_request
+from grpo_orch.orchestrator.gateway.surface.admission import ApiError
+from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, ClientRequest
+from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, SESSIONS
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
 
 # A request without progress for this long fails; OpenAI's clients have the same default timeout.
 SILENCE_TIMEOUT_S = 600.0

@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from orchestrator.gateway.job import Job
-from orchestrator.gateway.surface import admission
-from orchestrator.gateway.surface.admission import SEED_END, ApiError
-from policies.serving.wire import HEADER_POLICY, MODEL
+from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.surface import admission
+from grpo_orch.orchestrator.gateway.surface.admission import SEED_END, ApiError
+from grpo_orch.policies.serving.wire import HEADER_POLICY, MODEL
 
 CHOICES_MAX = 1024  # per request: its prompts times `n`
 LIMIT_DEFAULT = 16  # tokens of a completion, as in OpenAI and vLLM

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Batch, HandOver, labelled_version
+from grpo_orch.orchestrator.gateway.job import Finished, Job
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import Batch, HandOver, labelled_version
 
 log = structlog.get_logger()
 

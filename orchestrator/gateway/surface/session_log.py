@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 import msgspec
 import structlog
 
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface.chat import Answer
-from policies.serving.sessions import OpenSession
-from policies.serving.wire import HandOver
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface.chat import Answer
+from grpo_orch.policies.serving.sessions import OpenSession
+from grpo_orch.policies.serving.wire import HandOver
 
 log = structlog.get_logger()
 

@@ -22,15 +22,31 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.chat import Answer, Prompt, Translator
-from orchestrator.gateway.surface.openai_request import Chat
-from orchestrator.gateway.surface.session_log import Answered, Closed, Made, Opened, Part, Record, SessionLog
-from policies.serving.sessions import LIMIT_CODE, LOST_CODE, TURNS_AT_ONCE_MAX, Branch, OpenSession, Trace, Turn
-from policies.serving.wire import labelled_version
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.admission import ApiError
+from grpo_orch.orchestrator.gateway.surface.chat import Answer, Prompt, Translator
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
+from grpo_orch.orchestrator.gateway.surface.session_log import (
+    Answered,
+    Closed,
+    Made,
+    Opened,
+    Part,
+    Record,
+    SessionLog,
+)
+from grpo_orch.policies.serving.sessions import (
+    LIMIT_CODE,
+    LOST_CODE,
+    TURNS_AT_ONCE_MAX,
+    Branch,
+    OpenSession,
+    Trace,
+    Turn,
+)
+from grpo_orch.policies.serving.wire import labelled_version
 
 log = structlog.get_logger()
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import structlog
 
-from checkpoint.records import documents
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import Precedence
-from policies.serving.gateway_status import GatewayStatus
-from policies.serving.wire import STATUS_S
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Precedence
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.wire import STATUS_S
 
 log = structlog.get_logger()
 

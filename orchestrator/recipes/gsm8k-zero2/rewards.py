@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.rewards import form
+from grpo_orch.rewards import form
 
 LAST_LINE = re.compile(r"\n#### -?\d[\d,]*(?:\.\d+)?\s*\Z")
 SHORT_CHARACTERS, LONG_CHARACTERS = 400, 1200

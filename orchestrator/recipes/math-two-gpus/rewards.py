@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.rewards import readable_by
+from grpo_orch.rewards import readable_by
 
 
 def in_form(completions: Sequence[str], **_: Any) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.control.rollback.choice import (
+from grpo_orch.policies.control.rollback.choice import (
     Target,
     budget_spent,
     changes_on_rollback,
@@ -13,17 +13,17 @@ from policies.control.rollback.choice import (
     choose_target,
     target_before_step,
 )
-from policies.detect.divergence import Health
-from policies.model import exit_codes
-from policies.model.events import HealthyChosen, Noticed, RollbackBegun
-from policies.model.loss import effects, pieces_keep_gradient, value_of
-from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
-from policies.model.spec import fixes_accumulation, processes_of
-from policies.model.state import RunState
-from policies.model.timelines import Fork, Skipped, forked_spec
-from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
-from policies.tick.draft import Tick
-from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import HealthyChosen, Noticed, RollbackBegun
+from grpo_orch.policies.model.loss import effects, pieces_keep_gradient, value_of
+from grpo_orch.policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from grpo_orch.policies.model.spec import fixes_accumulation, processes_of
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.timelines import Fork, Skipped, forked_spec
+from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 
 # A tripped guard stores sealed checkpoints before it ends its trainer; the best target may be one. Wait this
 # long, and again after each progress of the upload. For a guard that may be about to trip, wait a few heartbeats.

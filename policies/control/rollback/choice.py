@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policies.model.loss import CLIPPING_LOSSES, is_on_policy, loss_of, value_of, weight_cap
-from policies.model.spec import OnRollback, RollbackBudget
-from policies.model.state import Rollback
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import Cause, PolicyVersion
+from grpo_orch.policies.model.loss import CLIPPING_LOSSES, is_on_policy, loss_of, value_of, weight_cap
+from grpo_orch.policies.model.spec import OnRollback, RollbackBudget
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

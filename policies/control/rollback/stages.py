@@ -6,9 +6,9 @@ stages, the next controller continues.
 
 from __future__ import annotations
 
-from policies.control.rollback.begin import answer_divergence, answer_memory
-from policies.detect.divergence import Health, Verdict
-from policies.model.events import (
+from grpo_orch.policies.control.rollback.begin import answer_divergence, answer_memory
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -20,14 +20,14 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
-from policies.model.reports import NOTICED
-from policies.model.spec import generates_itself
-from policies.model.state import Rollback
-from policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
-from policies.serving.wire import labelled_version
-from policies.tick.draft import Tick
-from policies.tick.snapshot import BEFORE_TRAINING
+from grpo_orch.policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
+from grpo_orch.policies.model.reports import NOTICED
+from grpo_orch.policies.model.spec import generates_itself
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
+from grpo_orch.policies.serving.wire import labelled_version
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
 
 # An old trainer stops when it next reads the store, and a hung process kills itself (after 20 s). A machine where
 # neither happens is terminated.

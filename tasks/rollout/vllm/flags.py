@@ -8,12 +8,12 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from policies.model.spec import RunSpec
-from policies.serving.wire import MODEL
-from policies.weights.adapters import engine_flags, why_whole
-from policies.weights.tensors import Tensor
-from tasks.machine.base_model import hub_tensors, model_config, model_folder
-from tasks.models.base import Source, source_of
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.wire import MODEL
+from grpo_orch.policies.weights.adapters import engine_flags, why_whole
+from grpo_orch.policies.weights.tensors import Tensor
+from grpo_orch.tasks.machine.base_model import hub_tensors, model_config, model_folder
+from grpo_orch.tasks.models.base import Source, source_of
 
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
 # With these flags an engine holds more than the policy's tensors, or holds them in another format.
@@ -32,8 +32,8 @@ FIXED: dict[str, Any] = {
     "logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
     "served-model-name": MODEL,
     "enable-scale-out": True,  # endpoints to convert between chats and tokens outside the engine
-    "middleware": "tasks.rollout.vllm.guard.Guard",
-    "worker-extension-cls": "tasks.rollout.vllm.worker.Extension",
+    "middleware": "grpo_orch.tasks.rollout.vllm.guard.Guard",
+    "worker-extension-cls": "grpo_orch.tasks.rollout.vllm.worker.Extension",
 }
 
 
@@ -54,7 +54,7 @@ def argv_of(
     if pem is not None:
         flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
         flags["ssl-cert-reqs"] = int(ssl.CERT_REQUIRED)
-    return ["-m", "tasks.rollout.vllm.main", *flags_of(flags)]
+    return ["-m", "grpo_orch.tasks.rollout.vllm.main", *flags_of(flags)]
 
 
 def flags_of(flags: dict[str, Any]) -> list[str]:

@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.store import layout
-from policies.model.node_contract import TOKEN_ENV
-from policies.serving import wire
-from policies.serving.canary import QUANTISED, Canary, disagreement
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, LoadPolicy, ProvePolicy
-from tasks.rollout.vllm.asgi import (
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model.node_contract import TOKEN_ENV
+from grpo_orch.policies.serving import wire
+from grpo_orch.policies.serving.canary import QUANTISED, Canary, disagreement
+from grpo_orch.policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, LoadPolicy, ProvePolicy
+from grpo_orch.tasks.rollout.vllm.asgi import (
     App,
     Message,
     Receive,

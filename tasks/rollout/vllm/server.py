@@ -21,20 +21,20 @@ import aiohttp
 import msgspec
 import structlog
 
-from checkpoint.security import identity
-from checkpoint.store import layout
-from policies.model.gpus import VISIBLE
-from policies.model.node_contract import TOKEN_ENV
-from policies.model.spec import RunSpec
-from policies.serving.canary import Canary
-from policies.serving.joining import READ_BYTES_PER_S
-from policies.serving.position_trial import judge
-from policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineStats, LoadPolicy, ProvePolicy
-from policies.weights.adapters import BASE_MODEL
-from tasks.machine.children import end_descendants, start_child
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.policy_folders import Staged
-from tasks.rollout.vllm.flags import argv_of, takes_adapters, uncompiled_env
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model.gpus import VISIBLE
+from grpo_orch.policies.model.node_contract import TOKEN_ENV
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.joining import READ_BYTES_PER_S
+from grpo_orch.policies.serving.position_trial import judge
+from grpo_orch.policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineStats, LoadPolicy, ProvePolicy
+from grpo_orch.policies.weights.adapters import BASE_MODEL
+from grpo_orch.tasks.machine.children import end_descendants, start_child
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.policy_folders import Staged
+from grpo_orch.tasks.rollout.vllm.flags import argv_of, takes_adapters, uncompiled_env
 
 log = structlog.get_logger()
 
@@ -294,7 +294,7 @@ async def start(
     argv = [
         sys.executable,
         "-m",
-        "tasks.machine.process_tree",
+        "grpo_orch.tasks.machine.process_tree",
         sys.executable,
         *argv_of(spec, node.host, port, pem, adapters=adapters, bare=bare),
     ]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from checkpoint.weights import delta
-from tasks.rollout.vllm.loader_trace import NotFollowed, Places, bits, places_of
+from grpo_orch.checkpoint.weights import delta
+from grpo_orch.tasks.rollout.vllm.loader_trace import NotFollowed, Places, bits, places_of
 
 # Sampling as a function of a request's seed and a token's position.
 #

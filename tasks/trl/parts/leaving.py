@@ -16,9 +16,9 @@ import numpy
 import torch
 from accelerate.utils import broadcast_object_list
 
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.parts.saving import Place, Saving
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.parts.saving import Place, Saving
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import structlog
 import torch
 
-from policies.detect.pitfalls import UNREWARDED_MAX
-from policies.detect.symptoms import WITNESS
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.policies.detect.pitfalls import UNREWARDED_MAX
+from grpo_orch.policies.detect.symptoms import WITNESS
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 

@@ -17,12 +17,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_model, save_model
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from tasks.machine.leaving import Leaving
-from tasks.storing.saving import CheckpointSaver
-from tasks.storing.step_costs import StepCosts
-from tasks.trl import fast_save
-from tasks.trl.offloaded_adam import catch_up
-from tasks.trl.skipped_prompts import Walk
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.storing.saving import CheckpointSaver
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl import fast_save
+from grpo_orch.tasks.trl.offloaded_adam import catch_up
+from grpo_orch.tasks.trl.skipped_prompts import Walk
 
 WINDOW_FILE = "grpo_window_{rank}.pt"
 REF_MODEL_FILE = "ref_model.safetensors"

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from tasks.trl.fleet_client import NO_PROMPT, Prompt
+from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
 
 Made = tuple[list[list[int]], list[Any]]  # of a turn: completions and their log-probabilities
 Generate = Callable[[list[Prompt]], Made]

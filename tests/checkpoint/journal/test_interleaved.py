@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import journal
-from checkpoint.journal import Fenced, Journal, Record
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json, state_from_plain
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from policies.model.events import CommandTaken, GatewayRestarted, TookOver
-from policies.model.fold import fold
-from policies.model.state import RunState
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Fenced, Journal, Record
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json, state_from_plain
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.events import CommandTaken, GatewayRestarted, TookOver
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.state import RunState
 from tests.budget import examples
 from tests.stand_ins.journal_rig import Actor, Fate, arrive
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Fenced, Journal
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, StoreUnavailable
-from checkpoint.store.run_store import Store
-from policies.model.events import BudgetSet, RunCreated
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Fenced, Journal
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.events import BudgetSet, RunCreated
 
 
 def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> None:

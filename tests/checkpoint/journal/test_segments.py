@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import journal
-from checkpoint.journal import SEGMENT_ENTRIES, Journal, Record, entries_after
-from checkpoint.store import layout
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.codec import STATE_SCHEMA, from_json, state_from_plain, state_to_plain, to_json
-from checkpoint.store.errors import Corrupt, StoreDenied, StoreUnavailable
-from checkpoint.store.run_store import Entry, Store
-from policies.model.events import CommandTaken, GatewayRestarted
-from policies.model.fold import fold
-from policies.model.state import RunState
-from policies.model.vocabulary import Role
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import SEGMENT_ENTRIES, Journal, Record, entries_after
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.codec import STATE_SCHEMA, from_json, state_from_plain, state_to_plain, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt, StoreDenied, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.policies.model.events import CommandTaken, GatewayRestarted
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import World, spec
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Journal, seconds_since
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.events import RunCreated, TookOver
-from policies.serving.gateway_status import GatewayStatus
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Journal, seconds_since
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.events import RunCreated, TookOver
+from grpo_orch.policies.serving.gateway_status import GatewayStatus
 
 GATEWAY = (0, 1, 1)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.records.documents import newest_timeline, read_forks, write_fork
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.model.timelines import Fork, Skipped
+from grpo_orch.checkpoint.records.documents import newest_timeline, read_forks, write_fork
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.timelines import Fork, Skipped
 
 FIRST = Fork(1, "0-120", {"beta": 0.08, "num_generations": 4}, (Skipped(0, 121, 130),), "KL grew 40 times")
 

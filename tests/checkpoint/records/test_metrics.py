@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint.records.metrics import (
     REWARD_MAX,
     REWARD_MIN,
     TOKENS,
@@ -18,11 +18,11 @@ from checkpoint.records.metrics import (
     read_chunk,
     read_metrics,
 )
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from policies.detect.divergence import Point
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.divergence import Point
 from tests.budget import HANG_S
 
 

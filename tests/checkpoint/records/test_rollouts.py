@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from checkpoint.records import metrics, rollouts
-from checkpoint.records.metrics import Row
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session, unused_windows
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.sessions import Branch, Turn
-from policies.serving.wire import Completion
+from grpo_orch.checkpoint.records import metrics, rollouts
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session, unused_windows
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.sessions import Branch, Turn
+from grpo_orch.policies.serving.wire import Completion
 
 _names = itertools.count()
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.records import rollouts, samples
-from checkpoint.records.samples import Group, Head, Message, Sample
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.records import rollouts, samples
+from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 

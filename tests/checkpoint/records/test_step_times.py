@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint.records.metrics import (
     AHEAD_S,
     GENERATE_NODE_S,
     GENERATE_S,
@@ -14,7 +14,7 @@ from checkpoint.records.metrics import (
     Row,
     step_times,
 )
-from policies.costs.steps import MeasuredStep
+from grpo_orch.policies.costs.steps import MeasuredStep
 
 
 def row(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint.records.metrics import (
     GENERATE_NODE_S,
     GENERATE_S,
     OWN_GENERATE_S,

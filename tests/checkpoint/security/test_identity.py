@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from checkpoint.security import identity
+from grpo_orch.checkpoint.security import identity
 from tests.e2e.harness import ROOT
 from tests.e2e.tiny import NODE_PYTHON
 
@@ -30,7 +30,7 @@ def pem_of(secret: str, folder: Path) -> bytes:
 
 @pytest.mark.parametrize("python", [sys.executable, str(NODE_PYTHON)])
 def test_every_environment_makes_the_same_from_the_same_secret(tmp_path: Path, python: str) -> None:
-    program = "import sys; from checkpoint.security import identity; from pathlib import Path\n"
+    program = "import sys; from grpo_orch.checkpoint.security import identity; from pathlib import Path\n"
     program += "identity.write_pem(sys.argv[1], Path(sys.argv[2]))"
     path = tmp_path / "identity.pem"
     subprocess.run([python, "-c", program, SECRET, str(path)], check=True, cwd=ROOT)

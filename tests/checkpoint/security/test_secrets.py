@@ -16,21 +16,28 @@ from typing import Any
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
-from checkpoint.store.run_store import Store
-from orchestrator.clouds.protocol import CloudRefused, Offer, Order
-from orchestrator.clouds.sky.work import work_for
-from orchestrator.config.load import ConfigError, load
-from orchestrator.config.rules import looks_like_secret
-from orchestrator.control import daemon
-from orchestrator.home import all_secrets, default_secrets, missing, run_id_of, secret_environment, secrets_for
-from policies.model.pools import PoolOffer
-from policies.model.spec import Dataset, RunSpec
-from policies.model.vocabulary import Market, Role
-from policies.tick.snapshot import Machine
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Offer, Order
+from grpo_orch.orchestrator.clouds.sky.work import work_for
+from grpo_orch.orchestrator.config.load import ConfigError, load
+from grpo_orch.orchestrator.config.rules import looks_like_secret
+from grpo_orch.orchestrator.control import daemon
+from grpo_orch.orchestrator.home import (
+    all_secrets,
+    default_secrets,
+    missing,
+    run_id_of,
+    secret_environment,
+    secrets_for,
+)
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.spec import Dataset, RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.tick.snapshot import Machine
 from tests.generators.config_world import changed, furnish
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
@@ -175,7 +182,7 @@ def test_a_daemon_without_one_buys_nothing_and_says_which(
 
 PRINTS = """
 import os, sys
-from checkpoint.security.redaction import guard_output
+from grpo_orch.checkpoint.security.redaction import guard_output
 guard_output()
 import structlog
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

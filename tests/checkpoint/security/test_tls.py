@@ -22,19 +22,19 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.security import identity
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.nodes.connection import Pool
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.serving.wire import Announce
-from policies.tick.snapshot import Trainer
-from tasks.completions.gateway_client import GatewayClient, GenerationFailed
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
-from tasks.rollout.vllm.flags import argv_of
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.nodes.connection import Pool
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.serving.wire import Announce
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.completions.gateway_client import GatewayClient, GenerationFailed
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.gateway_link import GatewayLink, GatewayUnreachable
+from grpo_orch.tasks.rollout.vllm.flags import argv_of
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.budget import HANG_S, until
 from tests.e2e.harness import ROOT
 from tests.e2e.tiny import NODE_PYTHON

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import Proof, UntrustedRun, read_vouched_run, vouch
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.run_store import Store
-from orchestrator import home as trust
-from orchestrator.control import daemon
-from orchestrator.control.launcher import start_daemon
-from orchestrator.home import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
-from policies.model import exit_codes
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import Proof, UntrustedRun, read_vouched_run, vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator import home as trust
+from grpo_orch.orchestrator.control import daemon
+from grpo_orch.orchestrator.control.launcher import start_daemon
+from grpo_orch.orchestrator.home import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
+from grpo_orch.policies.model import exit_codes
 from tests.stand_ins.world import spec
 
 names = itertools.count()
@@ -68,7 +68,12 @@ def test_what_it_does_not_vouch_for_is_not(store: Store, what: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tasks.machine.trainer_machine", "tasks.trainer.main", "tasks.rollout.agent", "tasks.machine.uploader"],
+    [
+        "grpo_orch.tasks.machine.trainer_machine",
+        "grpo_orch.tasks.trainer.main",
+        "grpo_orch.tasks.rollout.agent",
+        "grpo_orch.tasks.machine.uploader",
+    ],
 )
 def test_a_changed_run_json_stops_the_node_before_anything_in_it_is_done(
     store: Store, tmp_path: Path, module: str

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import bucket
-from checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
-from checkpoint.store.run_store import Store
-from orchestrator.cli.doctor import lifecycle
+from grpo_orch.checkpoint.store import bucket
+from grpo_orch.checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.doctor import lifecycle
 from tests.rigs.store.server import S3Server
 
 

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from checkpoint.journal import seconds_since
-from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, NotFound
-from checkpoint.store.probe import probe
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.journal import seconds_since
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound
+from grpo_orch.checkpoint.store.probe import probe
+from grpo_orch.checkpoint.store.run_store import Store
 from tests.budget import examples, until
 from tests.rigs.store.server import S3Server
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Record
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.evaluations import kept
-from checkpoint.store import layout
-from checkpoint.store.codec import from_json, to_json
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from policies.model.timelines import Fork
-from policies.serving.wire import Completion
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Record
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.records.evaluations import kept
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.serving.wire import Completion
 from tests.checkpoint.store.test_unreadable import BEAT
 from tests.stand_ins.world import spec
 

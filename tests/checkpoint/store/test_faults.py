@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store.errors import (
+from grpo_orch.checkpoint.store.errors import (
     AlreadyExists,
     NotFound,
     StoreDenied,
@@ -23,7 +23,7 @@ from checkpoint.store.errors import (
     StoreUnavailable,
     StoreUnusable,
 )
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store
 from tests.budget import HANG_S
 from tests.rigs.store.fault_proxy import (
     Answer,

@@ -12,8 +12,8 @@ from botocore.parsers import ResponseParserError
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFileSystem
 
-from checkpoint.store.errors import StoreDenied, StoreError, StoreUnavailable
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.errors import StoreDenied, StoreError, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
 
 
 class Broken(MemoryFileSystem):

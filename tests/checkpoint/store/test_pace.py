@@ -11,11 +11,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from checkpoint.records.metrics import MetricsWriter, Row
-from checkpoint.store import run_store
-from checkpoint.store.run_store import Pace, Store, interval_of
-from policies.tick.snapshot import Trainer
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row
+from grpo_orch.checkpoint.store import run_store
+from grpo_orch.checkpoint.store.run_store import Pace, Store, interval_of
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 
 class Time:

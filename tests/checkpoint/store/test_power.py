@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Fenced, Journal
-from checkpoint.records import documents, rollouts
-from checkpoint.records.documents import RunRecord
-from checkpoint.records.rollouts import Rollout
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from policies.model.events import RunCreated, TookOver
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Completion
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Fenced, Journal
+from grpo_orch.checkpoint.records import documents, rollouts
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.policies.model.events import RunCreated, TookOver
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import Completion
 from tests.stand_ins.world import spec
 
 DRIVERS = ("obstore", "fsspec")

@@ -10,10 +10,10 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractFileSystem
 
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
-from checkpoint.store.probe import FOLDER, probe
-from checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
+from grpo_orch.checkpoint.store.probe import FOLDER, probe
+from grpo_orch.checkpoint.store.run_store import Entry, Store
 from tests.rigs.store.fault_proxy import Answer, Away, Fault, FaultProxy, IgnoreConditions, LoseAnswer, WrongBytes
 from tests.rigs.store.server import S3Server
 

@@ -12,25 +12,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import journal
-from checkpoint.journal import Journal
-from checkpoint.records import documents, metrics
-from checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
-from checkpoint.records.metrics import MetricsWriter, Row
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.document import Unreadable
-from checkpoint.store.run_store import Store
-from checkpoint.stream.transfer import Export
-from orchestrator.control.controller import Controller
-from orchestrator.control.observe import COMMANDS_EVERY_S, Observer
-from orchestrator.views.model import to_json as view_json
-from policies.detect.divergence import Health, Verdict
-from policies.fleet.budget import BUDGET
-from policies.model.events import DataSetAside, HealthyChosen, RunCreated
-from policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
-from policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
-from policies.tick.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.transfer import Export
+from grpo_orch.orchestrator.control.controller import Controller
+from grpo_orch.orchestrator.control.observe import COMMANDS_EVERY_S, Observer
+from grpo_orch.orchestrator.views.model import to_json as view_json
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.fleet.budget import BUDGET
+from grpo_orch.policies.model.events import DataSetAside, HealthyChosen, RunCreated
+from grpo_orch.policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
+from grpo_orch.policies.tick.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
 from tests.budget import examples
 from tests.generators.views_world import run_view
 from tests.stand_ins.world import spec

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store.errors import NotFound, StoreDenied, StoreUnusable
-from checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.store.errors import NotFound, StoreDenied, StoreUnusable
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.rigs.store.server import S3Server
 
 

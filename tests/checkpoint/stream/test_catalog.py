@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, manifest, transfer, upkeep
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.upkeep import Collector
-from policies.model.vocabulary import PolicyVersion
-from tasks.storing.restoring import restore_newest
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, manifest, transfer, upkeep
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.upkeep import Collector
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.storing.restoring import restore_newest
 from tests.budget import examples
 from tests.stand_ins.catalog_rig import (
     CHUNK,

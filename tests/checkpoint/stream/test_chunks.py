@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.stream import chunks, manifest, transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.chunks import DamagedChunk, File, send
-from checkpoint.stream.manifest import receive
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.stream import chunks, manifest, transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.chunks import DamagedChunk, File, send
+from grpo_orch.checkpoint.stream.manifest import receive
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.stand_ins.catalog_rig import CHUNK, DictStore
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks, transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from checkpoint.stream.transfer import Export, upload
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks, transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.checkpoint.stream.transfer import Export, upload
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 names = itertools.count()
 AT = PolicyVersion(1, 8)

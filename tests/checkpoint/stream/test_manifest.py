@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.manifest import SCHEMA, Manifest
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import labelled_version
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.manifest import SCHEMA, Manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import labelled_version
 
 VERSION = PolicyVersion(0, 7)
 PREFIX = layout.policy(VERSION, (0, 1, 1))

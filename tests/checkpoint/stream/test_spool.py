@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from checkpoint.stream.spool import Seal, Spool, UploaderState
-from checkpoint.stream.uploader import Uploader
-from policies.detect.divergence import Detector, Health, Verdict
-from policies.model.node_contract import SPOOL
-from policies.model.spec import CheckpointsSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.joining import Stage
-from policies.tick.snapshot import Trainer
-from tasks.machine import spooling
-from tasks.machine.spooling import GIB, SpoolFull, find_spool, make_spool, remove_spool
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import CheckpointSaver, wait_until_stored
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.spool import Seal, Spool, UploaderState
+from grpo_orch.checkpoint.stream.uploader import Uploader
+from grpo_orch.policies.detect.divergence import Detector, Health, Verdict
+from grpo_orch.policies.model.node_contract import SPOOL
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine import spooling
+from grpo_orch.tasks.machine.spooling import GIB, SpoolFull, find_spool, make_spool, remove_spool
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.saving import CheckpointSaver, wait_until_stored
 from tests.stand_ins.world import spec
 
 SIZE = 100_000

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.backends import Entry
-from checkpoint.store.codec import to_json
-from checkpoint.store.errors import NotFound, NothingWhole
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer, upkeep
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from checkpoint.stream.chunks import CHUNK_BYTES, File
-from checkpoint.stream.manifest import SCHEMA, Manifest
-from checkpoint.stream.spool import Seal, Spool
-from checkpoint.stream.uploader import Uploader
-from policies.model.timelines import Fork, lineage
-from policies.model.vocabulary import PolicyVersion
-from tasks.storing.restoring import restore_newest
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import Entry
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.errors import NotFound, NothingWhole
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer, upkeep
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES, File
+from grpo_orch.checkpoint.stream.manifest import SCHEMA, Manifest
+from grpo_orch.checkpoint.stream.spool import Seal, Spool
+from grpo_orch.checkpoint.stream.uploader import Uploader
+from grpo_orch.policies.model.timelines import Fork, lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.storing.restoring import restore_newest
 from tests.stand_ins.catalog_rig import DictStore, digest
 
 SHARED = "base_model/model.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import S3Server
 from tests.rigs.uploader import (

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import write_fork
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Checkpoint
-from checkpoint.stream.spool import Seal
-from orchestrator.simulate.work import stored
-from policies.detect.divergence import Verdict
-from policies.ledger.retention import keep_before, keep_since
-from policies.model.spec import CheckpointsSpec
-from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Trainer
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.uploader import _retention, is_replaced
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import write_fork
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Checkpoint
+from grpo_orch.checkpoint.stream.spool import Seal
+from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.ledger.retention import keep_before, keep_since
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.uploader import _retention, is_replaced
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint.weights import safetensors, scratch
-from checkpoint.weights.safetensors import Bytes
-from checkpoint.weights.scratch import Tensor, Written
+from grpo_orch.checkpoint.weights import safetensors, scratch
+from grpo_orch.checkpoint.weights.safetensors import Bytes
+from grpo_orch.checkpoint.weights.scratch import Tensor, Written
 
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
 Weights = dict[str, tuple[str, bytes]]  # type and bytes of one dimension, by name

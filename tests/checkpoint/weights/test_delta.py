@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store.errors import Corrupt
-from checkpoint.weights import delta, safetensors, scratch
-from checkpoint.weights.delta import DeltaWriter
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.weights import delta, safetensors, scratch
+from grpo_orch.checkpoint.weights.delta import DeltaWriter
 from tests.checkpoint.weights.files import (
     ITEM_BYTES,
     POOL,

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks
-from checkpoint.stream.chunks import Sending
-from checkpoint.weights import scratch
-from checkpoint.weights.scratch import Tensor
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks
+from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.weights import scratch
+from grpo_orch.checkpoint.weights.scratch import Tensor
 from tests.budget import HANG_S
 from tests.checkpoint.weights.files import POOL
 

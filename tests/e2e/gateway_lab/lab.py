@@ -23,17 +23,17 @@ import httpx
 import msgspec
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security import identity
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.gateway_status import MembershipChange
-from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.gateway_status import MembershipChange
+from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
 from tests.budget import HANG_S, until
 from tests.e2e.gateway_lab.faults import Fault
 from tests.e2e.gateway_lab.node import Node
@@ -119,7 +119,7 @@ class Lab:
         self._policy = PolicyRef("0-0", layout.policy(version, (0, 1, 1)), made.digest)
         env = {**os.environ, "GRPO_ORCH_RUN": self._store.url, "GRPO_ORCH_TOKEN": TOKEN}
         env["GRPO_ORCH_GATEWAY_HOST"] = GATEWAY
-        self._gateway = subprocess.Popen([NODE_PYTHON, "-m", "orchestrator.gateway"], env=env)
+        self._gateway = subprocess.Popen([NODE_PYTHON, "-m", "grpo_orch.orchestrator.gateway"], env=env)
         self.nodes = [Node(port, number, folder, env) for number, port in enumerate(net.ports)]
         tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
         self._http = httpx.Client(headers=headers, timeout=HANG_S, verify=tls, trust_env=False)

@@ -39,7 +39,7 @@ class Node:
 
     def start(self) -> None:
         with self.port.inside():
-            self._agent = subprocess.Popen([NODE_PYTHON, "-m", "tasks.rollout.agent"], env=self._env)
+            self._agent = subprocess.Popen([NODE_PYTHON, "-m", "grpo_orch.tasks.rollout.agent"], env=self._env)
 
     def agent(self) -> int:
         """The pid of its agent."""
@@ -50,7 +50,7 @@ class Node:
         found = [
             pid
             for pid, line in self._processes()
-            if "tasks.rollout.vllm.main" in line and "tasks.machine.process_tree" not in line
+            if "grpo_orch.tasks.rollout.vllm.main" in line and "grpo_orch.tasks.machine.process_tree" not in line
         ]
         return found[0] if found else None
 

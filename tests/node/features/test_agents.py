@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, read_rollout
-from checkpoint.records.samples import read_samples, stored_calls
-from checkpoint.store import layout
-from policies.model import exit_codes
-from policies.model.spec import AgentSpec
-from policies.model.vocabulary import PolicyVersion
-from tasks.rewards.guard import BadReward
-from tasks.trl.parts.agents import plain_rows
+from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, read_rollout
+from grpo_orch.checkpoint.records.samples import read_samples, stored_calls
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import AgentSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.trl.parts.agents import plain_rows
 from tests.node.trainer.rig import GRPO, PROMPTS, Rig, open_rig
 from tests.node.trainer.rig_agents import FAULTS
 from tests.stand_ins.stand_in_sessions import StandInSessions

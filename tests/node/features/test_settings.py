@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tasks.machine.spooling import remove_spool
+from grpo_orch.tasks.machine.spooling import remove_spool
 from tests.node.trainer.rig import Rig, open_rig
 
 # The second step is off the policy that its completions are of, so that ratios and clipping count.

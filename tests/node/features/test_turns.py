@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from checkpoint.records.rollouts import Rollout
-from checkpoint.store import layout
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Completion
-from tasks.completions.rollout_source import RolloutSource
-from tasks.trainer.turns import check_turns
-from tasks.trainer.user_objects import BadSpec
-from tasks.trl.fleet_client import NO_PROMPT, FleetClient
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import Completion
+from grpo_orch.tasks.completions.rollout_source import RolloutSource
+from grpo_orch.tasks.trainer.turns import check_turns
+from grpo_orch.tasks.trainer.user_objects import BadSpec
+from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, FleetClient
 from tests.node.trainer import rig_tools
 from tests.node.trainer.rig import Rig, open_rig
 from tests.node.trainer.test_resume import kill_after_completion

@@ -29,4 +29,4 @@ def prepare_backend(state: Any, *_: Any, **__: Any) -> tuple[str, DistributedTyp
 
 if __name__ == "__main__":
     PartialState._prepare_backend = prepare_backend
-    runpy.run_module("tasks.trainer.main", run_name="__main__", alter_sys=True)
+    runpy.run_module("grpo_orch.tasks.trainer.main", run_name="__main__", alter_sys=True)

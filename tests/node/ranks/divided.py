@@ -19,9 +19,9 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.storing.tensors import LazyTensor
-from tasks.trl.parts.publishing import Publishing
-from tasks.trl.weights import whole_weights
+from grpo_orch.tasks.storing.tensors import LazyTensor
+from grpo_orch.tasks.trl.parts.publishing import Publishing
+from grpo_orch.tasks.trl.weights import whole_weights
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from policies.model import exit_codes
-from policies.model.node_contract import TRAINER
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.exit_note import take_exit_code
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.node_contract import TRAINER
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.exit_note import take_exit_code
 from tests.node.ranks import cpu_for_gpu
 from tests.node.trainer.rig import GRPO, LORA, open_rig
 

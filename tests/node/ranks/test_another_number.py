@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from checkpoint.stream.transfer import upload
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.exit_note import take_exit_code
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.checkpoint.stream.transfer import upload
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.exit_note import take_exit_code
 from tests.budget import HANG_S
 from tests.node.ranks.kills import LAST, of
 from tests.node.trainer.rig import Rig, open_rig

@@ -19,10 +19,10 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from policies.model import exit_codes
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tasks.machine.launching import trainer_argv
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.tasks.machine.launching import trainer_argv
+from grpo_orch.tasks.machine.node_env import NodeEnv
 from tests.budget import HANG_S
 from tests.node.ranks import divided_trainer
 from tests.node.ranks.divided_trainer import SAVE_STEPS, STEPS

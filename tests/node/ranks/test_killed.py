@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.node.ranks.kills import kill_one, of, ranks_of
 from tests.node.trainer.rig import open_rig

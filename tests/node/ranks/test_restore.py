@@ -7,18 +7,18 @@ import os
 import time
 from pathlib import Path
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import files_below
-from checkpoint.stream.transfer import upload
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from tasks.machine.children import start_child
-from tasks.machine.launching import trainer_argv
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.checkpoint.stream.transfer import upload
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.machine.children import start_child
+from grpo_orch.tasks.machine.launching import trainer_argv
+from grpo_orch.tasks.machine.node_env import NodeEnv
 from tests.budget import HANG_S
 from tests.node.trainer.rig import run_spec
 from tests.node.trainer.stand_in_gateway import TOKEN

@@ -20,24 +20,24 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security import identity
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.node_contract import WORKDIR_ENV
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import PolicyVersion, Recovery
-from policies.serving.canary import Canary
-from policies.serving.gateway_status import MemberStatus
-from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
-from tasks.machine.node_env import NodeEnv
-from tasks.rollout.policy_check import PolicyCheck
-from tasks.rollout.vllm import server as vllm_server
-from tasks.trl.canary import canary_of
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.node_contract import WORKDIR_ENV
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Recovery
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck
+from grpo_orch.tasks.rollout.vllm import server as vllm_server
+from grpo_orch.tasks.trl.canary import canary_of
 from tests.budget import HANG_S, until
 
 TOKEN = "the-run's-secret"
@@ -124,8 +124,8 @@ class Lab:
         vouch(self.store, TOKEN)
         tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
         self.http = httpx.Client(headers=headers, timeout=HANG_S, verify=tls)
-        self.gateway = self.start("orchestrator.gateway")
-        self.agent = self.start("tasks.rollout.agent")
+        self.gateway = self.start("grpo_orch.orchestrator.gateway")
+        self.agent = self.start("grpo_orch.tasks.rollout.agent")
 
     def start(self, module: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", module], env=self.env)
@@ -148,7 +148,7 @@ class Lab:
         servers = [
             pid
             for pid, line in self.processes().items()
-            if "tasks.rollout.vllm.main" in line and "tasks.machine.process_tree" not in line
+            if "grpo_orch.tasks.rollout.vllm.main" in line and "grpo_orch.tasks.machine.process_tree" not in line
         ]
         assert len(servers) == 1
         os.kill(servers[0], signal.SIGKILL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peft import LoraConfig
 
-from policies.weights.adapters import DEFAULT_RANK, PLAIN_KEYS, RANKS, VOCABULARY_MAX, WITHOUT_ADAPTERS
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK, PLAIN_KEYS, RANKS, VOCABULARY_MAX, WITHOUT_ADAPTERS
 
 
 def sources() -> Path:

@@ -11,17 +11,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.machine.base_model import identity_of
-from tasks.rollout.vllm.server import PolicyRefused
-from tasks.storing.publish_adapter import AdapterPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.canary import canary_of
-from tasks.trl.weights import adapter_tensors
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.machine.base_model import identity_of
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.canary import canary_of
+from grpo_orch.tasks.trl.weights import adapter_tensors
 from tests.node.rollout.engines import (
     Node,
     make_model,

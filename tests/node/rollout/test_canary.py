@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from policies.model.vocabulary import PolicyVersion
-from policies.weights.tensors import ServedTypes
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm.server import PolicyRefused
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.canary import canary_of
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.canary import canary_of
 from tests.node.rollout.engines import VOCABULARY, Node, Tensors, completed, dense_model, make_model, policy
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

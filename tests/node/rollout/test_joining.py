@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from tasks.rollout.vllm.server import PolicyRefused
-from tasks.rollout.vllm.worker import Extension
-from tasks.trl.canary import canary_of
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.tasks.rollout.vllm.worker import Extension
+from grpo_orch.tasks.trl.canary import canary_of
 from tests.node.rollout.engines import Node, dense_model, policy, without_a_layer
 
 

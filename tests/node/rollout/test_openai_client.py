@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from policies.serving.wire import HEADER_POLICY
+from grpo_orch.policies.serving.wire import HEADER_POLICY
 from tests.rigs.gateway_world import TOKEN, World, serve
 from tests.stand_ins.fake_vllm import completion, prompt_of, texts
 

@@ -12,17 +12,17 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.policy_loader import PolicyLoader
-from tasks.rollout.vllm import flags as vllm_flags
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.canary import canary_of
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.policy_loader import PolicyLoader
+from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.canary import canary_of
 from tests.node.rollout.deltas.world import settle
 from tests.node.rollout.engines import VOCABULARY, Node, completed, make_model
 

@@ -16,16 +16,16 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import load_file, save_file
 
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreError
-from checkpoint.weights import delta
-from policies.serving.canary import Canary
-from policies.serving.wire import PolicyRef
-from tasks.rollout import policy_loader
-from tasks.rollout.policy_folders import PolicyFolders, Staged
-from tasks.rollout.policy_loader import PolicyLoader
-from tasks.rollout.vllm.server import Server, ServerFailed
-from tasks.storing import publish
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.weights import delta
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.rollout import policy_loader
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders, Staged
+from grpo_orch.tasks.rollout.policy_loader import PolicyLoader
+from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed
+from grpo_orch.tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check
 
 CANARY = Canary([1, 2], [0.0], "float32", 2)

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from checkpoint.security import identity
-from checkpoint.stream import manifest
-from policies.serving.wire import CHAT, COMPLETIONS, RENDER, PolicyRef
+from grpo_orch.checkpoint.security import identity
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, RENDER, PolicyRef
 from tests.budget import HANG_S, until
 from tests.node.rollout.engines import HOST, TOKEN, Lab, completions, largest_difference
 from tests.stand_ins.strangers import check_closed
@@ -157,8 +157,11 @@ def test_a_notice_takes_the_node_out_and_its_death_leaves_nothing(lab: Lab) -> N
 
 
 def test_sigterm_ends_the_agent_in_good_order_while_vllm_starts(lab: Lab) -> None:
-    agent = lab.start("tasks.rollout.agent")
-    until("vLLM's process", lambda: any("tasks.rollout.vllm.main" in line for line in lab.processes().values()))
+    agent = lab.start("grpo_orch.tasks.rollout.agent")
+    until(
+        "vLLM's process",
+        lambda: any("grpo_orch.tasks.rollout.vllm.main" in line for line in lab.processes().values()),
+    )
     agent.terminate()
     assert agent.wait(HANG_S) == 0
     assert lab.processes() == {}

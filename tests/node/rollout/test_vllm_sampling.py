@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.rollout.vllm.worker import numbers_at
+from grpo_orch.tasks.rollout.vllm.worker import numbers_at
 from tests.node.rollout.engines import VOCABULARY, Node, make_model
 
 SEED = 20

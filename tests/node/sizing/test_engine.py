@@ -8,9 +8,9 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from policies.sizing.engine import BLOCK_TOKENS, Engine, engine_memory
-from policies.sizing.memory import GIB
-from policies.sizing.shapes import shape_of
+from grpo_orch.policies.sizing.engine import BLOCK_TOKENS, Engine, engine_memory
+from grpo_orch.policies.sizing.memory import GIB
+from grpo_orch.policies.sizing.shapes import shape_of
 from tests.generators import model_configs as known
 
 LATENT: dict[str, Any] = {

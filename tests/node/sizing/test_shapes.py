@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from policies.sizing.shapes import FAMILIES, shape_of, with_all_params
+from grpo_orch.policies.sizing.shapes import FAMILIES, shape_of, with_all_params
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

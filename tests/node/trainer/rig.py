@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord, read_forks
-from checkpoint.records.metrics import read_metrics
-from checkpoint.security.vouched import vouch
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.manifest import Manifest
-from checkpoint.stream.transfer import read_manifest
-from policies.model.node_contract import TRAINER
-from policies.model.spec import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
+from grpo_orch.checkpoint.records.metrics import read_metrics
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.manifest import Manifest
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model.node_contract import TRAINER
+from grpo_orch.policies.model.spec import (
     CheckpointsSpec,
     Dataset,
     KlPolicy,
@@ -37,15 +37,15 @@ from policies.model.spec import (
     RunSpec,
     TrainerSpec,
 )
-from policies.model.vocabulary import Evaluation, PolicyVersion
-from policies.tick.snapshot import Trainer
-from tasks.machine.launching import trainer_argv
-from tasks.machine.leaving import Leaving
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import find_spool, remove_spool
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.restoring import Restored
-from tasks.trainer.assemble import assemble
+from grpo_orch.policies.model.vocabulary import Evaluation, PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.launching import trainer_argv
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.spooling import find_spool, remove_spool
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.restoring import Restored
+from grpo_orch.tasks.trainer.assemble import assemble
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 from tests.rigs import tiny_model
@@ -208,9 +208,9 @@ class Rig:
     def start_trainer(
         self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """`python -m tasks.trainer.main`, or another command line of it, its output in trainer-ATTEMPT.log."""
+        """`python -m grpo_orch.tasks.trainer.main`, or another command line, its output in trainer-ATTEMPT.log."""
         return self._start(
-            argv or [sys.executable, "-m", "tasks.trainer.main"], attempt, self.log(attempt), timeline
+            argv or [sys.executable, "-m", "grpo_orch.tasks.trainer.main"], attempt, self.log(attempt), timeline
         )
 
     def start_ranks(self, attempt: int = 1, module: str = TRAINER) -> subprocess.Popen[bytes]:
@@ -222,8 +222,8 @@ class Rig:
         return self.start_trainer(attempt, argv=[*launcher, module])
 
     def start_uploader(self) -> None:
-        """`python -m tasks.machine.uploader`, its output in uploader.log."""
-        argv = [sys.executable, "-m", "tasks.machine.uploader"]
+        """`python -m grpo_orch.tasks.machine.uploader`, its output in uploader.log."""
+        argv = [sys.executable, "-m", "grpo_orch.tasks.machine.uploader"]
         self.uploader = self._start(argv, 1, self.folder / "uploader.log")
 
     def no_nodes_from(self, step: int) -> None:

@@ -20,15 +20,15 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import Precedence
-from policies.serving.canary import Canary, disagreement
-from policies.serving.sessions import HEADER_REQUEST, SESSIONS, OpenSession
-from policies.serving.wire import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Precedence
+from grpo_orch.policies.serving.canary import Canary, disagreement
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, SESSIONS, OpenSession
+from grpo_orch.policies.serving.wire import (
     REFUSED,
     Batch,
     BatchLine,
@@ -38,8 +38,8 @@ from policies.serving.wire import (
     Progress,
     PromptLine,
 )
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.trl.canary import canary_of
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.trl.canary import canary_of
 from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import rollouts
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from tasks.completions.gateway_client import GenerationFailed
-from tasks.completions.rollout_source import Call, RolloutSource
-from tasks.machine.leaving import LeaveNow
+from grpo_orch.checkpoint.records import rollouts
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.completions.gateway_client import GenerationFailed
+from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
+from grpo_orch.tasks.machine.leaving import LeaveNow
 from tests.budget import HANG_S
 from tests.node.trainer.test_client import BY, SAMPLING, World
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from checkpoint.records import rollouts
-from checkpoint.records.metrics import MetricsWriter, Row, read_metrics
-from checkpoint.records.rollouts import Rollout
-from checkpoint.store.run_store import Store
-from policies.serving.wire import Completion
-from tasks.storing.step_costs import StepCosts
-from tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, MetricsCallback
+from grpo_orch.checkpoint.records import rollouts
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row, read_metrics
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.wire import Completion
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trainer.callbacks import LOGS_KEPT, CheckpointCallback, MetricsCallback
 
 STEPS = 3_000
 

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.serving.canary import LENGTH, disagreement, token_ids_for
-from tasks.trl.canary import canary_of
+from grpo_orch.policies.serving.canary import LENGTH, disagreement, token_ids_for
+from grpo_orch.tasks.trl.canary import canary_of
 
 
 def model(seed: int = 0, **config: Any) -> LlamaForCausalLM:

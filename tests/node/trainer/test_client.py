@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import metrics, rollouts
-from checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.spec import OnBadPrompt
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.batching import split_batches
-from policies.serving.seeds import request_seed
-from policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
-from policies.tick.snapshot import Trainer
-from tasks.completions import gateway_client
-from tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
-from tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
-from tasks.completions.rollout_source import RolloutSource
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.records import metrics, rollouts
+from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import OnBadPrompt
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.batching import split_batches
+from grpo_orch.policies.serving.seeds import request_seed
+from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.completions import gateway_client
+from grpo_orch.tasks.completions.gateway_client import RETRY_S, GatewayClient, GenerationFailed, _Call
+from grpo_orch.tasks.completions.refused_prompts import NONE_TAKEN, BadPrompts, RefusedPrompts
+from grpo_orch.tasks.completions.rollout_source import RolloutSource
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.step_costs import StepCosts
 from tests.budget import HANG_S
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 

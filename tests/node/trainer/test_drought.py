@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import metrics
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 from tests.node.trainer.rig import GRPO, Rig, open_rig
 
 STEPS = GRPO["max_steps"]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from checkpoint.records.documents import write_fork
-from policies.model.timelines import Fork, Skipped
-from policies.model.vocabulary import PolicyVersion
-from tasks.trl.skipped_prompts import Walk, replacements
+from grpo_orch.checkpoint.records.documents import write_fork
+from grpo_orch.policies.model.timelines import Fork, Skipped
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.trl.skipped_prompts import Walk, replacements
 from tests.node.trainer.rig import GRPO, Rig, open_rig
 
 STEPS = GRPO["max_steps"]

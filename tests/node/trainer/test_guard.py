@@ -13,22 +13,22 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from checkpoint.records import metrics
-from checkpoint.records.documents import RunRecord, write_fork
-from checkpoint.store.codec import from_json
-from policies.detect.divergence import Detector, Health, Verdict, follow
-from policies.detect.symptoms import WITNESS
-from policies.model import exit_codes
-from policies.model.spec import CheckpointsSpec, KlPolicy
-from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Trainer
-from tasks.machine.exit_note import take_exit_code
-from tasks.machine.spooling import find_spool
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.saving import RUN_FILE, read_detector
-from tasks.trainer import callbacks
-from tasks.trainer.user_objects import is_out_of_memory
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.records.documents import RunRecord, write_fork
+from grpo_orch.checkpoint.store.codec import from_json
+from grpo_orch.policies.detect.divergence import Detector, Health, Verdict, follow
+from grpo_orch.policies.detect.symptoms import WITNESS
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import CheckpointsSpec, KlPolicy
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.exit_note import take_exit_code
+from grpo_orch.tasks.machine.spooling import find_spool
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.saving import RUN_FILE, read_detector
+from grpo_orch.tasks.trainer import callbacks
+from grpo_orch.tasks.trainer.user_objects import is_out_of_memory
 from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, open_rig
 

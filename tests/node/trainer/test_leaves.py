@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents, metrics
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Trainer
-from tasks.machine.spooling import find_spool
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.spooling import find_spool
 from tests.budget import HANG_S
 from tests.node.trainer.rig import STATES, Rig, open_rig
 
@@ -110,7 +110,7 @@ def test_sigterm_to_the_machine_stores_what_it_has(
         rig.gateway.open(BESIDE)
         for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
-        machine = rig.start_trainer(argv=[sys.executable, "-m", "tasks.machine.trainer_machine"])
+        machine = rig.start_trainer(argv=[sys.executable, "-m", "grpo_orch.tasks.machine.trainer_machine"])
         rig.no_nodes_from(3)  # of which the step does not end
         try:
             rig.until("waiting", lambda: (beat := rig.beat()) is not None and waits(beat, step=3))

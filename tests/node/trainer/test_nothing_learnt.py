@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records.metrics import NONFINITE, MetricsWriter, Row
-from checkpoint.store.run_store import Store
-from policies.detect.pitfalls import UNREWARDED_MAX
-from policies.detect.symptoms import NO_VARIANCE
-from policies.model import exit_codes
-from tasks.machine.exit_note import take_exit_code, take_reason
-from tasks.trainer.lessons import RewardCounts, count_rewards
-from tasks.trainer.main import _end_of_training, _unexpected_error
-from tasks.trl.parts.rewards import NothingToLearn, Unrewarded
+from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsWriter, Row
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.pitfalls import UNREWARDED_MAX
+from grpo_orch.policies.detect.symptoms import NO_VARIANCE
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
+from grpo_orch.tasks.trainer.lessons import RewardCounts, count_rewards
+from grpo_orch.tasks.trainer.main import _end_of_training, _unexpected_error
+from grpo_orch.tasks.trl.parts.rewards import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
 

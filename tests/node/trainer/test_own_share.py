@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from tasks.completions.drought import Drought, Share
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.heartbeat import Fenced
-from tasks.trl.own_generation import OwnGeneration
-from tasks.trl.own_share import OwnShare
+from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions.drought import Drought, Share
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.heartbeat import Fenced
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
+from grpo_orch.tasks.trl.own_share import OwnShare
 
 BATCH = Batch(PolicyRef("0-3", "p"), {"max_tokens": 9}, [CompletionRequest(0, [5], 1)], 60.0)
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.machine.leaving import LeaveNow
-from tasks.storing.step_costs import StepCosts
-from tasks.trl.fleet_client import NO_PROMPT, Prompt
-from tasks.trl.parts import turns
-from tasks.trl.parts.leaving import Departure
-from tasks.trl.parts.refused import RefusedCompletions
-from tasks.trl.parts.saving import MemoryState, Place, Saving
-from tasks.trl.parts.turns import CommonTurns
+from grpo_orch.tasks.machine.leaving import LeaveNow
+from grpo_orch.tasks.storing.step_costs import StepCosts
+from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
+from grpo_orch.tasks.trl.parts import turns
+from grpo_orch.tasks.trl.parts.leaving import Departure
+from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
+from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
+from grpo_orch.tasks.trl.parts.turns import CommonTurns
 
 END = 9
 ACCELERATOR = SimpleNamespace(device="cpu", gather=lambda value: value, num_processes=1, is_main_process=True)

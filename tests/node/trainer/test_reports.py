@@ -15,10 +15,10 @@ import pytest
 from structlog.testing import capture_logs
 from transformers import TrainerCallback
 
-from checkpoint.records.metrics import read_metrics
-from policies.model import exit_codes
-from tasks.trainer.reports import MLFLOW_DEFAULTS, TIMELINE_TAG, _guard
-from tasks.trainer.user_objects import BadSpec
+from grpo_orch.checkpoint.records.metrics import read_metrics
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.tasks.trainer.reports import MLFLOW_DEFAULTS, TIMELINE_TAG, _guard
+from grpo_orch.tasks.trainer.user_objects import BadSpec
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, Rig, open_rig
 
@@ -97,7 +97,7 @@ def test_restarted_trainer_resumes_the_mlflow_run(monkeypatch: pytest.MonkeyPatc
 
 HANGS = """
 import atexit, threading
-from tasks.trainer import main
+from grpo_orch.tasks.trainer import main
 main.END_S = 0.1
 {hangs}
 main.end_process(5)

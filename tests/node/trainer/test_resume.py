@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import metrics, rollouts, samples
-from checkpoint.records.samples import Group
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.model.spec import CheckpointsSpec, Dataset
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.records import metrics, rollouts, samples
+from grpo_orch.checkpoint.records.samples import Group
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import CheckpointsSpec, Dataset
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, LORA, STATES, Rig, open_rig
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from checkpoint.records.metrics import STALENESS, read_metrics
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.seeds import request_seed
+from grpo_orch.checkpoint.records.metrics import STALENESS, read_metrics
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.seeds import request_seed
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, LORA, STATES, Rig, open_rig
 from tests.node.trainer.test_resume import journalled_steps, kill_after_completion, kill_at_step

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.transfer import read_manifest
-from policies.model import exit_codes
-from policies.model.spec import CheckpointsSpec
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.transfer import read_manifest
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, open_rig
 

@@ -14,15 +14,15 @@ from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from checkpoint.records import documents, metrics
-from checkpoint.store import layout
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.tick.snapshot import Trainer
-from tasks.machine.spooling import find_spool
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.storing.saving import read_detector
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.spooling import find_spool
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.storing.saving import read_detector
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, REPOSITORY, Rig, open_rig
 from tests.node.trainer.rig_rewards import lower_share
@@ -162,7 +162,7 @@ def test_an_exported_checkpoint_is_one_of_hugging_face_and_trl(
 ) -> None:
     folder = tmp_path / "exported"
     export = ["checkpoints", "export", "0-4", str(folder), finished.rig.store.url]
-    command = [sys.executable, "-m", "orchestrator", *export]
+    command = [sys.executable, "-m", "grpo_orch", *export]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     saved = load_file(folder / "model.safetensors")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records.rollouts import Rollout
-from policies.model.vocabulary import PolicyVersion
-from tasks.completions.rollout_source import Call
-from tasks.trl.fleet_client import FleetClient
-from tasks.trl.parts.saving import Place
-from tasks.trl.skipped_prompts import ReplacedPrompts, walk_of
-from tasks.trl.windows_ahead import WindowsAhead
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.completions.rollout_source import Call
+from grpo_orch.tasks.trl.fleet_client import FleetClient
+from grpo_orch.tasks.trl.parts.saving import Place
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, walk_of
+from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 
 class Source:

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Journal
-from checkpoint.records import documents
-from checkpoint.records.documents import Lease
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from orchestrator.control import launcher, lease
-from orchestrator.home import keep_run_digest, run_digest
-from policies.model import exit_codes
-from policies.model.events import RunMoved
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import Lease
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control import launcher, lease
+from grpo_orch.orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import RunMoved
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S, until
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run

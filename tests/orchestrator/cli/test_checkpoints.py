@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records.documents import write_fork
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from checkpoint.stream.chunks import CHUNK_BYTES
-from checkpoint.stream.manifest import files_below
-from orchestrator.views.words import kept_as
-from policies.detect.divergence import Health, Verdict
-from policies.model.spec import CheckpointsSpec
-from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint.records.documents import write_fork
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.orchestrator.views.words import kept_as
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.tick.snapshot import Trainer
 from tests.rigs.command_line import Answer, Cli
 from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
-from orchestrator.views.detection import Detection, to_json
-from policies.detect.divergence import Health, Point, Verdict
+from grpo_orch.orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
+from grpo_orch.orchestrator.views.detection import Detection, to_json
+from grpo_orch.policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, run, state
 from tests.rigs.command_line import Answer, Cli
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.traces.read import NotATrace, read_traces
+from grpo_orch.orchestrator.traces.read import NotATrace, read_traces
 from tests.rigs.command_line import Answer, Cli
 
 FOREIGN = Path(__file__).parent / "foreign_logs"
@@ -79,7 +79,7 @@ def test_reader_that_raises_costs_its_file_alone(detect: Detect, monkeypatch: py
             raise KeyError("column")
         return read_traces(path)
 
-    monkeypatch.setattr("orchestrator.cli.detect.read_traces", broken)
+    monkeypatch.setattr("grpo_orch.orchestrator.cli.detect.read_traces", broken)
     Path("bad").write_text("x")
     bad, good = detect("bad", FOREIGN / "names-art.jsonl")
     assert bad["error"] == "cannot be read: KeyError: 'column'"

@@ -10,15 +10,22 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog
-from orchestrator.cli.doctor import INSTALL, Finding, SkyPilotLike, examine, is_usable, temporary_credentials
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import PolicyVersion, Refusal
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.cli.doctor import (
+    INSTALL,
+    Finding,
+    SkyPilotLike,
+    examine,
+    is_usable,
+    temporary_credentials,
+)
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal
 from tests.generators import config_world
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.journal import Journal
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from orchestrator.cli.down import Stopping, _progress
-from policies.control.stopping import DOWN, DOWN_NOW
-from policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
-from policies.serving.joining import Stage
-from policies.tick.snapshot import Trainer
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.down import Stopping, _progress
+from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW
+from grpo_orch.policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import Trainer
 from tests.stand_ins.control_plane import Run
 
 

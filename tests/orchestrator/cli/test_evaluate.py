@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents, evaluations
-from checkpoint.records.documents import write_fork
-from checkpoint.records.evaluations import SCHEMA, Evaluated
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from checkpoint.stream.catalog import Catalog, Revision
-from checkpoint.stream.manifest import files_below
-from orchestrator.cli.checkpoints import NEWEST
-from orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
-from orchestrator.cli.options import Stop
-from policies.model import exit_codes
-from policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
-from policies.model.timelines import Fork
-from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from tasks.evaluating.main import _unpin
+from grpo_orch.checkpoint.records import documents, evaluations
+from grpo_orch.checkpoint.records.documents import write_fork
+from grpo_orch.checkpoint.records.evaluations import SCHEMA, Evaluated
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.checkpoint.stream.catalog import Catalog, Revision
+from grpo_orch.checkpoint.stream.manifest import files_below
+from grpo_orch.orchestrator.cli.checkpoints import NEWEST
+from grpo_orch.orchestrator.cli.evaluate import find_problems, find_subjects, pin, run_of
+from grpo_orch.orchestrator.cli.options import Stop
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
+from grpo_orch.tasks.evaluating.main import _unpin
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store.errors import StoreUnavailable
-from orchestrator.control.plan_writer import EVERY_S, PlanWriter
-from policies.costs.steps import StepShape
-from policies.fleet.explain import explain
-from policies.model import exit_codes
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.orchestrator.control.plan_writer import EVERY_S, PlanWriter
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.explain import explain
+from grpo_orch.policies.model import exit_codes
 from tests.generators.views_world import World as Views
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import World, spec, two_markets

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.home import (
+from grpo_orch.orchestrator.home import (
     HomeUnusable,
     kept_store_options,
     known_token,
@@ -20,7 +20,7 @@ from orchestrator.home import (
     run_token,
     token_file,
 )
-from policies.model import exit_codes
+from grpo_orch.policies.model import exit_codes
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.stream.transfer import export_weights
-from orchestrator.cli import start
-from orchestrator.cli.look import attach
-from orchestrator.cli.options import Stop
-from policies.model import exit_codes
-from policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
-from policies.model.vocabulary import PolicyVersion, RunPhase
+from grpo_orch.checkpoint.stream.transfer import export_weights
+from grpo_orch.orchestrator.cli import start
+from grpo_orch.orchestrator.cli.look import attach
+from grpo_orch.orchestrator.cli.options import Stop
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
+from grpo_orch.policies.model.vocabulary import PolicyVersion, RunPhase
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
 from tests.rigs.locales import ASCII_LOCALE
@@ -92,7 +92,7 @@ def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_locale_that_lacks_a_character_gets_another_and_no_traceback() -> None:
-    shows = "from orchestrator import cli; cli.app = lambda: cli.console.print('━ done'); cli.main()"
+    shows = "from grpo_orch.orchestrator import cli; cli.app = lambda: cli.console.print('━ done'); cli.main()"
     ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
     told = subprocess.run(
         [sys.executable, "-c", shows], env=ascii_alone, capture_output=True, text=True, check=False
@@ -103,7 +103,13 @@ def test_a_locale_that_lacks_a_character_gets_another_and_no_traceback() -> None
 def test_name_in_utf8_is_read_in_an_ascii_locale(tmp_path: Path) -> None:
     (tmp_path / "grün").mkdir()
     missing = tmp_path / "grün" / "run.yaml"
-    command = [sys.executable, "-c", "from orchestrator import cli; cli.main()", "validate", str(missing)]
+    command = [
+        sys.executable,
+        "-c",
+        "from grpo_orch.orchestrator import cli; cli.main()",
+        "validate",
+        str(missing),
+    ]
     told = subprocess.run(command, env={**os.environ, **ASCII_LOCALE}, capture_output=True, check=False)
     assert told.stderr.decode("ascii").startswith(f"{tmp_path}/gr\\xfcn/run.yaml: no such file")
 

@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli import COMMANDS, app
-from policies.model import exit_codes
+from grpo_orch.orchestrator.cli import COMMANDS, app
+from grpo_orch.policies.model import exit_codes
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
 
@@ -45,18 +45,26 @@ def test_a_name_that_is_nearly_a_commands_is_told_which(grpo_orch: Cli) -> None:
 
 def test_what_a_command_does_not_need_is_not_imported_for_it() -> None:
     """Rooms that take longer to import than a version takes to be told."""
-    code = "import sys, orchestrator.cli as cli; sys.argv[1:] = ['--version']; cli.main()"
+    code = "import sys, grpo_orch.orchestrator.cli as cli; sys.argv[1:] = ['--version']; cli.main()"
     said = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], check=True, capture_output=True, text=True
     ).stderr
     rooms = {line.split("|")[-1].strip() for line in said.splitlines()}
-    assert "orchestrator.cli" in rooms
-    assert not {"orchestrator.control", "orchestrator.simulate", "orchestrator.clouds", "numpy"} & rooms
+    assert "grpo_orch.orchestrator.cli" in rooms
+    assert (
+        not {
+            "grpo_orch.orchestrator.control",
+            "grpo_orch.orchestrator.simulate",
+            "grpo_orch.orchestrator.clouds",
+            "numpy",
+        }
+        & rooms
+    )
 
 
 @pytest.mark.parametrize("words", ["init --recipe", "checkpoints ls nosuch -o json"])
 def test_a_full_disk_behind_stdout_is_one_line(words: str) -> None:
-    argv = [sys.executable, "-m", "orchestrator", *words.split()]
+    argv = [sys.executable, "-m", "grpo_orch", *words.split()]
     with Path("/dev/full").open("w") as full:
         told = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert told.returncode != 0

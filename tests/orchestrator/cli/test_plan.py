@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.prepare import write_recipe
+from grpo_orch.orchestrator.cli.prepare import write_recipe
 from tests.budget import HANG_S
 from tests.generators.model_configs import put_in_cache
 from tests.rigs.sky.home import make_outside
@@ -27,7 +27,7 @@ def test_a_plan_has_the_prices_of_skypilots_catalog_and_says_what_it_could_not_h
     run_yaml.write_text(run_yaml.read_text().replace('"L4:1"', '"A10G:1", infra: aws'))
     here = {"HOME": str(home), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "plan", str(run_yaml), "-o", "json"],
+        [sys.executable, "-m", "grpo_orch", "plan", str(run_yaml), "-o", "json"],
         env={**os.environ, **here},
         capture_output=True,
         text=True,

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import Journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from checkpoint.stream.catalog import Catalog
-from orchestrator.cli import start
-from orchestrator.cli import start as rollback
-from policies.control.decide import decide
-from policies.model import exit_codes
-from policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
-from policies.model.vocabulary import Cause, RunPhase
-from policies.tick.snapshot import Snapshot, Stored
+from grpo_orch.checkpoint.journal import Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.cli import start
+from grpo_orch.orchestrator.cli import start as rollback
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
+from grpo_orch.policies.model.vocabulary import Cause, RunPhase
+from grpo_orch.policies.tick.snapshot import Snapshot, Stored
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.records.samples import Message
-from checkpoint.store.run_store import Store
-from orchestrator.cli.look import COMPLETION, excerpt
-from orchestrator.views.words import _INVISIBLE
+from grpo_orch.checkpoint.records.samples import Message
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.cli.look import COMPLETION, excerpt
+from grpo_orch.orchestrator.views.words import _INVISIBLE
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import simulate
-from orchestrator.simulate.scenarios import Told
-from orchestrator.simulate.world import Broken, Outcome
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import RunPhase
+from grpo_orch.orchestrator.cli import simulate
+from grpo_orch.orchestrator.simulate.scenarios import Told
+from grpo_orch.orchestrator.simulate.world import Broken, Outcome
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli
 
 RUN = """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.cli import target
-from policies.model import exit_codes
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
+from grpo_orch.orchestrator.cli import target
+from grpo_orch.policies.model import exit_codes
 from tests.rigs.command_line import Cli
 from tests.rigs.store.fault_proxy import Answer, Away, Fault, FaultProxy
 from tests.rigs.store.server import S3Server

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.cli.target import keep_options, open_store, storage_of
-from orchestrator.config.load import Storage
-from orchestrator.home import keep_store_options, kept_store_options
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
+from grpo_orch.orchestrator.cli.target import keep_options, open_store, storage_of
+from grpo_orch.orchestrator.config.load import Storage
+from grpo_orch.orchestrator.home import keep_store_options, kept_store_options
 
 URL = "s3://bucket/run"
 BASE = {"region": "here", "access_key_id": "key"}

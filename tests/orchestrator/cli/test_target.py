@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.target import NoSuchRun, open_run, storage_of
-from orchestrator.config.shorthand import PASSWORD
-from policies.model import exit_codes
+from grpo_orch.orchestrator.cli.target import NoSuchRun, open_run, storage_of
+from grpo_orch.orchestrator.config.shorthand import PASSWORD
+from grpo_orch.policies.model import exit_codes
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

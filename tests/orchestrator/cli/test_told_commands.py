@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import typer
 
-from checkpoint.records import documents
-from orchestrator.cli import app
-from orchestrator.control.lease import own_lease
-from orchestrator.views.words import going_on
-from policies.model import exit_codes
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.orchestrator.cli import app
+from grpo_orch.orchestrator.control.lease import own_lease
+from grpo_orch.orchestrator.views.words import going_on
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

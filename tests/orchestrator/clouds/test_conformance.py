@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
-from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
-from policies.tick.snapshot import Machine
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
+from grpo_orch.policies.tick.snapshot import Machine
 from tests.budget import until
 from tests.stand_ins.control_plane import EXIT, CloudWorld, LocalWorld, SkyWorld
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.local import MARK, LocalCloud, carries_mark, machine_record, marked_processes
-from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.control.lease import process_started
-from policies.model.linux import is_between_programs
-from policies.model.spec import Prices, Rehearsal
-from policies.model.vocabulary import MachineState, Market, Role, role_of
-from policies.tick.snapshot import Machine
+from grpo_orch.orchestrator.clouds.local import MARK, LocalCloud, carries_mark, machine_record, marked_processes
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.control.lease import process_started
+from grpo_orch.policies.model.linux import is_between_programs
+from grpo_orch.policies.model.spec import Prices, Rehearsal
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Role, role_of
+from grpo_orch.policies.tick.snapshot import Machine
 from tests.budget import until
 from tests.stand_ins.control_plane import LocalWorld
 from tests.stand_ins.world import spec

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.clouds.local import LocalCloud, gpus_here, kill_all, marked_processes
-from orchestrator.clouds.protocol import CloudRefused, Order
-from policies.model.gpus import VISIBLE, DriverFailed
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import MachineState, Market, Refusal, role_of
-from tasks.machine.launching import visible_gpus
+from grpo_orch.orchestrator.clouds.local import LocalCloud, gpus_here, kill_all, marked_processes
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, role_of
+from grpo_orch.tasks.machine.launching import visible_gpus
 from tests.budget import until
 from tests.stand_ins.control_plane import STAND_IN
 from tests.stand_ins.world import spec

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import load_spec
-from policies.model.datasets import read_template
-from policies.model.spec import Dataset, datasets_of
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.policies.model.datasets import read_template
+from grpo_orch.policies.model.spec import Dataset, datasets_of
 from tests.generators.config_world import PROMPTS, changed, furnish
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import load
+from grpo_orch.orchestrator.config.load import load
 from tests.generators.config_world import changed, furnish
 
 NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC

@@ -15,11 +15,11 @@ import pytest
 from sky import Resources
 from sky.utils import schemas
 
-from orchestrator.config import model_size as sizes
-from orchestrator.config.load import Loaded, load
-from orchestrator.config.model_size import NotKnown, find_size
-from orchestrator.config.problems import ConfigError
-from policies.weights.disks import ModelSize, gb_of
+from grpo_orch.orchestrator.config import model_size as sizes
+from grpo_orch.orchestrator.config.load import Loaded, load
+from grpo_orch.orchestrator.config.model_size import NotKnown, find_size
+from grpo_orch.orchestrator.config.problems import ConfigError
+from grpo_orch.policies.weights.disks import ModelSize, gb_of
 from tests.budget import HANG_S
 from tests.generators.config_world import VALID, furnish
 from tests.rigs.store.server import free_port

@@ -10,16 +10,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from checkpoint.store.run_store import OPTIONS_ENV
-from orchestrator.config import effective as batches
-from orchestrator.config import foreign_keys, load
-from orchestrator.config import rules as checks
-from orchestrator.config import shorthand as rehearsal
-from orchestrator.config import shorthand as storage
-from orchestrator.config.structure import NOT_IN_FILE
-from orchestrator.home import SINKS
-from policies.model import spec
-from policies.model.spec import generates_itself
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
+from grpo_orch.orchestrator.config import effective as batches
+from grpo_orch.orchestrator.config import foreign_keys, load
+from grpo_orch.orchestrator.config import rules as checks
+from grpo_orch.orchestrator.config import shorthand as rehearsal
+from grpo_orch.orchestrator.config import shorthand as storage
+from grpo_orch.orchestrator.config.structure import NOT_IN_FILE
+from grpo_orch.orchestrator.home import SINKS
+from grpo_orch.policies.model import spec
+from grpo_orch.policies.model.spec import generates_itself
 from tests.generators.config_world import furnish
 
 DOCS = Path(__file__).parents[3] / "docs" / "run-yaml.md"

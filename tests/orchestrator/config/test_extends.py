@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load, load_spec, load_storage
+from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
 from tests.generators.config_world import VALID, furnish
 
 

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.foreign_keys import grpo_table, vllm_table
-from orchestrator.config.load import ConfigError, load_spec
-from policies.model.spec import RunSpec
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table, vllm_table
+from grpo_orch.orchestrator.config.load import ConfigError, load_spec
+from grpo_orch.policies.model.spec import RunSpec
 from tests.budget import examples
 from tests.generators.config_world import VALID, furnish
 

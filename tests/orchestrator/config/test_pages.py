@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from orchestrator.cli.prepare import recipe_lines
-from policies.sizing.memory import GIB
+from grpo_orch.orchestrator.cli.prepare import recipe_lines
+from grpo_orch.policies.sizing.memory import GIB
 from tests.generators.recorded import recorded
 from tests.orchestrator.plan.recipes import plan_of, spec_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.load import load_spec
-from policies.model.spec import gpu_counts, processes_of
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.policies.model.spec import gpu_counts, processes_of
 from tests.generators.config_world import NO_REHEARSAL, SKY, changed, furnish
 
 

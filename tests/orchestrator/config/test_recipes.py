@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from orchestrator.cli.prepare import RECIPES, recipe_lines, write_recipe
-from orchestrator.config.load import load
-from policies.model.spec import Dataset, Replicas, RunSpec, datasets_of
+from grpo_orch.orchestrator.cli.prepare import RECIPES, recipe_lines, write_recipe
+from grpo_orch.orchestrator.config.load import load
+from grpo_orch.policies.model.spec import Dataset, Replicas, RunSpec, datasets_of
 from tests.rigs.command_line import Cli
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from tests.generators.config_world import furnish, problem, write_rows
 
 FUNCTIONS = """\
 import torch_of_mine  # never imported here
-from tasks.rewards import in_workers
+from grpo_orch.rewards import in_workers
 
 def judged(completions, answer, **kwargs): ...
 def misspelled(completions, answr, **kwargs): ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.config.foreign_keys import grpo_table
+from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 
 TESTS = Path(__file__).parents[2]
 PAGE = (TESTS.parent / "docs" / "trl.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import prepare as write
-from orchestrator.config.load import load_spec
-from policies.model.spec import RunSpec, datasets_of, generates_itself
+from grpo_orch.orchestrator.cli import prepare as write
+from grpo_orch.orchestrator.config.load import load_spec
+from grpo_orch.policies.model.spec import RunSpec, datasets_of, generates_itself
 
 TWINS = Path(__file__).parents[3] / "examples" / "twins"
 RECIPES = sorted(path.stem for path in TWINS.glob("*.yaml") if path.stem != "alone")

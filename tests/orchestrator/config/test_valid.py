@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.cli.prepare import init_text
-from orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
-from orchestrator.config.load import load as load_config
-from policies.model.spec import (
+from grpo_orch.orchestrator.cli.prepare import init_text
+from grpo_orch.orchestrator.config.load import ConfigError, Storage, load_spec, load_storage
+from grpo_orch.orchestrator.config.load import load as load_config
+from grpo_orch.policies.model.spec import (
     AgentSpec,
     CheckpointsSpec,
     Dataset,
@@ -23,7 +23,7 @@ from policies.model.spec import (
     RollbackBudget,
     RunSpec,
 )
-from policies.sizing.training import own_generation_obstacle
+from grpo_orch.policies.sizing.training import own_generation_obstacle
 from tests.generators.config_world import VALID, changed, furnish
 
 
@@ -185,9 +185,9 @@ def test_vllm_flags_come_out_as_vllm_spells_them(folder: Path) -> None:
         "[rewards.judged]",
         "[rewards.named]",
         "[trl.rewards.think_format_reward]",
-        "[tasks.rewards.code_tests, tasks.rewards.math_reward]",
-        "[tasks.rewards.xml_format]\n  reward_args: {xml_format: {tags: [think, answer]}}",
-        "[tasks.rewards.json_schema]\n  reward_args: {json_schema: {schema: {type: object}}}",
+        "[grpo_orch.rewards.code_tests, grpo_orch.rewards.math_reward]",
+        "[grpo_orch.rewards.xml_format]\n  reward_args: {xml_format: {tags: [think, answer]}}",
+        "[grpo_orch.rewards.json_schema]\n  reward_args: {json_schema: {schema: {type: object}}}",
     ],
 )
 def test_reward_functions_that_are_there(folder: Path, reward_funcs: str) -> None:

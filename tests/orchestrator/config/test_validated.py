@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from orchestrator.config.load import ConfigError, load, load_spec, load_storage
-from policies.model.gpus import DriverFailed
+from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
+from grpo_orch.policies.model.gpus import DriverFailed
 from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish
 
 NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC
@@ -181,10 +181,10 @@ def test_machines_of_a_cloud_get_nothing_from_beside_the_folder_of_the_file(tmp_
     [
         (["json.py"], "json.py hides Python's `json`; rename it"),
         (["datasets.py"], "datasets.py hides the library `datasets`; rename it"),
-        (["tasks/__init__.py"], "tasks hides grpo-orch's `tasks`; rename it"),
+        (["grpo_orch/__init__.py"], "grpo_orch hides this project's `grpo_orch`; rename it"),
         (
-            ["tasks.py", "checkpoint.py", "utils.py"],
-            "checkpoint.py hides grpo-orch's `checkpoint`, tasks.py hides grpo-orch's `tasks`; rename them",
+            ["json.py", "trl.py", "tasks.py", "policies/__init__.py", "checkpoint.py", "utils.py"],
+            "json.py hides Python's `json`, trl.py hides the library `trl`; rename them",
         ),
     ],
 )

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpoint.journal import Fenced
-from checkpoint.records import documents
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import transfer
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.control import actuate
-from orchestrator.control.actuate import ACT_WITHIN_S, Actuator
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Market, PolicyVersion, Refusal
-from policies.tick.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
+from grpo_orch.checkpoint.journal import Fenced
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.control import actuate
+from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Refusal
+from grpo_orch.policies.tick.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
 from tests.budget import HANG_S, until
 
 LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)

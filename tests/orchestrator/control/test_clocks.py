@@ -8,9 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.records.documents import Lease
-from orchestrator.control.lease import LOOK_EVERY_S, LOOKS, RENEW_S, TTL_S, LeaseWatch, is_held, own_lease
-from orchestrator.control.run_clock import RunClock, Steadiness
+from grpo_orch.checkpoint.records.documents import Lease
+from grpo_orch.orchestrator.control.lease import (
+    LOOK_EVERY_S,
+    LOOKS,
+    RENEW_S,
+    TTL_S,
+    LeaseWatch,
+    is_held,
+    own_lease,
+)
+from grpo_orch.orchestrator.control.run_clock import RunClock, Steadiness
 
 HOUR_S = 3600.0
 NOW_S = 1.7e9

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Fenced, Journal
-from checkpoint.records import documents
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from orchestrator.control.controller import Controller
-from policies.model.events import Noticed
-from policies.model.spec import RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
-from policies.tick.snapshot import Action, Confirm, Decision, LaunchRefused, Machine, Snapshot
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Fenced, Journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.control.controller import Controller
+from grpo_orch.policies.model.events import Noticed
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Action, Confirm, Decision, LaunchRefused, Machine, Snapshot
 from tests.stand_ins.world import World
 
 names = itertools.count()

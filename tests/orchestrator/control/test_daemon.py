@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from orchestrator.control import launcher
-from orchestrator.home import keep_run_digest, run_digest
-from policies.model.events import RunCreated, RunMoved
-from policies.model.spec import Notify
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.orchestrator.control import launcher
+from grpo_orch.orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.policies.model.events import RunCreated, RunMoved
+from grpo_orch.policies.model.spec import Notify
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.rigs.locales import ASCII_LOCALE
 from tests.stand_ins.control_plane import Run
 from tests.stand_ins.world import spec
 
 BUG = """
-from orchestrator.control import daemon
+from grpo_orch.orchestrator.control import daemon
 daemon.log_as_json()
 try:
     {}["missing"]
@@ -73,7 +73,7 @@ def test_a_run_that_failed_is_told_before_its_daemon_ends(tmp_path: Path, monkey
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"json://127.0.0.1:{server.server_port}/secret"
-        words = [sys.executable, "-m", "orchestrator.control.daemon", store.url, "up"]
+        words = [sys.executable, "-m", "grpo_orch.orchestrator.control.daemon", store.url, "up"]
         done = subprocess.run(
             words, env={**os.environ, "HOOK": url}, capture_output=True, text=True, timeout=HANG_S, check=True
         )

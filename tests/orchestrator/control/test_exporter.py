@@ -14,10 +14,10 @@ from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from checkpoint.records.metrics import Row, StepTiming
-from orchestrator.control import exporter as exporting
-from orchestrator.control.exporter import Exporter, Seen
-from policies.model.vocabulary import Role
+from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.orchestrator.control import exporter as exporting
+from grpo_orch.orchestrator.control.exporter import Exporter, Seen
+from grpo_orch.policies.model.vocabulary import Role
 from tests.stand_ins.world import World, capped, priced
 
 TIMING = StepTiming(20.0, 12.0, 11.0, 1.5, trainer_idle_s=2.0, fleet_idle_s=8.0, staleness=1.0)

@@ -12,16 +12,23 @@ from typing import NoReturn
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, STALENESS, MetricsWriter, Row, point_of
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Entry, Store
-from orchestrator.control import metrics_watch
-from orchestrator.control.metrics_watch import OBJECTS_PER_LOOK, MetricsWatch
-from policies.detect.divergence import Detector, Health, Point, Verdict, follow
-from policies.model.spec import KlPolicy
-from policies.model.timelines import Fork
-from policies.tick.snapshot import Trainer, Watched
+from grpo_orch.checkpoint.records.metrics import (
+    GENERATE_NODE_S,
+    GENERATE_S,
+    STALENESS,
+    MetricsWriter,
+    Row,
+    point_of,
+)
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.orchestrator.control import metrics_watch
+from grpo_orch.orchestrator.control.metrics_watch import OBJECTS_PER_LOOK, MetricsWatch
+from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from grpo_orch.policies.model.spec import KlPolicy
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.tick.snapshot import Trainer, Watched
 
 names = itertools.count()
 LIMIT = 0.5

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.store import layout
-from checkpoint.store.run_store import Entry, Store
-from checkpoint.stream.catalog import Catalog, Checkpoint
-from orchestrator.clouds.protocol import CloudUnavailable, Offer
-from orchestrator.control.observe import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable, Offer
+from grpo_orch.orchestrator.control.observe import (
     COMMANDS_EVERY_S,
     FRESH_S,
     GATEWAYS_EVERY_S,
@@ -22,16 +22,16 @@ from orchestrator.control.observe import (
     Observer,
     TrainerWatch,
 )
-from orchestrator.control.prices import Prices
-from policies.model import exit_codes
-from policies.model.events import Diverged
-from policies.model.pools import PoolOffer
-from policies.model.state import Money, RunState
-from policies.model.timelines import Fork
-from policies.model.vocabulary import MachineState, PolicyVersion
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.joining import Stage
-from policies.tick.snapshot import Command, Machine, Trainer
+from grpo_orch.orchestrator.control.prices import Prices
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import Diverged
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.state import Money, RunState
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import MachineState, PolicyVersion
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.tick.snapshot import Command, Machine, Trainer
 from tests.stand_ins.world import spec
 
 names = itertools.count()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.clouds.protocol import CloudUnavailable, Offer
-from orchestrator.control.prices import MAX_FAILURES, Prices
-from policies.model.pools import PoolOffer
-from policies.model.vocabulary import Market, Role
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable, Offer
+from grpo_orch.orchestrator.control.prices import MAX_FAILURES, Prices
+from grpo_orch.policies.model.pools import PoolOffer
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 TRAINER = Offer(Role.TRAINER, Market.ON_DEMAND, "a machine", 4.0, most_usd_per_h=5.0)  # never on spot
 ROLLOUT = Offer(

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import structlog
 
-from checkpoint.records import documents
-from orchestrator.cli import down, start
-from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky.records import Cluster, ClusterState
-from orchestrator.clouds.sky.watch import UnrecordedClusters
-from orchestrator.home import run_token, token_file
-from policies.model import exit_codes
-from policies.model.events import SpecProved
-from policies.model.vocabulary import NodePhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.orchestrator.cli import down, start
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState
+from grpo_orch.orchestrator.clouds.sky.watch import UnrecordedClusters
+from grpo_orch.orchestrator.home import run_token, token_file
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import SpecProved
+from grpo_orch.policies.model.vocabulary import NodePhase
 from tests.budget import until
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import PREFIX, RUN_ID, SkyUser, Table, on_sky

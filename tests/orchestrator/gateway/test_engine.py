@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from orchestrator.gateway.routing import watch
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import EngineStats
+from grpo_orch.orchestrator.gateway.routing import watch
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import EngineStats
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 LONG_S = 1.2  # in place of four minutes

@@ -13,11 +13,20 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.routing import members
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface import orphaned_requests as kept_module
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
-from policies.serving.wire import CUT, SILENT_S, Announce, Batch, BatchLine, HandOver, PolicyRef, Progress
+from grpo_orch.orchestrator.gateway.routing import members
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface import orphaned_requests as kept_module
+from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
+from grpo_orch.policies.serving.wire import (
+    CUT,
+    SILENT_S,
+    Announce,
+    Batch,
+    BatchLine,
+    HandOver,
+    PolicyRef,
+    Progress,
+)
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 from tests.rigs.gateway_world import Node, World

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.nodes.connection import Pool
-from policies.serving.silence import SilenceLimits
-from policies.serving.wire import HandOver
+from grpo_orch.orchestrator.gateway.job import Finished, Job
+from grpo_orch.orchestrator.gateway.nodes.connection import Pool
+from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.wire import HandOver
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import Node, World, check, job, undisturbed
 from tests.stand_ins.fake_vllm import EVENT_STREAM, FOREVER, texts

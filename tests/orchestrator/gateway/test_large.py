@@ -14,11 +14,11 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.__main__ import GC_OBJECTS
-from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
-from policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
-from tasks.completions.gateway_client import body_of
+from grpo_orch.orchestrator.gateway.__main__ import GC_OBJECTS
+from grpo_orch.orchestrator.gateway.surface.admission import Prompt
+from grpo_orch.orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
+from grpo_orch.policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
+from grpo_orch.tasks.completions.gateway_client import body_of
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import TOKEN, World, serve
 from tests.stand_ins.fake_vllm import FakeVllm

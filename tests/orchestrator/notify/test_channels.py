@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.notify.channels import Command, Message, Service, Undelivered, is_service_url
+from grpo_orch.orchestrator.notify.channels import Command, Message, Service, Undelivered, is_service_url
 from tests.budget import HANG_S
 
 MESSAGE = Message("demo-1/7.0", 7, 12.0, "demo", "s3://b/demo", "failed", "demo failed: <!channel> & co")

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.journal import Journal, Record
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.errors import StoreError
-from checkpoint.store.run_store import Store
-from orchestrator.home import all_secrets, secrets_for
-from orchestrator.notify import notifier as module
-from orchestrator.notify.channels import Message, Undelivered
-from orchestrator.notify.notifier import Notifier, start_notifier
-from policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
-from policies.model.spec import Notify
-from policies.model.vocabulary import Role, RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.journal import Journal, Record
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.home import all_secrets, secrets_for
+from grpo_orch.orchestrator.notify import notifier as module
+from grpo_orch.orchestrator.notify.channels import Message, Undelivered
+from grpo_orch.orchestrator.notify.notifier import Notifier, start_notifier
+from grpo_orch.policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
+from grpo_orch.policies.model.spec import Notify
+from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
 

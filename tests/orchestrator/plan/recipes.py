@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.cli.prepare import RECIPES
-from orchestrator.clouds.sky.records import ListPrice, PriceList
-from orchestrator.config.load import load
-from orchestrator.config.model_size import NotKnown
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import KnownModel, find_model
-from orchestrator.plan.model import Plan
-from orchestrator.plan.prices import by_catalog, by_rehearsal
-from orchestrator.plan.steps import Measured
-from policies.costs.store_costs import Place
-from policies.model.spec import RunSpec
-from policies.sizing.shapes import shape_of
-from policies.weights.disks import ModelSize
+from grpo_orch.orchestrator.cli.prepare import RECIPES
+from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
+from grpo_orch.orchestrator.config.load import load
+from grpo_orch.orchestrator.config.model_size import NotKnown
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.machines import KnownModel, find_model
+from grpo_orch.orchestrator.plan.model import Plan
+from grpo_orch.orchestrator.plan.prices import by_catalog, by_rehearsal
+from grpo_orch.orchestrator.plan.steps import Measured
+from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.plan.gather import plan_deadline
-from orchestrator.plan.model import DeadlinePlan
-from orchestrator.views.plan import _deadline_words
-from policies.costs.steps import StepShape
-from policies.fleet.deadline import BOOT_S
-from policies.model.spec import (
+from grpo_orch.orchestrator.plan.gather import plan_deadline
+from grpo_orch.orchestrator.plan.model import DeadlinePlan
+from grpo_orch.orchestrator.views.plan import _deadline_words
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.deadline import BOOT_S
+from grpo_orch.policies.model.spec import (
     Dataset,
     FleetPolicy,
     PoliciesSpec,

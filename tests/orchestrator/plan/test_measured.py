@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records import metrics
-from checkpoint.store.run_store import Store
-from orchestrator.plan.steps import measure
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.plan.steps import measure
 from tests.generators.views_world import World
 
 

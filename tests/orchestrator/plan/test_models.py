@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.model_size import NotKnown, find_config, find_size
-from orchestrator.config.notices import find_notices
-from orchestrator.config.problems import Findings
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import active_params, cached_lookup, find_model
-from orchestrator.plan.prices import PriceBook
-from policies.model.spec import RunSpec
-from policies.sizing.shapes import shape_of
-from policies.weights.disks import ModelSize
+from grpo_orch.orchestrator.config.model_size import NotKnown, find_config, find_size
+from grpo_orch.orchestrator.config.notices import find_notices
+from grpo_orch.orchestrator.config.problems import Findings
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.machines import active_params, cached_lookup, find_model
+from grpo_orch.orchestrator.plan.prices import PriceBook
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS, put_in_cache
 from tests.orchestrator.plan.recipes import size_of, spec_of
 

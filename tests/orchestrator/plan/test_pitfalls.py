@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.plan import pitfalls
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.machines import find_model
-from orchestrator.plan.model import Warned
-from orchestrator.plan.prices import by_catalog
-from policies.model.spec import Replicas, RunSpec
+from grpo_orch.orchestrator.plan import pitfalls
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.machines import find_model
+from grpo_orch.orchestrator.plan.model import Warned
+from grpo_orch.orchestrator.plan.prices import by_catalog
+from grpo_orch.policies.model.spec import Replicas, RunSpec
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import PRICES, size_of, spec_of
 

@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store.run_store import Store
-from orchestrator.clouds import CloudMissing
-from orchestrator.clouds.protocol import Offer
-from orchestrator.clouds.sky.records import PriceList
-from orchestrator.plan.prices import by_catalog, by_offers, by_rehearsal, cloud_prices, clouds_of, store_place
-from policies.costs.store_costs import Place
-from policies.model.spec import Prices as Rehearsed
-from policies.model.spec import Rehearsal, RunSpec
-from policies.model.vocabulary import Market, Role
-from policies.sizing.money import Prices
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds import CloudMissing
+from grpo_orch.orchestrator.clouds.protocol import Offer
+from grpo_orch.orchestrator.clouds.sky.records import PriceList
+from grpo_orch.orchestrator.plan.prices import (
+    by_catalog,
+    by_offers,
+    by_rehearsal,
+    cloud_prices,
+    clouds_of,
+    store_place,
+)
+from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.model.spec import Prices as Rehearsed
+from grpo_orch.policies.model.spec import Rehearsal, RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role
+from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import PRICES, price, spec_of
 
 LISTED = replace(

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from checkpoint.records.metrics import StepTiming
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.model import MachinePlan, Plan, to_json
-from orchestrator.plan.prices import PriceBook
-from orchestrator.plan.steps import Measured
-from orchestrator.views.plan import render
-from policies.costs.steps import StepShape
-from policies.model.spec import Replicas, RunSpec
-from policies.model.vocabulary import Role
-from policies.sizing.memory import GIB
-from policies.sizing.money import Prices
+from grpo_orch.checkpoint.records.metrics import StepTiming
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, to_json
+from grpo_orch.orchestrator.plan.prices import PriceBook
+from grpo_orch.orchestrator.plan.steps import Measured
+from grpo_orch.orchestrator.views.plan import render
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.model.spec import Replicas, RunSpec
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.policies.sizing.memory import GIB
+from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
 
 

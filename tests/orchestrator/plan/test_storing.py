@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.plan.gather import make_plan
-from orchestrator.plan.model import CheckpointPlan
-from orchestrator.plan.prices import PriceBook
-from orchestrator.views.plan import stored_words
-from policies.costs.store_costs import Place
-from policies.model.spec import RunSpec
-from policies.sizing.shapes import shape_of
-from policies.weights.disks import ModelSize
+from grpo_orch.orchestrator.plan.gather import make_plan
+from grpo_orch.orchestrator.plan.model import CheckpointPlan
+from grpo_orch.orchestrator.plan.prices import PriceBook
+from grpo_orch.orchestrator.views.plan import stored_words
+from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import spec_of
 

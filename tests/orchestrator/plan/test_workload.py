@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.plan.machines import passes_of, prompt_tokens, window, work_of
-from policies.model.spec import Replicas, RunSpec
+from grpo_orch.orchestrator.plan.machines import passes_of, prompt_tokens, window, work_of
+from grpo_orch.policies.model.spec import Replicas, RunSpec
 from tests.orchestrator.plan.recipes import spec_of
 
 

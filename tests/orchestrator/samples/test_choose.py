@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.store.run_store import Store
-from orchestrator.samples import (
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.samples import (
     Found,
     Link,
     NoSamples,

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import journal
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import Zone, plentiful
-from orchestrator.simulate.scenarios import tell
-from orchestrator.simulate.store import SimulatedStore
-from orchestrator.simulate.world import COARSE, World
-from policies.model.buying import PROBE_MAX_S
-from policies.model.events import BuyingStopped, NodeRequested
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from grpo_orch.checkpoint import journal
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import Zone, plentiful
+from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.store import SimulatedStore
+from grpo_orch.orchestrator.simulate.world import COARSE, World
+from grpo_orch.policies.model.buying import PROBE_MAX_S
+from grpo_orch.policies.model.events import BuyingStopped, NodeRequested
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.stand_ins.world import spec, with_disks
 
 pytestmark = pytest.mark.usefixtures("quiet_log")

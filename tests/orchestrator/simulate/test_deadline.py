@@ -9,12 +9,20 @@ import pytest
 
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
-from orchestrator.simulate.cloud import EPOCH_S, Physics
-from orchestrator.simulate.market_trace import Weather
-from orchestrator.simulate.world import COARSE, ON_DEMAND, World
-from policies.model.reports import DEADLINE
-from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import RunPhase
+from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Physics
+from grpo_orch.orchestrator.simulate.market_trace import Weather
+from grpo_orch.orchestrator.simulate.world import COARSE, ON_DEMAND, World
+from grpo_orch.policies.model.reports import DEADLINE
+from grpo_orch.policies.model.spec import (
+    Dataset,
+    FleetPolicy,
+    PoliciesSpec,
+    Replicas,
+    RolloutSpec,
+    RunSpec,
+    TrainerSpec,
+)
+from grpo_orch.policies.model.vocabulary import RunPhase
 
 NODES, STEPS = 6, 50
 SLACK = 1.2  # times what all on demand takes

@@ -11,13 +11,13 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
-from orchestrator.simulate.cloud import Physics, Prices
-from orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
-from orchestrator.simulate.scenarios import tell
-from orchestrator.simulate.world import ON_DEMAND
-from policies.fleet.market import market_of
-from policies.model.spec import Budget
-from policies.model.vocabulary import Market, Role, RunPhase
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
+from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.world import ON_DEMAND
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.model.spec import Budget
+from grpo_orch.policies.model.vocabulary import Market, Role, RunPhase
 from tests.stand_ins.world import spec
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from checkpoint import journal
-from orchestrator.simulate.scenarios import (
+from grpo_orch.checkpoint import journal
+from grpo_orch.orchestrator.simulate.scenarios import (
     HOUR_S,
     Fault,
     answers_lost,
@@ -25,11 +25,11 @@ from orchestrator.simulate.scenarios import (
     suspended,
     work_ends,
 )
-from orchestrator.simulate.world import World
-from policies.model.events import NodeRequested, RunMoved
-from policies.model.phases import LIVE_RUN
-from policies.model.state import RunState
-from policies.model.vocabulary import Role, RunPhase
+from grpo_orch.orchestrator.simulate.world import World
+from grpo_orch.policies.model.events import NodeRequested, RunMoved
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.budget import examples
 from tests.stand_ins.world import spec
 

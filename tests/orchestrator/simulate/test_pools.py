@@ -12,14 +12,14 @@ from benchmarks.contest.compare import contenders, steer
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
-from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
-from orchestrator.simulate.market_trace import Weather, Zone
-from orchestrator.simulate.scenarios import tell
-from orchestrator.simulate.store import Objects
-from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, Refusal, Role
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
+from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
+from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.store import Objects
+from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 from tests.stand_ins.world import spec
 
 POOLED = [name for name in MARKETS if any(zone.region for zone in market(name, 0, 2))]

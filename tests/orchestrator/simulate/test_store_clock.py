@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.simulate.scenarios import HOUR_S
-from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.world import SimulatedDaemon, World
-from policies.fleet.budget import spent_usd
-from policies.model.spec import Budget
-from policies.model.vocabulary import Role
+from grpo_orch.orchestrator.simulate.scenarios import HOUR_S
+from grpo_orch.orchestrator.simulate.store import Trouble
+from grpo_orch.orchestrator.simulate.world import SimulatedDaemon, World
+from grpo_orch.policies.fleet.budget import spent_usd
+from grpo_orch.policies.model.spec import Budget
+from grpo_orch.policies.model.vocabulary import Role
 from tests.stand_ins.world import spec
 
 CAP_USD, OUTAGE_S = 30.0, 2 * HOUR_S

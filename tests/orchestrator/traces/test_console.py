@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from orchestrator.traces.formats import Log, pieces, read_console
-from orchestrator.traces.read import runs
+from grpo_orch.orchestrator.traces.formats import Log, pieces, read_console
+from grpo_orch.orchestrator.traces.read import runs
 
 VERL = (
     "step:{step} - global_seqlen/min:1182 - global_seqlen/mean:1480.25 - actor/entropy:np.float64(0.31) "

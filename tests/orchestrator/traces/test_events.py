@@ -14,8 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary import Writer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from orchestrator.traces.formats import TENSORBOARD_NEEDED
-from orchestrator.traces.read import NotATrace, read_traces
+from grpo_orch.orchestrator.traces.formats import TENSORBOARD_NEEDED
+from grpo_orch.orchestrator.traces.read import NotATrace, read_traces
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 ROWS: Rows = [(step, {"train/kl": step / 8, "train/reward": 0.5, "eval/loss": 0.25}) for step in range(5, 101, 5)]

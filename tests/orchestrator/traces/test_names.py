@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.traces.names import metric, metrics, run, step
+from grpo_orch.orchestrator.traces.names import metric, metrics, run, step
 
 # Trainers' names, by TRL's; with `·` for a blank.
 NAMES = """

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.records.metrics import NONFINITE, Row
-from checkpoint.store.codec import to_json
-from orchestrator.traces import read
-from orchestrator.traces.read import NotATrace, Trace, read_traces
-from policies.detect.divergence import Point
+from grpo_orch.checkpoint.records.metrics import NONFINITE, Row
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.orchestrator.traces import read
+from grpo_orch.orchestrator.traces.read import NotATrace, Trace, read_traces
+from grpo_orch.policies.detect.divergence import Point
 from tests.generators.metric_files import FORMATS, json_lines, run, state
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.traces.formats import Log
-from orchestrator.traces.names import Row
-from orchestrator.traces.read import runs
+from grpo_orch.orchestrator.traces.formats import Log
+from grpo_orch.orchestrator.traces.names import Row
+from grpo_orch.orchestrator.traces.read import runs
 
 
 def rows(steps: Iterable[int], kl: float = 0.1) -> list[Row]:

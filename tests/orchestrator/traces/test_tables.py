@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.traces.read import read_traces
+from grpo_orch.orchestrator.traces.read import read_traces
 
 Told = dict[str, dict[int, dict[str, float | None]]]
 

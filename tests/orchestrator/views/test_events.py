@@ -11,9 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from checkpoint.journal import read
-from orchestrator.views.events import event_json, lines, sentence
-from policies.model.events import (
+from grpo_orch.checkpoint.journal import read
+from grpo_orch.orchestrator.views.events import event_json, lines, sentence
+from grpo_orch.policies.model.events import (
     EVENT_TYPES,
     DeadlineMissed,
     Diverged,
@@ -29,8 +29,8 @@ from policies.model.events import (
     StoreSlowed,
     TrainerGenerates,
 )
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
 
 OUT_OF_MEMORY = Fork(3, "0-5", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import Row
-from orchestrator.views.measured import NodeState, phase_state, state_now, step_split
-from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import Rates, view_of
-from policies.model.vocabulary import NodePhase, Role
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import EngineStats
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.orchestrator.views.measured import NodeState, phase_state, state_now, step_split
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.run_view import Rates, view_of
+from grpo_orch.policies.model.vocabulary import NodePhase, Role
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.wire import EngineStats
 from tests.generators.views_world import T0, World
 
 S = NodeState

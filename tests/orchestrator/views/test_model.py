@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store.document import Unreadable
-from checkpoint.store.errors import NotFound
-from checkpoint.store.run_store import Store
-from orchestrator.views import screen as notes
-from orchestrator.views.model import DeadlineView, HealthView, to_json
-from orchestrator.views.reader import Reader
-from orchestrator.views.run_view import view_of
-from orchestrator.views.screen import head
-from orchestrator.web.app import headline
-from policies.detect.divergence import Health
-from policies.model.events import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.errors import NotFound
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.views import screen as notes
+from grpo_orch.orchestrator.views.model import DeadlineView, HealthView, to_json
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.run_view import view_of
+from grpo_orch.orchestrator.views.screen import head
+from grpo_orch.orchestrator.web.app import headline
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.events import (
     BuyingResumed,
     BuyingStopped,
     DivergenceCleared,
@@ -37,10 +37,10 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, JoiningNode, Stage
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, JoiningNode, Stage
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, run_view
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkpoint.records import documents
-from checkpoint.records.metrics import StepTiming
-from orchestrator.views import plots
-from orchestrator.views.model import to_json
-from orchestrator.views.plots import plot_run
-from orchestrator.views.report import render
-from orchestrator.views.screen import Screen
-from policies.model.spec import Replicas
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import StepTiming
+from grpo_orch.orchestrator.views import plots
+from grpo_orch.orchestrator.views.model import to_json
+from grpo_orch.orchestrator.views.plots import plot_run
+from grpo_orch.orchestrator.views.report import render
+from grpo_orch.orchestrator.views.screen import Screen
+from grpo_orch.policies.model.spec import Replicas
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause
 from tests.generators.views_world import T0, World, look, report_of
 from tests.orchestrator.web.test_site import ask
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from orchestrator.clouds.sky.records import PriceList
-from orchestrator.views.plan import render, render_short
+from grpo_orch.orchestrator.clouds.sky.records import PriceList
+from grpo_orch.orchestrator.views.plan import render, render_short
 from tests.orchestrator.plan.recipes import plan_of, price, spec_of
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.journal import SEGMENT_ENTRIES
-from checkpoint.store.run_store import Entry, Store
-from orchestrator.views.reader import EVENTS_KEPT, Reader
-from orchestrator.views.run_view import view_of
-from policies.model.events import GatewayRestarted
-from policies.model.vocabulary import NodePhase
+from grpo_orch.checkpoint.journal import SEGMENT_ENTRIES
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.orchestrator.views.reader import EVENTS_KEPT, Reader
+from grpo_orch.orchestrator.views.run_view import view_of
+from grpo_orch.policies.model.events import GatewayRestarted
+from grpo_orch.policies.model.vocabulary import NodePhase
 from tests.generators.views_world import FIRST_FORK, T0, World, diverging, run_view
 
 

@@ -13,17 +13,17 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from checkpoint.records import documents
-from checkpoint.records.metrics import Row
-from checkpoint.stream import transfer
-from orchestrator.views.model import HealthView
-from orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
-from orchestrator.views.report import Report, render, to_json
-from orchestrator.views.words import Change
-from policies.detect.divergence import Health
-from policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.stream import transfer
+from grpo_orch.orchestrator.views.model import HealthView
+from grpo_orch.orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
+from grpo_orch.orchestrator.views.report import Report, render, to_json
+from grpo_orch.orchestrator.views.words import Change
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, report_of
 
 

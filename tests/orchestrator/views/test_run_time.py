@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import Lease
-from orchestrator.cli import checkpoints
-from orchestrator.cli import look as commands
-from orchestrator.cli.options import Output
-from orchestrator.control.lease import LOOKS
-from orchestrator.views import run_view as looking
-from orchestrator.views.run_view import Looker, RunTime
-from policies.model.events import RunMoved
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import Lease
+from grpo_orch.orchestrator.cli import checkpoints
+from grpo_orch.orchestrator.cli import look as commands
+from grpo_orch.orchestrator.cli.options import Output
+from grpo_orch.orchestrator.control.lease import LOOKS
+from grpo_orch.orchestrator.views import run_view as looking
+from grpo_orch.orchestrator.views.run_view import Looker, RunTime
+from grpo_orch.policies.model.events import RunMoved
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World, look
 

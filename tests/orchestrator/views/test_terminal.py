@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.views.measured import NodeState
-from orchestrator.views.model import HealthView, NodeView, RollbackView, RunView, StoppedKindView
-from orchestrator.views.screen import Screen, changes, watch
-from orchestrator.views.words import clock, duration, moment, short, sparkline, usd
-from policies.detect.divergence import Health
-from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.joining import BASE_MODEL, ENGINE, Stage
+from grpo_orch.orchestrator.views.measured import NodeState
+from grpo_orch.orchestrator.views.model import HealthView, NodeView, RollbackView, RunView, StoppedKindView
+from grpo_orch.orchestrator.views.screen import Screen, changes, watch
+from grpo_orch.orchestrator.views.words import clock, duration, moment, short, sparkline, usd
+from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, Stage
 from tests.generators.views_world import T0, World, run_view
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from checkpoint.records import documents, metrics
-from checkpoint.records.metrics import Row
-from orchestrator.views import report
-from orchestrator.views.measured import WeightsView, newest_weights, weights_view
-from orchestrator.views.screen import Screen
-from policies.serving.gateway_status import GatewayStatus, VersionSpread
+from grpo_orch.checkpoint.records import documents, metrics
+from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.orchestrator.views import report
+from grpo_orch.orchestrator.views.measured import WeightsView, newest_weights, weights_view
+from grpo_orch.orchestrator.views.screen import Screen
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World, report_of, run_view
 
 MIB = 2**20

@@ -17,10 +17,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.home import keep_run_digest, run_digest
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import free_port
 from tests.stand_ins.control_plane import Run
@@ -38,7 +38,7 @@ class Steered:
     daemon: int = 0
 
     def cli(self, *words: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "orchestrator", *words]
+        argv = [sys.executable, "-m", "grpo_orch", *words]
         return subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=HANG_S)
 
     def begins(self) -> None:
@@ -52,7 +52,11 @@ class Steered:
     @property
     def page(self) -> int:
         children = Path(f"/proc/{self.daemon}/task/{self.daemon}/children").read_text().split()
-        return next(int(one) for one in children if "orchestrator.web" in Path(f"/proc/{one}/cmdline").read_text())
+        return next(
+            int(one)
+            for one in children
+            if "grpo_orch.orchestrator.web" in Path(f"/proc/{one}/cmdline").read_text()
+        )
 
     def shows(self) -> bool:
         with suppress(URLError, ConnectionError), urlopen(self.url + "?format=json", timeout=HANG_S) as answer:

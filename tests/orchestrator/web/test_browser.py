@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.rig.long_run import LongRun
-from orchestrator.web.app import PAGES
-from policies.model.events import Noticed
+from grpo_orch.orchestrator.web.app import PAGES
+from grpo_orch.policies.model.events import Noticed
 from tests.budget import HANG_S
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def figure(browser: Chrome, label: str) -> str:
 
 @contextmanager
 def served(url: str) -> Iterator[str]:
-    argv = [sys.executable, "-m", "orchestrator", "web", url, "--port", "0", "-o", "json"]
+    argv = [sys.executable, "-m", "grpo_orch", "web", url, "--port", "0", "-o", "json"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
-from orchestrator import web
-from orchestrator.web.course import split_table, table
-from orchestrator.web.pages import MONEY_POINTS
-from policies.model.events import BudgetSet, RunMoved
-from policies.model.vocabulary import NodePhase, RunPhase
+from grpo_orch.checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
+from grpo_orch.orchestrator import web
+from grpo_orch.orchestrator.web.course import split_table, table
+from grpo_orch.orchestrator.web.pages import MONEY_POINTS
+from grpo_orch.policies.model.events import BudgetSet, RunMoved
+from grpo_orch.policies.model.vocabulary import NodePhase, RunPhase
 from tests.generators.views_world import T0, World
 from tests.orchestrator.web.test_site import ask, run_of
 

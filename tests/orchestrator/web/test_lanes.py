@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.web.course import CELLS, SPANS_MAX
-from policies.model.events import NodeMoved
-from policies.model.vocabulary import NodePhase
+from grpo_orch.orchestrator.web.course import CELLS, SPANS_MAX
+from grpo_orch.policies.model.events import NodeMoved
+from grpo_orch.policies.model.vocabulary import NodePhase
 from tests.generators.views_world import FIRST_FORK, T0, requested
 from tests.orchestrator.web.test_site import HOSTILE, ask, run_of, visit
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.web.pages import SAMPLES_ON_A_PAGE as ON_A_PAGE
+from grpo_orch.orchestrator.web.pages import SAMPLES_ON_A_PAGE as ON_A_PAGE
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.orchestrator.web.test_site import HOSTILE, ask, run_of, visit
 

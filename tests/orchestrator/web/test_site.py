@@ -11,11 +11,11 @@ import pytest
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from orchestrator.control.observe import FRESH_S
-from orchestrator.web.access import HEADERS
-from orchestrator.web.app import PAGES, Site
-from orchestrator.web.watch import LATEST_S, Watch
-from policies.model.events import (
+from grpo_orch.orchestrator.control.observe import FRESH_S
+from grpo_orch.orchestrator.web.access import HEADERS
+from grpo_orch.orchestrator.web.app import PAGES, Site
+from grpo_orch.orchestrator.web.watch import LATEST_S, Watch
+from grpo_orch.policies.model.events import (
     BudgetReached,
     BuyingStopped,
     NodeMoved,
@@ -25,7 +25,7 @@ from policies.model.events import (
     SpecProved,
     StoreSlowed,
 )
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from tests.budget import HANG_S
 from tests.generators.views_world import T0, World
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
-from policies.fleet.market import market_of
-from policies.model.buying import back_off_s
-from policies.model.events import (
+from grpo_orch.policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
+from grpo_orch.policies.fleet.market import market_of
+from grpo_orch.policies.model.buying import back_off_s
+from grpo_orch.policies.model.events import (
     Event,
     JobRestarted,
     MachineBought,
@@ -21,8 +21,8 @@ from policies.model.events import (
     StoreCaughtUp,
     StoreSlowed,
 )
-from policies.model.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
-from policies.tick.snapshot import (
+from grpo_orch.policies.model.vocabulary import MachineState, Market, NodePhase, Refusal, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import (
     HEARTBEAT_FRESH_S,
     Command,
     Confirm,

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.decide import decide
-from policies.model.buying import MachineKind
-from policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
-from policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
-from policies.model.timelines import Fork
-from policies.model.vocabulary import (
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
+from grpo_orch.policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import (
     Cause,
     MachineState,
     Market,
@@ -24,8 +24,8 @@ from policies.model.vocabulary import (
     role_of,
     slot_and_incarnation,
 )
-from policies.serving.gateway_status import MemberStatus
-from policies.tick.snapshot import Decision, Gateway, Machine, Snapshot, Stored, Trainer
+from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.tick.snapshot import Decision, Gateway, Machine, Snapshot, Stored, Trainer
 from tests.stand_ins.world import spec
 
 NOW_S = 100_000.0

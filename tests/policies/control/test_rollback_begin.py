@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.control.decide import decide
-from policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, TARGET_HINT
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, TARGET_HINT
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     CommandTaken,
     Diverged,
     Exported,
@@ -17,10 +17,10 @@ from policies.model.events import (
     RollbackBegun,
     RunMoved,
 )
-from policies.model.spec import OnRollback, RollbackBudget
-from policies.model.timelines import Skipped
-from policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
-from policies.tick.snapshot import HEARTBEAT_FRESH_S, Command, Stored
+from grpo_orch.policies.model.spec import OnRollback, RollbackBudget
+from grpo_orch.policies.model.timelines import Skipped
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command, Stored
 from tests.stand_ins.world import World, spec, with_kl, world_of
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.decide import decide
-from policies.detect.pitfalls import Pitfall
-from policies.model.events import (
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.detect.pitfalls import Pitfall
+from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
     DivergenceWatched,
@@ -21,9 +21,9 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.timelines import Skipped
-from policies.model.vocabulary import Role, RunPhase
-from policies.tick.snapshot import Launch, Watched, WriteFork
+from grpo_orch.policies.model.timelines import Skipped
+from grpo_orch.policies.model.vocabulary import Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Launch, Watched, WriteFork
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [

@@ -8,12 +8,12 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.control.rollback.choice import choose_start, target_before_step
-from policies.model.events import NodeRequested, ProbationPassed, RollbackBegun
-from policies.model.fold import apply
-from policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.control.rollback.choice import choose_start, target_before_step
+from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackBegun
+from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
 from tests.stand_ins.world import World, spec
 
 MAX_STEPS = 60

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.simulate.work import stored
-from policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
-from policies.detect.divergence import Health, Verdict
-from policies.model.spec import CheckpointsSpec
-from policies.model.state import Rollback
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
+from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
 from tests.budget import examples
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.simulate.cloud import BRISK, Box
-from orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, tell
-from orchestrator.simulate.store import Trouble
-from orchestrator.simulate.world import DT_S, World
-from policies.model.vocabulary import Role
+from grpo_orch.orchestrator.simulate.cloud import BRISK, Box
+from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, tell
+from grpo_orch.orchestrator.simulate.store import Trouble
+from grpo_orch.orchestrator.simulate.world import DT_S, World
+from grpo_orch.policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import spec
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.decide import decide
-from policies.control.observed import HEARTBEAT_LOST_S
-from policies.fleet.budget import STOP_WAIT_S
-from policies.model.events import MachineBought, RunMoved
-from policies.model.spec import Budget
-from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from policies.tick.snapshot import AskToStop, Command
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S
+from grpo_orch.policies.fleet.budget import STOP_WAIT_S
+from grpo_orch.policies.model.events import MachineBought, RunMoved
+from grpo_orch.policies.model.spec import Budget
+from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import AskToStop, Command
 from tests.stand_ins.world import World, until_training
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.decide import decide
-from policies.control.lifecycle import NOTICE_MAX_S
-from policies.control.observed import MACHINE_LOST_S
-from policies.model import exit_codes
-from policies.model.events import JobExited
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from policies.tick.snapshot import Gateway, Launch, Terminate, Trainer
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.control.lifecycle import NOTICE_MAX_S
+from grpo_orch.policies.control.observed import MACHINE_LOST_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import JobExited
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Gateway, Launch, Terminate, Trainer
 from tests.stand_ins.world import HOUR_S, World, spec, until_training
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from policies.costs import disks
-from policies.costs.list_prices import MONTH_H, disk_usd_per_h
-from policies.fleet.budget import not_counted
-from policies.model.pools import Pool
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Market, Role
+from grpo_orch.policies.costs import disks
+from grpo_orch.policies.costs.list_prices import MONTH_H, disk_usd_per_h
+from grpo_orch.policies.fleet.budget import not_counted
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role
 from tests.stand_ins.world import spec
 
 

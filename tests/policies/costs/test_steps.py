@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.costs.steps import (
+from grpo_orch.policies.costs.steps import (
     ENOUGH,
     HourlyPrices,
     MeasuredStep,

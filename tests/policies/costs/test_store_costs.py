@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.costs.store_costs import (
+from grpo_orch.policies.costs.store_costs import (
     Place,
     Stored,
     checkpoint_bytes,
@@ -16,8 +16,8 @@ from policies.costs.store_costs import (
     of_steps,
     tariff_of,
 )
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Role
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Role
 from tests.stand_ins.world import spec
 
 EAST, WEST = Place("aws", "us-east-1"), Place("aws", "us-west-2")

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from policies.detect.divergence import Detector, Health, Point, Verdict, follow
+from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
 
 Metric = Callable[[int], float | None]
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store.codec import to_json
-from policies.detect.divergence import TASK_HINT, Detector, Health, Point, Verdict, follow, trip_at
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.policies.detect.divergence import TASK_HINT, Detector, Health, Point, Verdict, follow, trip_at
 from tests.policies.detect.runs import (
     LOST,
     NULLS,

@@ -19,7 +19,7 @@ from benchmarks.rig.divergence.one_prompt import one_prompt_goes_wild, one_promp
 from benchmarks.rig.divergence.score import Outcome, Score, judge, judge_by_line, score
 from benchmarks.rig.divergence.signals import Setting, points
 from benchmarks.rig.divergence.traces import LOGGING_STEPS, Trace, trace
-from policies.detect.divergence import Point
+from grpo_orch.policies.detect.divergence import Point
 
 SETTING = Setting(seed=1)
 EACH = 2 * len(LOGGING_STEPS)  # traces of a family

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records.metrics import (
+from grpo_orch.checkpoint.records.metrics import (
     NONFINITE,
     PROMPTS_REFUSED,
     REFUSED_LIMIT,
@@ -18,9 +18,9 @@ from checkpoint.records.metrics import (
     STALENESS,
     WAIT_S,
 )
-from policies.detect import pitfalls
-from policies.detect.divergence import Detector, Health, Point, follow
-from policies.detect.pitfalls import NO_REWARD, UNREWARDED_MAX, Pitfall, Pitfalls, find_pitfalls
+from grpo_orch.policies.detect import pitfalls
+from grpo_orch.policies.detect.divergence import Detector, Health, Point, follow
+from grpo_orch.policies.detect.pitfalls import NO_REWARD, UNREWARDED_MAX, Pitfall, Pitfalls, find_pitfalls
 
 Values = dict[str, float | None]
 ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from policies.detect.divergence import Health, Point
-from policies.detect.signals import Series, follow_series, noise_of_mean
+from grpo_orch.policies.detect.divergence import Health, Point
+from grpo_orch.policies.detect.signals import Series, follow_series, noise_of_mean
 from tests.policies.detect.runs import ONSET, Metric, after, level, run, trip, verdicts
 
 OVER, STEPS = 80, 400

@@ -7,9 +7,9 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store.codec import from_json, to_json
-from policies.detect.divergence import Detector, Health, Point, follow, trip_at
-from policies.detect.pitfalls import Pitfalls, find_pitfalls
+from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.policies.detect.divergence import Detector, Health, Point, follow, trip_at
+from grpo_orch.policies.detect.pitfalls import Pitfalls, find_pitfalls
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "150"))
 NAMES = (

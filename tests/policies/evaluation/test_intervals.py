@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from policies.evaluation import intervals
+from grpo_orch.policies.evaluation import intervals
 
 
 @pytest.mark.parametrize(

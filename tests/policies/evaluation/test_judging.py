@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from policies.evaluation.as_run import as_run
-from policies.evaluation.judging import Verdict, told_readable, verdict
-from policies.model.spec import (
+from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.judging import Verdict, told_readable, verdict
+from grpo_orch.policies.model.spec import (
     Dataset,
     FleetPolicy,
     PoliciesSpec,

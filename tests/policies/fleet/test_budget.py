@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policies.fleet.budget import TEARDOWN_S, Caps, Running, excess, on_demand_usd, spent_usd
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.fold import fold
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from grpo_orch.policies.fleet.budget import TEARDOWN_S, Caps, Running, excess, on_demand_usd, spent_usd
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 TRAINER, NODE = Running(36.0, 900.0), Running(3.6, 0.0)
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.decide import decide
-from policies.fleet.plan import IDLE_MIN_S
-from policies.model import exit_codes
-from policies.model.buying import (
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.buying import (
     BACK_OFF_MAX_EXTRA_S,
     PROBE_FIRST_S,
     PROBE_MAX_S,
@@ -21,7 +21,7 @@ from policies.model.buying import (
     MachineKind,
     probe_wait_s,
 )
-from policies.model.events import (
+from grpo_orch.policies.model.events import (
     BudgetNeared,
     BuyingResumed,
     BuyingStopped,
@@ -30,9 +30,9 @@ from policies.model.events import (
     RunMoved,
     SpecProved,
 )
-from policies.model.phases import LIVE_RUN
-from policies.model.vocabulary import NodePhase, Role, RunPhase
-from policies.tick.snapshot import Trainer
+from grpo_orch.policies.model.phases import LIVE_RUN
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Trainer
 from tests.stand_ins.world import HOUR_S, World, capped, priced, spec, until_training
 
 KIND = "rollout on spot"

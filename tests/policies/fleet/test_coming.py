@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from orchestrator.gateway.routing.members import JOINING_NODES_MAX, JoiningNodes
-from policies.model.events import NodeMoved
-from policies.model.vocabulary import NodePhase, Refusal, Role
-from policies.serving.joining import (
+from grpo_orch.orchestrator.gateway.routing.members import JOINING_NODES_MAX, JoiningNodes
+from grpo_orch.policies.model.events import NodeMoved
+from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, Role
+from grpo_orch.policies.serving.joining import (
     BASE_MODEL,
     ENGINE,
     HUB,
     Stage,
 )
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.tick.snapshot import Snapshot
 from tests.stand_ins.world import HOUR_S, World, spec
 
 OF_70B_BYTES = 141_000_000_000  # in bfloat16

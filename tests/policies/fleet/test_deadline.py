@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.costs.steps import StepShape
-from policies.fleet.deadline import CHANGES, LATE_SHARE, Course, nodes_for, time_of
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.deadline import CHANGES, LATE_SHARE, Course, nodes_for, time_of
 
 HOUR_S = 3600.0
 seconds = st.floats(1.0, 2000.0)

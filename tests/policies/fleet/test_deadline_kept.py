@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from policies.costs.steps import StepShape
-from policies.fleet.deadline import course_of
-from policies.fleet.objective import rollouts_wanted
-from policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
-from policies.model.fold import fold
-from policies.model.reports import DEADLINE
-from policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, Role, RunPhase
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.deadline import course_of
+from grpo_orch.policies.fleet.objective import rollouts_wanted
+from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.reports import DEADLINE
+from grpo_orch.policies.model.spec import Budget, FleetPolicy, PoliciesSpec, RunSpec
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Snapshot
 from tests.stand_ins.world import ON_DEMAND, World, fallback_nodes, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 60.0)  # 2 nodes on spot are cheapest; with 6, a step takes 70 s

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
-from policies.costs.steps import StepShape
-from policies.fleet.plan import FALLBACK_MIN_S
-from policies.model import exit_codes
-from policies.model.buying import SPOT_STABLE_S
-from policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
-from policies.model.fold import fold
-from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Budget, Replicas, RunSpec
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
-from policies.tick.snapshot import Launch, Snapshot
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.plan import FALLBACK_MIN_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.buying import SPOT_STABLE_S
+from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.spec import Budget, Replicas, RunSpec
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
+from grpo_orch.policies.tick.snapshot import Launch, Snapshot
 from tests.budget import examples
 from tests.stand_ins.world import (
     HOUR_S,

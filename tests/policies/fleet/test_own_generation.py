@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from policies.costs.steps import StepShape
-from policies.fleet.plan import IDLE_MIN_S
-from policies.model.events import NodesGenerate, TrainerGenerates
-from policies.model.spec import FleetPolicy, RunSpec
-from policies.model.vocabulary import Market, Role, RunPhase
-from policies.tick.snapshot import OWN_GENERATION, Machine, Snapshot
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S
+from grpo_orch.policies.model.events import NodesGenerate, TrainerGenerates
+from grpo_orch.policies.model.spec import FleetPolicy, RunSpec
+from grpo_orch.policies.model.vocabulary import Market, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import OWN_GENERATION, Machine, Snapshot
 from tests.stand_ins.world import HOUR_S, USD, World, on_two_markets, spec
 
 SHAPE = StepShape(60.0, 120.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.stopping import DOWN
-from policies.fleet.plan import IDLE_MIN_S
-from policies.model import exit_codes
-from policies.model.events import TimelineForked
-from policies.model.vocabulary import PolicyVersion, Role, RunPhase
-from policies.tick.snapshot import Command, Trainer
+from grpo_orch.policies.control.stopping import DOWN
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import TimelineForked
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Command, Trainer
 from tests.stand_ins.world import HOUR_S, capped, drought, parked, priced
 
 

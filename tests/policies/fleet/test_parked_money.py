@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policies.model.events import BudgetReached
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Role, RunPhase
+from grpo_orch.policies.model.events import BudgetReached
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.stand_ins.world import ON_DEMAND, World, capped, two_markets
 
 CAP = 9.0  # USD an hour: the trainer at its price, 4, and a node on demand at the most that it may cost, 5

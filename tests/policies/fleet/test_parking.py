@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from policies.control.observed import MACHINE_LOST_S
-from policies.fleet.plan import IDLE_MIN_S
-from policies.model import exit_codes
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S
-from policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
-from policies.model.spec import Replicas, RunSpec
-from policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from policies.tick.snapshot import Action, Launch, Snapshot
+from grpo_orch.policies.control.observed import MACHINE_LOST_S
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from grpo_orch.policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
+from grpo_orch.policies.model.spec import Replicas, RunSpec
+from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Action, Launch, Snapshot
 from tests.stand_ins.world import HOUR_S, PARKS_IN_S, capped, drought, fallback_nodes, parked, spec, two_markets
 
 

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
-from policies.costs.steps import HourlyPrices, StepShape, usd_a_step
-from policies.fleet.explain import explain
-from policies.fleet.market import offers
-from policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
-from policies.fleet.plan import IDLE_MIN_S, plan
-from policies.fleet.reconcile import release_order
-from policies.model.buying import BACK_OFF_MAX_EXTRA_S
-from policies.model.events import NodeRequested
-from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Budget, Replicas, RunSpec
-from policies.model.state import Node
-from policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, usd_a_step
+from grpo_orch.policies.fleet.explain import explain
+from grpo_orch.policies.fleet.market import offers
+from grpo_orch.policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
+from grpo_orch.policies.fleet.plan import IDLE_MIN_S, plan
+from grpo_orch.policies.fleet.reconcile import release_order
+from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from grpo_orch.policies.model.events import NodeRequested
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.spec import Budget, Replicas, RunSpec
+from grpo_orch.policies.model.state import Node
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of
+from grpo_orch.policies.tick.snapshot import Snapshot
 from tests.budget import examples
 from tests.stand_ins.world import World, capped, fallback_nodes, parked, priced, spec, two_markets
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.fold import NOTICED, fold
-from policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from grpo_orch.policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from grpo_orch.policies.model.fold import NOTICED, fold
+from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 HALF = HalfLives(24.0, 6.0)
 HOUR_S = 3600.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from policies.costs.steps import StepShape
-from policies.model.events import NodeMoved, NodeRequested, RebalanceRecommended
-from policies.model.fold import NOTICED
-from policies.model.pools import Pool, PoolOffer
-from policies.model.vocabulary import Market, NodePhase, Role
-from policies.tick.snapshot import Snapshot
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.model.events import NodeMoved, NodeRequested, RebalanceRecommended
+from grpo_orch.policies.model.fold import NOTICED
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.tick.snapshot import Snapshot
 from tests.stand_ins.world import World, on_two_markets, spec
 
 BOOT_S = 300.0

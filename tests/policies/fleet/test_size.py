@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.control.decide import decide
-from policies.costs.steps import StepShape
-from policies.fleet.objective import rollouts_wanted, size_sentence
-from policies.fleet.plan import SIZE_SETTLE_S
-from policies.fleet.reconcile import RETURN_WAIT_MAX_S
-from policies.model.events import FleetSized, MachineBought, NodeMoved
-from policies.model.pools import Pool, PoolOffer
-from policies.model.spec import Replicas
-from policies.model.vocabulary import Market, NodePhase, Role
-from policies.tick.snapshot import Launch, Machine, Measured, Snapshot, Terminate
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.fleet.objective import rollouts_wanted, size_sentence
+from grpo_orch.policies.fleet.plan import SIZE_SETTLE_S
+from grpo_orch.policies.fleet.reconcile import RETURN_WAIT_MAX_S
+from grpo_orch.policies.model.events import FleetSized, MachineBought, NodeMoved
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.spec import Replicas
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.tick.snapshot import Launch, Machine, Measured, Snapshot, Terminate
 from tests.stand_ins.world import World, on_two_markets, spec, until_training
 
 FLAT = StepShape(60.0, 30.0)  # at 3.96 and 2.38 USD/h 0.9 nodes are cheapest

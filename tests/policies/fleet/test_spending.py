@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.control.decide import decide
-from policies.fleet.budget import BUDGET, on_demand_usd
-from policies.ledger.rentals import bill, rentals, spent_over_time
-from policies.model import exit_codes
-from policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
-from policies.model.pools import Pool
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
-from policies.tick.snapshot import Command, LaunchRefused, Snapshot
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.fleet.budget import BUDGET, on_demand_usd
+from grpo_orch.policies.ledger.rentals import bill, rentals, spent_over_time
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, BudgetSet, NodeMoved, NodeRequested
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase
+from grpo_orch.policies.tick.snapshot import Command, LaunchRefused, Snapshot
 from tests.stand_ins.world import DISKS, capped, priced, with_disks
 
 

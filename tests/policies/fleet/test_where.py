@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 
-from policies.control.decide import decide
-from policies.model.buying import MachineKind
-from policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
-from policies.model.pools import Pool, PoolOffer
-from policies.model.reports import with_report
-from policies.model.spec import Budget, RunSpec
-from policies.model.vocabulary import Market, NodePhase, Refusal, Role, kind_of, role_of, slot_and_incarnation
+from grpo_orch.policies.control.decide import decide
+from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
+from grpo_orch.policies.model.pools import Pool, PoolOffer
+from grpo_orch.policies.model.reports import with_report
+from grpo_orch.policies.model.spec import Budget, RunSpec
+from grpo_orch.policies.model.vocabulary import (
+    Market,
+    NodePhase,
+    Refusal,
+    Role,
+    kind_of,
+    role_of,
+    slot_and_incarnation,
+)
 from tests.stand_ins.world import World, spec
 
 ZONES = tuple("abcdefghijkl")

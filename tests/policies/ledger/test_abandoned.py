@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import TOKENS, Row
-from policies.ledger.accounting import Abandoned, abandoned, split_by_line
-from policies.model.state import Rollback
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause, RollbackStage
+from grpo_orch.checkpoint.records.metrics import TOKENS, Row
+from grpo_orch.policies.ledger.accounting import Abandoned, abandoned, split_by_line
+from grpo_orch.policies.model.state import Rollback
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause, RollbackStage
 
 
 def steps(timeline: int, first: int, last: int) -> list[Row]:

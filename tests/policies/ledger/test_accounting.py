@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpoint.records.metrics import TOKENS_DISCARDED, Row
-from policies.ledger.accounting import (
+from grpo_orch.checkpoint.records.metrics import TOKENS_DISCARDED, Row
+from grpo_orch.policies.ledger.accounting import (
     DAEMON,
     GATEWAY,
     TRACE_S,
@@ -16,8 +16,8 @@ from policies.ledger.accounting import (
     merge_faults,
     surviving_rows,
 )
-from policies.model import exit_codes
-from policies.model.events import (
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
     DivergenceCleared,
     Event,
     GatewayRestarted,
@@ -27,7 +27,7 @@ from policies.model.events import (
     RunMoved,
     TookOver,
 )
-from policies.model.vocabulary import NodePhase, Refusal, RunPhase
+from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, RunPhase
 from tests.generators.views_world import requested
 
 NODE = "rollout-0-i1"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from policies.ledger.rentals import End, Span, lives
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from policies.model.pools import Pool
-from policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.ledger.rentals import End, Span, lives
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
 POOL = Pool("aws", "us-east-1", "us-east-1b", "p5.48xlarge", "H100:8", Market.SPOT)
 A, B = "rollout-0-i1", "rollout-0-i2"

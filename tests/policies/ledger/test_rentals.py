@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fleet.budget import on_demand_usd, spent_usd
-from policies.ledger.rentals import Bill, ControllerRental, SpentAt, bill, rentals, spent_over_time
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, RunCreated
-from policies.model.fold import fold
-from policies.model.vocabulary import Market, NodePhase, Role, role_of
+from grpo_orch.policies.fleet.budget import on_demand_usd, spent_usd
+from grpo_orch.policies.ledger.rentals import Bill, ControllerRental, SpentAt, bill, rentals, spent_over_time
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, RunCreated
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, role_of
 from tests.generators.views_world import requested
 
 NODE = "rollout-0-i1"

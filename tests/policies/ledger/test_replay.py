@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import rollouts
-from checkpoint.records.rollouts import Rollout
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.ledger.retention import versions_to_delete
-from policies.model.timelines import Fork
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.checkpoint.records import rollouts
+from grpo_orch.checkpoint.records.rollouts import Rollout
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.ledger.retention import versions_to_delete
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 
 def versions(text: str) -> list[PolicyVersion]:

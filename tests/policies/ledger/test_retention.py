@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.detect.divergence import Health, Verdict
-from policies.ledger.retention import (
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.ledger.retention import (
     NOTICED_POINTS,
     RetentionRules,
     StoredCheckpoint,
@@ -15,8 +15,8 @@ from policies.ledger.retention import (
     keep_since,
     versions_to_retire,
 )
-from policies.model.timelines import Fork, lineage, on_lineage
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 
 def held(text: str) -> list[StoredCheckpoint]:

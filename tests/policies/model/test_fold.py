@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from policies.ledger.rentals import rentals
-from policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
-from policies.model.fold import NOTICED, apply, clock_lag_s, draft, final, fold
-from policies.model.pools import Pool
-from policies.model.state import RunState
-from policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.ledger.rentals import rentals
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
+from grpo_orch.policies.model.fold import NOTICED, apply, clock_lag_s, draft, final, fold
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 from tests.generators.views_world import requested
 
 POOL = Pool("aws", "r", "z", "g6.xlarge", "L4:1", Market.SPOT)

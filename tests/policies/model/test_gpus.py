@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from policies.model.gpus import engine_gpus, gpus_of, named_gpus
-from policies.model.vocabulary import Role
+from grpo_orch.policies.model.gpus import engine_gpus, gpus_of, named_gpus
+from grpo_orch.policies.model.vocabulary import Role
 from tests.stand_ins.world import spec
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import config
-from policies.control.rollback.begin import changes_to_save_memory
-from policies.control.rollback.choice import changes_on_rollback
-from policies.model.loss import (
+from grpo_orch.orchestrator import config
+from grpo_orch.policies.control.rollback.begin import changes_to_save_memory
+from grpo_orch.policies.control.rollback.choice import changes_on_rollback
+from grpo_orch.policies.model.loss import (
     DEFAULT_LOSS,
     TRL_DEFAULTS,
     effects,
@@ -22,7 +22,7 @@ from policies.model.loss import (
     pieces_keep_gradient,
     value_of,
 )
-from policies.model.spec import OnRollback, fixes_accumulation
+from grpo_orch.policies.model.spec import OnRollback, fixes_accumulation
 from tests.stand_ins.world import spec
 
 BETA = {"beta": 0.04, "learning_rate": 1e-5}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policies.model.events import (
+from grpo_orch.policies.model.events import (
     Event,
     FleetMoved,
     ProbationPassed,
@@ -16,10 +16,10 @@ from policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from policies.model.fold import fold
-from policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, IllegalMove, check_move
-from policies.model.timelines import Fork
-from policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
+from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, IllegalMove, check_move
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 
 BEGUN = RollbackBegun(Fork(1, "0-4"), Cause.DIVERGED, 8, "")
 # In order. Before each stage's event the rollback is at the stage of the one before it, or there is none.

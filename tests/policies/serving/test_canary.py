@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.serving.canary import (
+from grpo_orch.policies.serving.canary import (
     FEWEST,
     LENGTH,
     QUANTISED,

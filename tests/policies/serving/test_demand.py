@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from policies.model.vocabulary import machine_of
-from policies.serving.demand import GATHERED_REQUESTS, Demand
-from policies.serving.member import Row
-from policies.serving.wire import PolicyRef
+from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.demand import GATHERED_REQUESTS, Demand
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.wire import PolicyRef
 
 OLD, NEW = "0-3", "0-4"
 

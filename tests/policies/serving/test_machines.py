@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from policies.model.gpus import divided
-from policies.model.vocabulary import machine_of, member_of
-from policies.serving.member import Load
-from policies.serving.membership import Membership
-from policies.serving.wire import Announce
+from grpo_orch.policies.model.gpus import divided
+from grpo_orch.policies.model.vocabulary import machine_of, member_of
+from grpo_orch.policies.serving.member import Load
+from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.wire import Announce
 
 NODE, OTHER = "rollout-0-i1", "rollout-1-i1"
 ENGINES = [member_of(NODE, engine, 2) for engine in range(2)]

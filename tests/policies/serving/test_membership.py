@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from policies.serving.gateway_status import MembershipChange
-from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
-from policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
-from policies.serving.wire import SILENT_S, Announce, EngineStats
+from grpo_orch.policies.serving.gateway_status import MembershipChange
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
+from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
+from grpo_orch.policies.serving.wire import SILENT_S, Announce, EngineStats
 
 ONE = Load("p")
 

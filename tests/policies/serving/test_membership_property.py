@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
-from policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
-from policies.serving.wire import SILENT_S, Announce
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
+from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
+from grpo_orch.policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 
 NODES = ("a", "b", "c")

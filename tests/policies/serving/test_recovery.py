@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.serving.recovery import continues, rest
+from grpo_orch.policies.serving.recovery import continues, rest
 
 BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.serving.member import REPLAY_TOKENS_MAX
-from policies.serving.sharing import (
+from grpo_orch.policies.serving.member import REPLAY_TOKENS_MAX
+from grpo_orch.policies.serving.sharing import (
     DOUBLING_REQUESTS,
     MemberLoad,
     Movable,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.sizing.engine import context_problem
+from grpo_orch.policies.sizing.engine import context_problem
 
 ROOM = "rollout.vllm.max-model-len"
 LENGTH = "grpo.max_completion_length"

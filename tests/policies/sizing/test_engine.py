@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.sizing.engine import Engine, engine_memory, engine_of, whole_number
-from policies.sizing.memory import GIB
-from policies.sizing.shapes import shape_of
-from policies.sizing.training import Lora, adapter_params
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.sizing.engine import Engine, engine_memory, engine_of, whole_number
+from grpo_orch.policies.sizing.memory import GIB
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.sizing.training import Lora, adapter_params
 from tests.generators import model_configs as known
 
 SEVEN, LARGE = shape_of(known.QWEN_2_5_7B), shape_of(known.QWEN_2_5_32B)

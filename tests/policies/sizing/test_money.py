@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.model.vocabulary import Market
-from policies.sizing.money import Prices, again_usd, cost, hourly
+from grpo_orch.policies.model.vocabulary import Market
+from grpo_orch.policies.sizing.money import Prices, again_usd, cost, hourly
 
 
 def test_a_day_of_the_pair_and_a_step() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.sizing.shapes import UnknownShape, shape_of, with_all_params
+from grpo_orch.policies.sizing.shapes import UnknownShape, shape_of, with_all_params
 from tests.generators import model_configs as known
 
 

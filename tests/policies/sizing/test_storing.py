@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policies.detect.divergence import Verdict
-from policies.ledger import retention
-from policies.ledger.retention import (
+from grpo_orch.policies.detect.divergence import Verdict
+from grpo_orch.policies.ledger import retention
+from grpo_orch.policies.ledger.retention import (
     RetentionRules,
     StoredCheckpoint,
     keep_before,
@@ -14,8 +14,8 @@ from policies.ledger.retention import (
     most_kept,
     versions_to_retire,
 )
-from policies.model.spec import CheckpointsSpec
-from policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 
 @pytest.mark.parametrize(("save_steps", "kept"), [(10, 20), (25, 17), (50, 15), (100, 12)])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.sizing.shapes import shape_of
-from policies.sizing.speed import (
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.sizing.speed import (
     Engine,
     Passes,
     StepWork,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from policies.sizing.engine import Engine, engine_memory
-from policies.sizing.shapes import shape_of
-from policies.sizing.trainer import moments, trainer_memory
-from policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
+from grpo_orch.policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.sizing.engine import Engine, engine_memory
+from grpo_orch.policies.sizing.shapes import shape_of
+from grpo_orch.policies.sizing.trainer import moments, trainer_memory
+from grpo_orch.policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
 from tests.generators import model_configs as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, why_whole
-from policies.weights.tensors import Tensor
-from tasks.rollout.vllm.flags import argv_of
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, why_whole
+from grpo_orch.policies.weights.tensors import Tensor
+from grpo_orch.tasks.rollout.vllm.flags import argv_of
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 151_936}
 EXPERTS = {"num_experts": 8}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.weights.tensors import Tensor, served_types
+from grpo_orch.policies.weights.tensors import Tensor, served_types
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
 

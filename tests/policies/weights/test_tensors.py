@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.serving.canary import Canary
-from policies.weights.tensors import Tensor, mismatch
-from tasks.machine.base_model import tensors_in
-from tasks.rollout.policy_check import PolicyCheck
-from tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.weights.tensors import Tensor, mismatch
+from grpo_orch.tasks.machine.base_model import tensors_in
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
 
 LAYER = "model.layers.{}."
 BASE = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store
 from tests.budget import HANG_S
 
 REGION = "us-east-1"

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from aiohttp import web
 
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.store.run_store import Store
-from policies.serving.sessions import HEADER_REQUEST, OpenSession
-from policies.serving.wire import Batch, PolicyRef
-from policies.tick.snapshot import Trainer
-from tasks.agents.gateway import Gateway
-from tasks.agents.processes import AgentHost
-from tasks.agents.runner import AgentRunner, Limits
-from tasks.completions.rollout_source import SessionRequest
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, OpenSession
+from grpo_orch.policies.serving.wire import Batch, PolicyRef
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.agents.gateway import Gateway
+from grpo_orch.tasks.agents.processes import AgentHost
+from grpo_orch.tasks.agents.runner import AgentRunner, Limits
+from grpo_orch.tasks.completions.rollout_source import SessionRequest
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"

@@ -16,9 +16,9 @@ import msgspec
 import psutil
 import pytest
 
-import tasks.agents.processes
-from tasks.agents.host import Ended
-from tasks.agents.processes import AgentHost, NoAgent
+import grpo_orch.tasks.agents.processes
+from grpo_orch.tasks.agents.host import Ended
+from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
 from tests.budget import until
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
 async def test_agent_that_stops_its_keeper_is_killed(
     hosts: list[AgentHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.agents.processes, "END_S", SHORT_S)
+    monkeypatch.setattr(grpo_orch.tasks.agents.processes, "END_S", SHORT_S)
     ended = await run(host_of(hosts, "stops_keeper"), {"folder": str(tmp_path)}, stop_after_s=5.0)
     assert ended.why == "its process was killed"
     assert await gone(tmp_path)
@@ -116,7 +116,7 @@ async def test_agent_that_stops_its_keeper_is_killed(
 async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
     hosts: list[AgentHost], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(tasks.agents.processes, "AGAIN_S", 0.1)
+    monkeypatch.setattr(grpo_orch.tasks.agents.processes, "AGAIN_S", 0.1)
     host = host_of(hosts, "plain")
     host.start()
     assert host._process is not None
@@ -126,7 +126,7 @@ async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
     if number == signal.SIGKILL:
         host._process.kill()
     else:
-        monkeypatch.setattr(tasks.agents.processes, "START_S", SHORT_S)
+        monkeypatch.setattr(grpo_orch.tasks.agents.processes, "START_S", SHORT_S)
         waiting.append(asyncio.create_task(run(host)))
     assert [(await one).reward for one in waiting[-3:]] == [1.0] * 3
 
@@ -232,7 +232,7 @@ def test_missing_interpreter_is_named(tmp_path: Path) -> None:
 
 def test_agents_die_with_the_trainer(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from tasks.agents.processes import AgentHost\n"
+        "import asyncio, sys; from pathlib import Path; from grpo_orch.tasks.agents.processes import AgentHost\n"
         f"host = AgentHost('rig_agents.hangs', Path({str(HERE)!r})); host.start()\n"
         f"asyncio.run(host.run('u', 'k', {{'folder': {str(tmp_path)!r}}}, 1, asyncio.Event()))"
     )

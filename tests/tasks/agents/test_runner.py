@@ -13,13 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-import tasks.agents.gateway
-import tasks.agents.runner
-from checkpoint.records.rollouts import Session
-from policies.serving.sessions import TURNS_AT_ONCE_MAX
-from tasks.agents.gateway import Forwarder, Gateway
-from tasks.agents.runner import AgentRunner
-from tasks.completions.gateway_client import Generated, GenerationFailed
+import grpo_orch.tasks.agents.gateway
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.policies.serving.sessions import TURNS_AT_ONCE_MAX
+from grpo_orch.tasks.agents.gateway import Forwarder, Gateway
+from grpo_orch.tasks.agents.runner import AgentRunner
+from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
 from tests.tasks.agents.rig import TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
@@ -27,7 +26,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "RETRY_S", 0.02)
+    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ async def test_request_that_is_not_sent_whole_is_time_of_the_agent(
 async def test_agent_that_asks_for_ever_uses_up_its_time(
     runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
+    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
     async with serving(tmp_path) as gateway:
 
         async def slow(_: web.Request) -> None:  # so that one of them is always open
@@ -363,12 +362,12 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             going.set()
             rest = [await task for task in many]
             assert rest.count(200) == TURNS_AT_ONCE_MAX
-            assert await post(b"x" * (tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
+            assert await post(b"x" * (grpo_orch.tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
 
 
 async def test_late_answer_keeps_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that gives up after a second without a byte gets an answer that takes longer."""
-    monkeypatch.setattr(tasks.agents.gateway, "PATIENT_S", 0.2)
+    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "PATIENT_S", 0.2)
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
         status = 200
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-import tasks.agents.gateway
-from checkpoint.records import documents
-from checkpoint.records.documents import GatewayAddress
-from checkpoint.records.rollouts import Session
-from checkpoint.store.run_store import Store
-from policies.serving.wire import PolicyRef
-from policies.tick.snapshot import Trainer
-from tasks.agents.gateway import Gateway
-from tasks.agents.processes import AgentHost
-from tasks.agents.runner import AgentRunner, Limits
-from tasks.storing.heartbeat import Heartbeat
+import grpo_orch.tasks.agents.gateway
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.records.rollouts import Session
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.agents.gateway import Gateway
+from grpo_orch.tasks.agents.processes import AgentHost
+from grpo_orch.tasks.agents.runner import AgentRunner, Limits
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.rigs.gateway_world import TOKEN, World
 from tests.stand_ins.fake_vllm import END
 from tests.tasks.agents.rig import HERE, batch_of
@@ -28,7 +28,7 @@ ROWS = [{"prompt": f"p{n}"} for n in range(6)]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.agents.gateway, "RETRY_S", 0.02)
+    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "RETRY_S", 0.02)
 
 
 def runner_of(store: Store, agent: str, turns: int = 32) -> AgentRunner:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.gateway.surface import admission
-from policies.serving import batching
-from policies.serving.batching import split_batches
-from policies.serving.wire import Batch, CompletionRequest, PolicyRef
-from tasks.completions.gateway_client import body_of
+from grpo_orch.orchestrator.gateway.surface import admission
+from grpo_orch.policies.serving import batching
+from grpo_orch.policies.serving.batching import split_batches
+from grpo_orch.policies.serving.wire import Batch, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions.gateway_client import body_of
 
 MIB = 1 << 20
 TOKEN = 999_999  # no vocabulary has longer numbers

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
-from tasks.completions import drought
-from tasks.completions.drought import Drought, OwnTurn, Share
-from tasks.completions.gateway_client import Generated, NobodyServes
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions import drought
+from grpo_orch.tasks.completions.drought import Drought, OwnTurn, Share
+from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 AFTER_S = 300.0
 NODE, TRAINER = "rollout-0-i1", "trainer-0-i1"

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, STALENESS, UNSERVED_S, WAIT_S
-from checkpoint.store.run_store import Store
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import Batch, Completion, PolicyRef
-from tasks.completions.drought import OwnTurn
-from tasks.completions.gateway_client import Generated, NobodyServes
-from tasks.completions.refused_prompts import RefusedPrompts
-from tasks.completions.rollout_source import Call, RolloutSource
-from tasks.storing.heartbeat import Heartbeat
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, STALENESS, UNSERVED_S, WAIT_S
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import Batch, Completion, PolicyRef
+from grpo_orch.tasks.completions.drought import OwnTurn
+from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
+from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
+from grpo_orch.tasks.storing.step_costs import StepCosts
 
 AT = PolicyVersion(0, 20)
 CALLS = [[[1, 2], [3]], [[4], [5, 6]], [[7]]]

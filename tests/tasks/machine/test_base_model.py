@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import chunks
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TOKEN_ENV, WORKDIR_ENV
-from policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from policies.serving.joining import BASE_MODEL, ENGINE, Stage
-from policies.weights.tensors import Tensor
-from tasks.machine.base_model import INDEX, TENSORS, tensors_in
-from tasks.machine.node_env import NodeEnv
-from tasks.models import hub, shared
-from tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
-from tasks.rollout.engine_files import EngineFiles
-from tasks.rollout.vllm import flags as vllm_flags
-from tasks.trainer import main
-from tasks.trainer.main import have_base_model
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import chunks
+from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, RUN_ENV, TOKEN_ENV, WORKDIR_ENV
+from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, Stage
+from grpo_orch.policies.weights.tensors import Tensor
+from grpo_orch.tasks.machine.base_model import INDEX, TENSORS, tensors_in
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.models import hub, shared
+from grpo_orch.tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
+from grpo_orch.tasks.rollout.engine_files import EngineFiles
+from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
+from grpo_orch.tasks.trainer import main
+from grpo_orch.tasks.trainer.main import have_base_model
 from tests.budget import HANG_S
 from tests.rigs.rollout_machine import Machine
 

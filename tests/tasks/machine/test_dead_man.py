@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Entry, Store
-from policies.model.node_contract import DEAD_MAN_ENV
-from tasks.machine.dead_man import CHECKS, UNREADABLE_S, DeadManSwitch, start
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.policies.model.node_contract import DEAD_MAN_ENV
+from grpo_orch.tasks.machine.dead_man import CHECKS, UNREADABLE_S, DeadManSwitch, start
 from tests.budget import HANG_S, until
 
 MEMBERS = layout.members((0, 1, 1))

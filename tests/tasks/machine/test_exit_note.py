@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.security.redaction import NAMES_ENV
-from policies.model import exit_codes
-from tasks.machine.exit_note import (
+from grpo_orch.checkpoint.security.redaction import NAMES_ENV
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.tasks.machine.exit_note import (
     REASON,
     REASON_CHARS_MAX,
     leave_exit_code,
@@ -70,7 +70,7 @@ def test_reason_is_whole_in_an_ascii_locale(tmp_path: Path) -> None:
     """It may quote the user's rows and file names."""
     code = rf"""
 from pathlib import Path
-from tasks.machine.exit_note import leave_reason
+from grpo_orch.tasks.machine.exit_note import leave_reason
 leave_reason(Path({str(tmp_path)!r}), "no column yan\u0131t")
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **ASCII_LOCALE}, check=True)

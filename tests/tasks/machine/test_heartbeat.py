@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import write_fork
-from checkpoint.store.run_store import Store
-from policies.detect.divergence import Health, Verdict
-from policies.model import exit_codes
-from policies.model.timelines import Fork
-from policies.tick.snapshot import Trainer
-from tasks.machine.leaving import Leaving
-from tasks.storing.heartbeat import Fenced, Heartbeat
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import write_fork
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.detect.divergence import Health, Verdict
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.timelines import Fork
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.leaving import Leaving
+from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
 from tests.budget import HANG_S, until
 
 BEGUN = "timeline 1 has started, and this trainer is on timeline 0"
@@ -77,9 +77,9 @@ def test_a_trainer_that_was_told_ends_by_itself(store: Store) -> None:
 
 HANGS = """
 import sys, time
-from checkpoint.store.run_store import Store
-from policies.tick.snapshot import Trainer
-from tasks.storing.heartbeat import Heartbeat
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 Heartbeat(Store(sys.argv[1]), Trainer("trainer-0-i1", 1, 0, 0, 0, "training", 0.0), grace_s=0.1).start()
 time.sleep(600)  # a collective whose partner is gone
 """

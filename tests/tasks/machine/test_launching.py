@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store.run_store import Store
-from policies.model import exit_codes
-from policies.model.gpus import DRIVER_HINT, DriverFailed
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from policies.model.vocabulary import Role
-from tasks.machine.launching import (
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.gpus import DRIVER_HINT, DriverFailed
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import Role
+from grpo_orch.tasks.machine.launching import (
     counted_gpus,
     trainer_argv,
     unfit_gpus,
@@ -29,7 +29,7 @@ from tasks.machine.launching import (
     with_own_builds,
     without_ranks,
 )
-from tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.node_env import NodeEnv
 from tests.budget import HANG_S
 
 
@@ -81,7 +81,7 @@ def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None,
 def test_one_process_a_gpu(spec: RunSpec, config: dict[str, Any] | None, tmp_path: Path) -> None:
     argv = trainer_argv(NodeEnv("memory://t", "n", "", 1, 0, str(tmp_path), "127.0.0.1"), spec)
     assert argv[0] == sys.executable
-    assert argv[-2:] == ["-m", "tasks.trainer.main"]
+    assert argv[-2:] == ["-m", "grpo_orch.tasks.trainer.main"]
     path = tmp_path / "accelerate.json"
     assert (json.loads(path.read_bytes()) if path.exists() else None) == config
     assert ("accelerate.commands.launch" in argv) == (config is not None)
@@ -164,12 +164,12 @@ def ended(spec: RunSpec, folder: Path, node: str, module: str) -> subprocess.Com
 def test_a_rollout_machine_that_cannot_begin_says_that_it_is_the_machine(tmp_path: Path) -> None:
     spec = spec_of()
     spec = replace(spec, rollout=replace(spec.rollout, setup="false"))
-    done = ended(spec, tmp_path, "rollout-0-i1", "tasks.rollout.agent")
+    done = ended(spec, tmp_path, "rollout-0-i1", "grpo_orch.tasks.rollout.agent")
     assert done.returncode == exit_codes.UNFIT_MACHINE, done.stderr
 
 
 def test_a_machine_whose_driver_fails_ends_in_one_line(tmp_path: Path, broken_driver: str) -> None:
-    done = ended(spec_of("H100:8"), tmp_path, "trainer-0-i1", "tasks.machine.trainer_machine")
+    done = ended(spec_of("H100:8"), tmp_path, "trainer-0-i1", "grpo_orch.tasks.machine.trainer_machine")
     assert done.returncode == exit_codes.UNFIT_MACHINE
     assert done.stderr.splitlines() == [f"grpo-orch trainer machine: {broken_driver}; {DRIVER_HINT}"]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from checkpoint.stream.spool import Seal, Spool
-from policies.control.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
-from policies.model.spec import CheckpointsSpec
-from policies.tick.snapshot import Trainer
-from tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
-from tasks.machine.node_env import NodeEnv
-from tasks.machine.spooling import make_spool
-from tasks.machine.trainer_machine import await_upload
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.spool import Seal, Spool
+from grpo_orch.policies.control.leaving import MARGIN, NOTICE_S, is_worth_storing, leave_by_s
+from grpo_orch.policies.model.spec import CheckpointsSpec
+from grpo_orch.policies.tick.snapshot import Trainer
+from grpo_orch.tasks.machine.leaving import DOWN, LeaveNow, Leaving, await_predecessor, stop_file
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.spooling import make_spool
+from grpo_orch.tasks.machine.trainer_machine import await_upload
 from tests.budget import HANG_S
 
 

@@ -14,15 +14,15 @@ from typing import Literal
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport, RunRecord
-from checkpoint.security.vouched import vouch
-from checkpoint.store.run_store import Store
-from policies.model import exit_codes
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tasks.machine.children import AttemptRecord, record_attempt
-from tasks.machine.exit_note import leave_reason
-from tasks.machine.node_env import read_run_here
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.tasks.machine.children import AttemptRecord, record_attempt
+from grpo_orch.tasks.machine.exit_note import leave_reason
+from grpo_orch.tasks.machine.node_env import read_run_here
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import fake_metadata
 from tests.rigs.processes import alive
@@ -31,9 +31,9 @@ NODE = "rollout-0-i1"
 # Runs the wrapper over the work that its arguments name, with one metadata service.
 WRAPPER = """
 import sys
-from tasks.machine import cloud_machine
-from tasks.machine.metadata import Aws
-from tasks.machine.node_env import read_node_env
+from grpo_orch.tasks.machine import cloud_machine
+from grpo_orch.tasks.machine.metadata import Aws
+from grpo_orch.tasks.machine.node_env import read_node_env
 cloud_machine.LOCK_WAIT_S = float(sys.argv[3])
 sys.exit(cloud_machine.run(read_node_env(), sys.argv[4:], [Aws(sys.argv[2])], drain_s=float(sys.argv[1])))
 """
@@ -149,7 +149,7 @@ def tell_pod(rig: Rig, home: Path) -> subprocess.Popen[bytes]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
         folder.symlink_to(rig.workdir)
-    hook = (package_data.files("tasks") / "sky" / "notice.sh").read_text()
+    hook = (package_data.files("grpo_orch.tasks") / "sky" / "notice.sh").read_text()
     told = subprocess.Popen(["/bin/sh", "-c", f"NODE={NODE}\n{hook}"], env={**os.environ, "HOME": str(home)})
     rig.processes.append(told)
     return told
@@ -361,7 +361,7 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
 def test_a_store_that_nobody_can_open_is_said_in_one_line(tmp_path: Path) -> None:
     names = {"RUN": "ftp", "NODE": NODE, "TOKEN": "t", "ATTEMPT": "1", "WORKDIR": str(tmp_path / "work")}
     environment = {**os.environ, **{f"GRPO_ORCH_{name}": value for name, value in names.items()}}
-    argv = [sys.executable, "-m", "tasks.machine.cloud_machine", "rollout"]
+    argv = [sys.executable, "-m", "grpo_orch.tasks.machine.cloud_machine", "rollout"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == exit_codes.FAILED
     assert len(done.stderr.splitlines()) == 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tasks.machine import metadata
-from tasks.machine.metadata import Aws, Azure, Callbacks, Gcp, MetadataService
+from grpo_orch.tasks.machine import metadata
+from grpo_orch.tasks.machine.metadata import Aws, Azure, Callbacks, Gcp, MetadataService
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import FakeMetadata, fake_metadata
 

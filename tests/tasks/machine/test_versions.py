@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.machine import versions
-from tasks.machine.versions import WrongVersions, check_versions, locked_versions, missing_driver
+from grpo_orch.tasks.machine import versions
+from grpo_orch.tasks.machine.versions import WrongVersions, check_versions, locked_versions, missing_driver
 from tests.stand_ins.installed import install, not_as_locked
 
 ROOT = Path(__file__).parents[3]

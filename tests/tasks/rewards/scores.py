@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tasks.rewards import in_workers
+from grpo_orch.rewards import in_workers
 
 _kept: list[bytes] = []
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tasks.rewards import code_tests
-from tasks.rewards.code_tests import sandboxes
-from tasks.rewards.in_workers import WALL_FACTOR
-from tasks.rewards.pool import Limits, NoWorker
+from grpo_orch.rewards import code_tests
+from grpo_orch.tasks.rewards.code_tests import sandboxes
+from grpo_orch.tasks.rewards.in_workers import WALL_FACTOR
+from grpo_orch.tasks.rewards.pool import Limits, NoWorker
 from tests.budget import HANG_S
 
 DOUBLE = "Sure:\n```python\nprint(int(input()) * 2)\n```\nThat doubles."
@@ -136,7 +136,7 @@ def test_nothing_of_a_program_is_left() -> None:
 
 
 def test_a_program_ends_with_the_trainer_that_was_killed() -> None:
-    sleeps = "from tasks.rewards import code_tests\n"
+    sleeps = "from grpo_orch.rewards import code_tests\n"
     sleeps += "code_tests(['import time; time.sleep(1e6)'], tests=[[{'input': '', 'output': ''}]], limit_s=10_000)"
     trainer = psutil.Popen([sys.executable, "-c", sleeps])
     started: list[psutil.Process] = []
@@ -250,7 +250,7 @@ def test_the_trainers_processes_have_users_of_their_own() -> None:
     tell = [
         sys.executable,
         "-c",
-        "from tasks.rewards.code_tests import next_user as n; print(*[n() for _ in range(8)])",
+        "from grpo_orch.rewards.code_tests import next_user as n; print(*[n() for _ in range(8)])",
     ]
     users = [user for _ in range(4) for user in subprocess.check_output(tell).split()]
     assert len(set(users)) == 32

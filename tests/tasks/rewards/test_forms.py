@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.rewards import (
+from grpo_orch.rewards import (
     gsm8k_reward,
     json_schema,
     length_penalty,
@@ -17,9 +17,9 @@ from tasks.rewards import (
     think_format,
     xml_format,
 )
-from tasks.rewards.guard import guarded
-from tasks.rewards.in_workers import with_arguments
-from tasks.rewards.texts import answer_of, shown
+from grpo_orch.tasks.rewards.guard import guarded
+from grpo_orch.tasks.rewards.in_workers import with_arguments
+from grpo_orch.tasks.rewards.texts import answer_of, shown
 from tests.budget import examples
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -212,7 +212,7 @@ def test_what_is_right_can_be_read_and_what_cannot_is_never_right(
 
 def test_arguments_and_the_guard_leave_what_a_function_says() -> None:
     reward = with_arguments(gsm8k_reward, {"tag": "answer", "column": "right"})
-    kept: Any = guarded(reward, "tasks.rewards.gsm8k_reward", "fail", 10.0, lambda _: False)
+    kept: Any = guarded(reward, "grpo_orch.rewards.gsm8k_reward", "fail", 10.0, lambda _: False)
     completions = ["<answer>4</answer>", "#### 4"]
     assert kept.readable(prompts=PROMPTS[:2], completions=completions, right=["4", "4"]) == [True, False]
     assert kept.full == 1.0

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from policies.model import exit_codes
-from policies.model.spec import OnBadReward
-from tasks.rewards.guard import BadReward, guarded
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.spec import OnBadReward
+from grpo_orch.tasks.rewards.guard import BadReward, guarded
 from tests.budget import HANG_S
 
 PROMPTS = ["one", "one", "two", "two"]
@@ -119,7 +119,7 @@ def test_failing_prompts_have_no_score_or_end_the_run(function: Any, expected: A
 
 ENDLESS = """
 import re
-from tasks.rewards import guard
+from grpo_orch.tasks.rewards import guard
 
 def endless(**_):
     re.match(r"(a+)+$", "a" * 64 + "b")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from policies.model.spec import OnBadReward
-from tasks.rewards.guard import BadReward, Rule, ToolFailed, guarded_factory, guarded_tool
+from grpo_orch.policies.model.spec import OnBadReward
+from grpo_orch.tasks.rewards.guard import BadReward, Rule, ToolFailed, guarded_factory, guarded_tool
 from tests.budget import HANG_S
 
 SHORT_S = 0.05

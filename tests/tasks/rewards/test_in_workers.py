@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tasks.rewards.in_workers import RewardRaised, in_workers, with_arguments
-from tasks.rewards.pool import NoWorker
+from grpo_orch.tasks.rewards.in_workers import RewardRaised, in_workers, with_arguments
+from grpo_orch.tasks.rewards.pool import NoWorker
 from tests.budget import HANG_S
 from tests.tasks.rewards.scores import by_deed, needy, waits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.rewards import math_reward
+from grpo_orch.rewards import math_reward
 
 CASES = [
     (r"so \boxed{\frac{2}{4}}", r"We get $\frac12$.", 1.0),

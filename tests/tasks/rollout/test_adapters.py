@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.model.spec import Dataset, RunSpec, TrainerSpec
-from tasks.machine.base_model import identity_of
-from tasks.rollout.policy_check import PolicyCheck, not_finite
-from tasks.rollout.vllm.server import PolicyRefused
+from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.tasks.machine.base_model import identity_of
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck, not_finite
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
 
 Q = "model.layers.0.self_attn.q_proj"
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import zstandard
 
-from checkpoint.security.vouched import MAC_BYTES, seal
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from policies.model.spec import RunSpec
-from policies.serving.joining import ENGINE, ENGINE_UNCACHED
-from tasks.rollout import compile_caches, engine_files
-from tasks.rollout.compile_caches import FOLDERS, CompileCaches
-from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
+from grpo_orch.checkpoint.security.vouched import MAC_BYTES, seal
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.joining import ENGINE, ENGINE_UNCACHED
+from grpo_orch.tasks.rollout import compile_caches, engine_files
+from grpo_orch.tasks.rollout.compile_caches import FOLDERS, CompileCaches
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.rigs.rollout_machine import Boot, Machine, spec_of
 
 SECRET = "the run's secret"

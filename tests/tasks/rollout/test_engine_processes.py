@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.security.vouched import vouch
-from policies.model.gpus import VISIBLE
-from policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, NOTICE, WORKDIR_ENV
-from policies.serving.gateway_status import MemberStatus
-from policies.serving.wire import Batch, Completion
-from tasks.rollout.vllm.server import BOOT_ENV
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.policies.model.gpus import VISIBLE
+from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, NOTICE, WORKDIR_ENV
+from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.serving.wire import Batch, Completion
+from grpo_orch.tasks.rollout.vllm.server import BOOT_ENV
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.rollout_machine import make_base, publish, spec_of

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from checkpoint.stream import manifest
-from policies.model.gpus import VISIBLE
-from policies.model.spec import RunSpec
-from policies.serving.fitness import STARTS_MAX, TRIES
-from policies.serving.wire import Announce, EngineStats, PolicyRef
-from tasks.machine.children import _descendants
-from tasks.rollout import engine_files, node_agent, rollout_engine
-from tasks.rollout.agent import gpus_of_engines
-from tasks.rollout.rollout_engine import GaveUp
-from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.policies.model.gpus import VISIBLE
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.fitness import STARTS_MAX, TRIES
+from grpo_orch.policies.serving.wire import Announce, EngineStats, PolicyRef
+from grpo_orch.tasks.machine.children import _descendants
+from grpo_orch.tasks.rollout import engine_files, node_agent, rollout_engine
+from grpo_orch.tasks.rollout.agent import gpus_of_engines
+from grpo_orch.tasks.rollout.rollout_engine import GaveUp
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.budget import HANG_S
 from tests.rigs.rollout_machine import Boot, Machine, spec_of
 

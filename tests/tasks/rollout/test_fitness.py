@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.store.errors import Corrupt
-from policies.serving.fitness import TRIES, Fitness
-from policies.serving.wire import Announce
-from tasks.rollout.agent import lossy
-from tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
-from tasks.rollout.vllm.server import PolicyRefused, ServerFailed
+from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.policies.serving.fitness import TRIES, Fitness
+from grpo_orch.policies.serving.wire import Announce
+from grpo_orch.tasks.rollout.agent import lossy
+from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.rigs.rollout_machine import Boot, Machine
 
 MIB = 1 << 20

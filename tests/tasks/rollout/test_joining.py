@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.codec import to_json
-from policies.model.spec import RunSpec
-from policies.serving.canary import Canary
-from policies.serving.joining import POLICY, Stage
-from tasks.rollout.policy_check import PolicyCheck
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.rollout.vllm.flags import argv_of
-from tasks.rollout.vllm.server import PolicyRefused, ServerFailed, Unfit
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.codec import to_json
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.serving.canary import Canary
+from grpo_orch.policies.serving.joining import POLICY, Stage
+from grpo_orch.tasks.rollout.policy_check import PolicyCheck
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.rollout.vllm.flags import argv_of
+from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed, Unfit
 from tests.rigs.rollout_machine import Boot, Machine, spec_of
 
 

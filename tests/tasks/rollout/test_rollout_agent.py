@@ -15,17 +15,17 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession
 
-from policies.serving.position_trial import Trial, judge
-from tasks.machine.node_env import NotANode, read_node_env
-from tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
-from tasks.rollout.vllm.server import Server, Unfit
+from grpo_orch.policies.serving.position_trial import Trial, judge
+from grpo_orch.tasks.machine.node_env import NotANode, read_node_env
+from grpo_orch.tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
+from grpo_orch.tasks.rollout.vllm.server import Server, Unfit
 from tests.budget import HANG_S, until
 from tests.rigs.processes import alive
 from tests.rigs.rollout_machine import spec_of
 from tests.stand_ins.fake_vllm import FakeVllm
 
 VOCABULARY = 300
-ENDS_AS_ONE = "tasks.machine.process_tree"
+ENDS_AS_ONE = "grpo_orch.tasks.machine.process_tree"
 # A program that starts a grandchild which ignores SIGTERM, as a hung engine would, and tells both pids.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -41,7 +41,7 @@ sys.exit(7)
 # Ends them as one, and is told so right when it begins to hear no signal any more.
 TOLD_WHILE_IT_ENDS = """
 import os, signal, sys
-from tasks.machine import process_tree
+from grpo_orch.tasks.machine import process_tree
 real, told = signal.signal, []
 def set_handler(number, handler):
     if handler is signal.SIG_IGN and not told:
@@ -97,7 +97,7 @@ def test_the_whole_tree_ends_when_a_signal_comes_while_it_is_ended(
 def test_the_tree_ends_when_the_one_who_started_it_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     starter = (
-        "import signal, sys, os; from tasks.machine.children import start_child; "
+        "import signal, sys, os; from grpo_orch.tasks.machine.children import start_child; "
         f"start_child([sys.executable, '-m', '{ENDS_AS_ONE}', sys.executable, '-c', *sys.argv[1:]],"
         " dict(os.environ), death_signal=signal.SIGTERM).wait()"
     )
@@ -122,7 +122,7 @@ def test_run_yaml_decides_on_flags_except_those_that_the_run_depends_on(tmp_path
     given = dict(zip(argv, [*argv[1:], ""], strict=True))
     assert given["--stream-interval"] == "2"
     assert given["--logprobs-mode"] == "processed_logprobs"
-    assert given["--middleware"] == "tasks.rollout.vllm.guard.Guard"
+    assert given["--middleware"] == "grpo_orch.tasks.rollout.vllm.guard.Guard"
     assert given["--model"] == str(tmp_path / "model")
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "1234")
     assert "raw_logprobs" not in argv

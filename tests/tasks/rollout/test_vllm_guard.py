@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from policies.serving.canary import Canary, token_ids_for
-from policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, EngineStats, LoadPolicy, ProvePolicy
-from tasks.rollout.vllm.asgi import Message
-from tasks.rollout.vllm.guard import Guard, change_adapter, drop_adapter
-from tasks.rollout.vllm.server import read_metrics
+from grpo_orch.policies.serving.canary import Canary, token_ids_for
+from grpo_orch.policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, EngineStats, LoadPolicy, ProvePolicy
+from grpo_orch.tasks.rollout.vllm.asgi import Message
+from grpo_orch.tasks.rollout.vllm.guard import Guard, change_adapter, drop_adapter
+from grpo_orch.tasks.rollout.vllm.server import read_metrics
 
 TEXT = token_ids_for(500)
 LOGPROBS = [-3.0 - (number % 7) / 2 for number in range(len(TEXT) - 1)]

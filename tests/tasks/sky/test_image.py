@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sky
 
-from orchestrator.clouds.wheel import build_wheel
+from grpo_orch.orchestrator.clouds.wheel import build_wheel
 from tests.tasks.sky.test_sky_scripts import SCRIPTS, MachineRig, program, rig
 
 __all__ = ["rig"]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import Store
-from orchestrator.clouds.wheel import build_wheel
-from policies.model import exit_codes
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.clouds.wheel import build_wheel
+from grpo_orch.policies.model import exit_codes
 
 SCRIPTS = Path(__file__).parents[3] / "tasks" / "sky"
 HAS_GPU = Path("/dev/nvidiactl").exists()
@@ -116,7 +116,7 @@ def test_a_prepared_environment_is_used_and_the_project_put_beside_it(rig: Machi
         f"grpo-orch setup: unpacking {Path(rig.wheel).name}, {digest}",
         "grpo-orch setup: ready",
     ]
-    assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
+    assert (rig.code / "grpo_orch" / "tasks" / "machine" / "cloud_machine.py").is_file()
     assert [path.name for path in rig.code.parent.iterdir()] == [digest]
     assert rig.uv_calls() == []
     again = rig.run("setup.sh")
@@ -177,7 +177,7 @@ def test_a_bare_machine_gets_an_environment_once(rig: MachineRig, extra: str) ->
         made.append(f"pip uninstall --quiet {python} torchvision torchaudio torchcodec")
     assert rig.uv_calls() == made
     assert (env / "lock.txt").read_text() == (SCRIPTS / "locks" / f"{extra}.txt").read_text()
-    assert (rig.code / "tasks" / "machine" / "cloud_machine.py").is_file()
+    assert (rig.code / "grpo_orch" / "tasks" / "machine" / "cloud_machine.py").is_file()
     again = rig.run("setup.sh")
     assert "grpo-orch setup: the environment is up to date" in again.stdout
     assert rig.uv_calls() == made
@@ -251,7 +251,7 @@ def test_what_the_work_is_told(rig: MachineRig) -> None:
     said, told = done.stdout.splitlines()
     assert said == "grpo-orch run: rollout-0-i1, attempt 1, at 10.1.2.3"
     heard = json.loads(told)
-    assert heard["argv"] == ["-m", "tasks.machine.cloud_machine", "rollout"]
+    assert heard["argv"] == ["-m", "grpo_orch.tasks.machine.cloud_machine", "rollout"]
     assert heard["cwd"] == str(rig.home / "sky_workdir")
     env = heard["env"]
     assert env["GRPO_ORCH_NODE_HOST"] == env["GRPO_ORCH_GATEWAY_HOST"] == "10.1.2.3"

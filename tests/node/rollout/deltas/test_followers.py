@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.stream import chunks, manifest
-from checkpoint.weights import delta, safetensors
-from tasks.rollout.policy_folders import STAGED, PolicyFolders, Superseded
-from tasks.storing import publish
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.checkpoint.weights import delta, safetensors
+from grpo_orch.tasks.rollout.policy_folders import STAGED, PolicyFolders, Superseded
+from grpo_orch.tasks.storing import publish
 from tests.node.rollout.deltas.world import World, always, check
 
 

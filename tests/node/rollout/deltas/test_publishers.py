@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.records import metrics
-from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.weights import delta, safetensors
-from policies.model.vocabulary import PolicyVersion
-from tasks.storing.tensors import UnsupportedType
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.weights import delta, safetensors
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.storing.tensors import UnsupportedType
 from tests.node.rollout.deltas.world import FIRST, FORKED, SECOND, World, fails, kind, settle
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.errors import Corrupt, NotFound
-from checkpoint.stream import chunks, manifest
-from policies.model.vocabulary import PolicyVersion
-from tasks.rollout.policy_folders import Superseded
-from tasks.storing import publish
-from tasks.storing.publish import Snapshot
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.stream import chunks, manifest
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.rollout.policy_folders import Superseded
+from grpo_orch.tasks.storing import publish
+from grpo_orch.tasks.storing.publish import Snapshot
 from tests.budget import HANG_S
 from tests.node.rollout.deltas.world import FIRST, World, check, kind, manifest_there, settle, snapshots
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.records import metrics
-from checkpoint.store import layout
-from checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
-from checkpoint.weights import scratch
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.storing import publish
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.weights import scratch
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.storing import publish
 from tests.node.rollout.deltas.world import World, check, kind
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from checkpoint.stream import manifest
-from checkpoint.weights import delta
-from policies.model.vocabulary import PolicyVersion, Precedence
-from policies.serving.wire import PolicyRef
-from policies.weights.tensors import ServedTypes
-from tasks.rollout.policy_folders import PolicyFolders
-from tasks.storing.publish import PolicyPublisher
-from tasks.storing.step_costs import StepCosts
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream import manifest
+from grpo_orch.checkpoint.weights import delta
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.weights.tensors import ServedTypes
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.tasks.storing.publish import PolicyPublisher
+from grpo_orch.tasks.storing.step_costs import StepCosts
 from tests.budget import HANG_S
 
 Tensors = dict[str, torch.Tensor]

@@ -16,18 +16,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoint.records import documents, evaluations
-from checkpoint.records.evaluations import Evaluated, Scored
-from checkpoint.store import layout
-from checkpoint.stream.catalog import Catalog
-from policies.evaluation.as_run import as_run
-from policies.model import exit_codes
-from policies.model.node_contract import EVALUATOR
-from policies.model.spec import Dataset, Replicas
-from policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from tasks.evaluating.keeping import KEEP_S
-from tasks.evaluating.main import _evaluate
-from tasks.machine.leaving import Leaving
+from grpo_orch.checkpoint.records import documents, evaluations
+from grpo_orch.checkpoint.records.evaluations import Evaluated, Scored
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.node_contract import EVALUATOR
+from grpo_orch.policies.model.spec import Dataset, Replicas
+from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
+from grpo_orch.tasks.evaluating.keeping import KEEP_S
+from grpo_orch.tasks.evaluating.main import _evaluate
+from grpo_orch.tasks.machine.leaving import Leaving
 from tests.budget import until
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig
 

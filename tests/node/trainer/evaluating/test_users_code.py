@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from policies.evaluation.as_run import as_run
-from policies.model import exit_codes
-from policies.model.vocabulary import BASE, Evaluation, Subject
-from policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from tasks.completions.gateway_client import Generated
-from tasks.evaluating.assemble import _InPieces
-from tasks.evaluating.scoring import _readable_by_judge, is_cut
-from tasks.rewards import readable_by
-from tasks.rewards.guard import BadReward
-from tasks.trl.trl_grpo import Made
+from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import BASE, Evaluation, Subject
+from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.tasks.completions.gateway_client import Generated
+from grpo_orch.tasks.evaluating.assemble import _InPieces
+from grpo_orch.tasks.evaluating.scoring import _readable_by_judge, is_cut
+from grpo_orch.tasks.rewards import readable_by
+from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.trl.trl_grpo import Made
 from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig, run_spec

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from tasks.models import shared
-from tasks.models.base import FOLDER
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.tasks.models import shared
+from grpo_orch.tasks.models.base import FOLDER
 from tests.budget import HANG_S
 from tests.node.trainer.rig import open_rig
 

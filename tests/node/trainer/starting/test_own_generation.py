@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from policies.serving.wire import CUT, Batch, CompletionRequest, PolicyRef
-from tasks.trl.own_generation import OwnGeneration
+from grpo_orch.policies.serving.wire import CUT, Batch, CompletionRequest, PolicyRef
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
 from tests.node.trainer.rig import GRPO, LORA, Rig, open_rig
 from tests.node.trainer.rig_rewards import HELD, HELD_FROM
 

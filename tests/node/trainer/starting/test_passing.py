@@ -13,7 +13,7 @@ import requests
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from tasks.trainer.user_objects import is_cut_off, is_mistake, passes
+from grpo_orch.tasks.trainer.user_objects import is_cut_off, is_mistake, passes
 
 httpx2 = importlib.import_module("httpx2")  # of nodes alone, as the hub's client
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from policies.model import exit_codes
-from policies.tick.snapshot import BEFORE_TRAINING
-from tasks.machine.exit_note import take_exit_code, take_reason
-from tasks.rewards.guard import guarded
-from tasks.trainer import reports
-from tasks.trainer.overdue import kill_after
-from tasks.trainer.preflight import check_rewards
-from tasks.trainer.user_objects import BadSpec, load_rewards
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
+from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
+from grpo_orch.tasks.rewards.guard import guarded
+from grpo_orch.tasks.trainer import reports
+from grpo_orch.tasks.trainer.overdue import kill_after
+from grpo_orch.tasks.trainer.preflight import check_rewards
+from grpo_orch.tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S, until
 from tests.node.trainer.rig import Rig, open_rig
 from tests.node.trainer.rig_rewards import lower_share

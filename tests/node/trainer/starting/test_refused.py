@@ -10,12 +10,12 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from checkpoint.records import metrics
-from checkpoint.store import layout
-from policies.model import exit_codes
-from policies.model.vocabulary import PolicyVersion
-from policies.serving.wire import PolicyRef
-from tasks.rollout.policy_folders import PolicyFolders
+from grpo_orch.checkpoint.records import metrics
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
+from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
 from tests.budget import HANG_S
 from tests.node.trainer.rig import Rig, open_rig
 

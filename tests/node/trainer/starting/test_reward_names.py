@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trl.trainer.utils import get_callable_name
 
-from policies.model.spec import RunSpec
-from tasks.trainer.user_objects import guarded_rewards, load_rewards
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.tasks.trainer.user_objects import guarded_rewards, load_rewards
 from tests.stand_ins.world import spec
 
 CLOSURES = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policies.model import exit_codes
+from grpo_orch.policies.model import exit_codes
 from tests.node.trainer.rig import open_rig
 
 

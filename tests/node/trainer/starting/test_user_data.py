@@ -13,10 +13,10 @@ from typing import Any
 import datasets
 import pytest
 
-from policies.model.spec import Dataset
-from tasks.trainer.preflight import check_prompts, check_rewards
-from tasks.trainer.user_data import Data, load_data, prompts_used
-from tasks.trainer.user_objects import BadSpec
+from grpo_orch.policies.model.spec import Dataset
+from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
+from grpo_orch.tasks.trainer.user_data import Data, load_data, prompts_used
+from grpo_orch.tasks.trainer.user_objects import BadSpec
 
 # In the columns of openai/gsm8k and of the MATH dataset.
 GSM8K = [

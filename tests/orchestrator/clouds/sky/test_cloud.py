@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.store import layout
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
-from orchestrator.clouds.sky import cloud as sky_cloud
-from orchestrator.clouds.sky import watch
-from orchestrator.clouds.sky import watch as suspicion
-from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.records import Cluster, ClusterState
-from orchestrator.home import run_dir
-from policies.model import exit_codes
-from policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
-from policies.tick.snapshot import Machine
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
+from grpo_orch.orchestrator.clouds.sky import watch
+from grpo_orch.orchestrator.clouds.sky import watch as suspicion
+from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState
+from grpo_orch.orchestrator.home import run_dir
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
+from grpo_orch.policies.tick.snapshot import Machine
 from tests.budget import HANG_S
 from tests.budget import until as wait_until
 from tests.stand_ins.control_plane import PREFIX, SkyWorld

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.clouds.sky.records import Cluster, ClusterState
-from orchestrator.clouds.sky.watch import Clusters
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState
+from grpo_orch.orchestrator.clouds.sky.watch import Clusters
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
 UP = Cluster(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.clouds.sky.offers import offers_of, resources_in
-from orchestrator.clouds.sky.records import SkyOffer
-from policies.model.pools import Pool
-from policies.model.vocabulary import Market, Role
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused
+from grpo_orch.orchestrator.clouds.sky.offers import offers_of, resources_in
+from grpo_orch.orchestrator.clouds.sky.records import SkyOffer
+from grpo_orch.policies.model.pools import Pool
+from grpo_orch.policies.model.vocabulary import Market, Role
 
 WANTED = {
     "ordered": [
@@ -31,9 +31,9 @@ from tests.rigs.sky import home
 home._make_catalog(Path(os.environ["HOME"]) / ".sky/catalogs/v8")
 import sky
 from sky.utils import resources_utils
-from orchestrator.clouds.sky.offers import offers_of, resources_in
-from orchestrator.clouds.sky.skypilot import _offers
-from policies.model.vocabulary import Role
+from grpo_orch.orchestrator.clouds.sky.offers import offers_of, resources_in
+from grpo_orch.orchestrator.clouds.sky.skypilot import _offers
+from grpo_orch.policies.model.vocabulary import Role
 wanted = {WANTED!r}
 for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(asked, spot, ["aws"])):
     (asked,) = sky.Resources.from_yaml_config(resources_in(wanted, Role.ROLLOUT, one.pool))

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from checkpoint.records import documents
-from checkpoint.records.documents import MachineReport
-from checkpoint.store import layout
-from checkpoint.store.run_store import Entry, Store
-from orchestrator.clouds.sky.watch import DATED_TO_S, Reports
-from policies.costs.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import MachineReport
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Entry, Store
+from grpo_orch.orchestrator.clouds.sky.watch import DATED_TO_S, Reports
+from grpo_orch.policies.costs.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
 
 names = itertools.count()
 

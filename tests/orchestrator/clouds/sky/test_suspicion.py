@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky import watch as suspicion
-from orchestrator.clouds.sky.records import Cluster, ClusterState
-from orchestrator.clouds.sky.watch import DEAD, Clusters, Suspicions, accepts_connections
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky import watch as suspicion
+from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState
+from grpo_orch.orchestrator.clouds.sky.watch import DEAD, Clusters, Suspicions, accepts_connections
 
 NAME = "grpo-tiny-1f2e3d4c-rollout-0-i1"
 UP = Cluster(NAME, ClusterState.UP, "aws/us-east-1/us-east-1a", True, 0.4, ("198.18.0.7", 22))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.clouds.protocol import CloudRefused, Order
-from orchestrator.clouds.sky.remote import settings_elsewhere
-from orchestrator.clouds.sky.work import (
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.sky.remote import settings_elsewhere
+from grpo_orch.orchestrator.clouds.sky.work import (
     SETTABLE,
     is_secret,
     region_of,
@@ -19,8 +19,8 @@ from orchestrator.clouds.sky.work import (
     unused_clouds,
     work_for,
 )
-from policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
-from policies.model.vocabulary import Market, Refusal, Role
+from grpo_orch.policies.model.spec import Dataset, FleetPolicy, PoliciesSpec, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 
 EAST = "aws/us-east-1"
 GIVEN = {

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from orchestrator.gateway.job import QueueFull
-from orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
-from policies.serving.member import EASE_IN_REQUESTS
-from policies.serving.wire import HandOver
+from grpo_orch.orchestrator.gateway.job import QueueFull
+from grpo_orch.orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
+from grpo_orch.policies.serving.wire import HandOver
 from tests.rigs.gateway_world import World, job, undisturbed
 
 

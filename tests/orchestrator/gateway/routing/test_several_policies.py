@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.serving.wire import PolicyRef
+from grpo_orch.policies.serving.wire import PolicyRef
 from tests.rigs.gateway_world import World, job, undisturbed
 
 NEW = PolicyRef("0-1", "policies/0-1")

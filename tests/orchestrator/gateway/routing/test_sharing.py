@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from orchestrator.gateway.job import Finished
-from orchestrator.gateway.routing import places, watch
-from policies.serving.membership import GROUP_LEAD_REQUESTS
-from policies.serving.sharing import DOUBLING_REQUESTS
-from policies.serving.wire import PolicyRef
+from grpo_orch.orchestrator.gateway.job import Finished
+from grpo_orch.orchestrator.gateway.routing import places, watch
+from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS
+from grpo_orch.policies.serving.sharing import DOUBLING_REQUESTS
+from grpo_orch.policies.serving.wire import PolicyRef
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 NODES, PER_NODE, GROUP = 4, 32, 8

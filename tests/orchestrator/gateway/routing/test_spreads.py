@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
-from policies.serving.gateway_status import VersionSpread
-from policies.serving.member import Row
-from policies.serving.wire import Announce, PolicyStages
+from grpo_orch.orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
+from grpo_orch.policies.serving.gateway_status import VersionSpread
+from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.wire import Announce, PolicyStages
 from tests.rigs.gateway_world import World
 
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import structlog
 
-from checkpoint.records import documents
-from orchestrator.gateway.surface.describe import State, describe
-from orchestrator.home import run_dir
-from policies.serving.gateway_status import MembershipChange, MemberStatus
-from policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
-from policies.serving.wire import Announce, AnnounceReply, BatchLine
-from tasks.completions.gateway_client import body_of
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.orchestrator.gateway.surface.describe import State, describe
+from grpo_orch.orchestrator.home import run_dir
+from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus
+from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
+from grpo_orch.policies.serving.wire import Announce, AnnounceReply, BatchLine
+from grpo_orch.tasks.completions.gateway_client import body_of
 from tests.rigs.command_line import Cli
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.gateway_world import World

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.surface import admission
-from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
+from grpo_orch.orchestrator.gateway.surface import admission
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
 from tests.budget import HANG_S, examples
 from tests.rigs.gateway_process import check_complete, hear, make_batch
 from tests.rigs.gateway_world import TOKEN, World, serve

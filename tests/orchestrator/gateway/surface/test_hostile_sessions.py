@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.gateway.job import Finished, Job
-from orchestrator.gateway.surface import sessions
-from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
-from policies.serving.wire import CHAT, HEADER_POLICY
+from grpo_orch.orchestrator.gateway.job import Finished, Job
+from grpo_orch.orchestrator.gateway.surface import sessions
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
+from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm

@@ -7,11 +7,11 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.gateway.job import Finished
-from orchestrator.gateway.routing.dispatch import Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.metrics import Metrics
-from policies.serving.member import Load
+from grpo_orch.orchestrator.gateway.job import Finished
+from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
+from grpo_orch.policies.serving.member import Load
 from tests.rigs.gateway_world import World
 from tests.stand_ins.fake_vllm import completion
 

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway.routing import waiting
-from orchestrator.gateway.surface import openai
-from policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
+from grpo_orch.orchestrator.gateway.routing import waiting
+from grpo_orch.orchestrator.gateway.surface import openai
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import World, serve
 from tests.stand_ins.fake_vllm import FOREVER, completion, prompt_of, texts

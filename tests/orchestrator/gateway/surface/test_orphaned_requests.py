@@ -11,13 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused
-from orchestrator.gateway.routing.dispatch import Completer, Ledger
-from orchestrator.gateway.routing.members import Members
-from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.batch import BatchRun
-from orchestrator.gateway.surface.orphaned_requests import BatchRequest, OrphanedRequests, group_of, job_of, key_of
-from policies.serving.wire import Batch, PolicyRef, Sample
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
+from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.surface.admission import Prompt
+from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
+from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
+    BatchRequest,
+    OrphanedRequests,
+    group_of,
+    job_of,
+    key_of,
+)
+from grpo_orch.policies.serving.wire import Batch, PolicyRef, Sample
 
 BATCH = Batch(PolicyRef("0-0", "p"), {}, [], 60.0)
 

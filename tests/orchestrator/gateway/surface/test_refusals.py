@@ -8,10 +8,18 @@ from array import array
 import msgspec
 import pytest
 
-from orchestrator.gateway.job import Finished, Job, RequestRefused
-from orchestrator.gateway.surface.admission import Prompt
-from orchestrator.gateway.surface.batch import BatchRun
-from policies.serving.wire import REFUSED, Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Sample
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
+from grpo_orch.orchestrator.gateway.surface.admission import Prompt
+from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
+from grpo_orch.policies.serving.wire import (
+    REFUSED,
+    Batch,
+    BatchLine,
+    Completion,
+    CompletionRequest,
+    PolicyRef,
+    Sample,
+)
 from tests.rigs.gateway_world import World, job, undisturbed
 
 _SAID = (

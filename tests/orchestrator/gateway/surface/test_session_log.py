@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface import session_log
-from orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog
-from policies.serving.sessions import OpenSession
-from policies.serving.wire import PolicyRef
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface import session_log
+from grpo_orch.orchestrator.gateway.surface.session_log import Closed, Made, Opened, Part, Record, SessionLog
+from grpo_orch.policies.serving.sessions import OpenSession
+from grpo_orch.policies.serving.wire import PolicyRef
 
 OPENING = OpenSession(PolicyRef("0-0", "policies/0-0"), 5)
 

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface import sessions
-from policies.serving.sessions import HEADER_REQUEST, SESSIONS
-from policies.serving.wire import CHAT
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface import sessions
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, SESSIONS
+from grpo_orch.policies.serving.wire import CHAT
 from tests.budget import HANG_S
 from tests.orchestrator.gateway.surface.test_hostile_sessions import check_empty
 from tests.orchestrator.gateway.surface.test_sessions import TOOL, Agent, check_branch, contents

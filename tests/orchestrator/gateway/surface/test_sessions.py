@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from checkpoint.store import layout
-from checkpoint.store.run_store import Store
-from policies.serving.member import EASE_IN_REQUESTS
-from policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS, Branch, Trace
-from policies.serving.wire import CHAT, HEADER_POLICY
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS, Branch, Trace
+from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
 from tests.rigs.gateway_world import World
 from tests.stand_ins.fake_vllm import END, FOREVER, VOCABULARY, completion, rendered
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import codec, layout
-from checkpoint.store.backends import BytesLike
-from checkpoint.store.errors import StoreUnavailable
-from checkpoint.store.run_store import Store
-from orchestrator.gateway.surface.status_writer import StatusWriter
-from policies.serving.gateway_status import GatewayStatus, MemberStatus
-from policies.serving.wire import STATUS_S
+from grpo_orch.checkpoint.store import codec, layout
+from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface.status_writer import StatusWriter
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
+from grpo_orch.policies.serving.wire import STATUS_S
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig
 
@@ -146,7 +146,7 @@ def test_the_gateway_of_a_replaced_machine_does_not_come_back_as_the_runs(tmp_pa
         rig.env.update(GRPO_ORCH_NODE="trainer-0-i1")
         old = layout.gateway((0, 1, 1))
         before = rig.store.get(old)
-        rig.spawn("-m", "orchestrator.gateway")
+        rig.spawn("-m", "grpo_orch.orchestrator.gateway")
         until("the old machine's gateway", lambda: rig.store.get(old) != before)
         assert rig.status().boot_id == newest.boot_id
     finally:

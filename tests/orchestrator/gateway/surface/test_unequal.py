@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.job import Job
-from orchestrator.gateway.surface.admission import ApiError
-from orchestrator.gateway.surface.openai import AnswerFormat, StreamState, _Run, error_document
-from orchestrator.gateway.surface.openai_request import from_chat, read_chat, read_completion
+from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.surface.admission import ApiError
+from grpo_orch.orchestrator.gateway.surface.openai import AnswerFormat, StreamState, _Run, error_document
+from grpo_orch.orchestrator.gateway.surface.openai_request import from_chat, read_chat, read_completion
 from tests.rigs.gateway_world import World, serve
 from tests.stand_ins.fake_vllm import CONTEXT, FOREVER, completion, expected, prompt_of, rendered
 

@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 import structlog
 
-from checkpoint.records import documents
-from orchestrator.cli import remote
-from orchestrator.clouds.sky.cloud import SkyCloud
-from orchestrator.clouds.sky.records import CloudCheck, Cluster
-from orchestrator.clouds.sky.work import Work
-from orchestrator.control import daemon
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.orchestrator.cli import remote
+from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
+from grpo_orch.orchestrator.clouds.sky.records import CloudCheck, Cluster
+from grpo_orch.orchestrator.clouds.sky.work import Work
+from grpo_orch.orchestrator.control import daemon
 from tests.budget import HANG_S
 from tests.stand_ins.control_plane import RUN_ID, SkyUser, Table, on_sky
 

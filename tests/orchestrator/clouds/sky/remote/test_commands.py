@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from checkpoint.records import documents
-from checkpoint.store.run_store import OPTIONS_ENV, Store
-from orchestrator.cli import down, remote
-from orchestrator.clouds.protocol import CloudRefused
-from orchestrator.control import daemon
-from policies.model import exit_codes
-from policies.model.vocabulary import Refusal, RunPhase
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
+from grpo_orch.orchestrator.cli import down, remote
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused
+from grpo_orch.orchestrator.control import daemon
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import Refusal, RunPhase
 from tests.budget import until
 from tests.orchestrator.clouds.sky.remote.conftest import CLUSTER, World
 from tests.rigs.command_line import Answer, Cli

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from checkpoint.records import documents
-from checkpoint.security.redaction import NAMES_ENV
-from checkpoint.security.vouched import UntrustedRun
-from checkpoint.store import layout
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
-from orchestrator.home import DIGEST_ENV, keep_run_digest, run_digest
-from policies.model.spec import RunSpec
-from policies.model.vocabulary import Refusal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.security.redaction import NAMES_ENV
+from grpo_orch.checkpoint.security.vouched import UntrustedRun
+from grpo_orch.checkpoint.store import layout
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
+from grpo_orch.orchestrator.home import DIGEST_ENV, keep_run_digest, run_digest
+from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.vocabulary import Refusal
 from tests.budget import HANG_S
 from tests.orchestrator.clouds.sky.remote.conftest import CLUSTER, World
 from tests.stand_ins.control_plane import RUN_ID

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import journal
-from checkpoint.records import documents
-from checkpoint.records.documents import RunRecord
-from checkpoint.store.run_store import Store
-from policies.model import exit_codes
-from policies.model.events import RunCreated, RunMoved, TookOver
-from policies.model.vocabulary import RunPhase
+from grpo_orch.checkpoint import journal
+from grpo_orch.checkpoint.records import documents
+from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import RunCreated, RunMoved, TookOver
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
 from tests.tasks.sky.test_sky_scripts import PYTHON, SCRIPTS, UV, MachineRig, program
@@ -116,7 +116,7 @@ def test_a_bare_controller_machine_gets_skypilot_for_its_clouds_once(machine: Co
         f"grpo-orch[sky] @ file://{machine.home}/{machine.wheel} skypilot[aws,gcp]",
     ]
     assert (env / "lock.txt").read_text() == (SCRIPTS / "locks" / "controller.txt").read_text()
-    assert (machine.code / "orchestrator" / "control" / "daemon.py").is_file()
+    assert (machine.code / "grpo_orch" / "orchestrator" / "control" / "daemon.py").is_file()
     assert machine.set_up()[0] == 0
     assert len(machine.uv_calls()) == 2
     assert machine.set_up(GRPO_ORCH_CLOUDS="aws")[0] == 0
@@ -156,7 +156,9 @@ def test_the_daemon_starts_from_the_shipped_wheel_in_the_shipped_folder(ready: C
         "grpo-orch controller: starting the daemon: up",
         "grpo-orch controller: the daemon has finished",
     ]
-    assert ready.noted("daemon.calls") == [f"-m orchestrator.control.daemon file://{ready.folder}/store up"]
+    assert ready.noted("daemon.calls") == [
+        f"-m grpo_orch.orchestrator.control.daemon file://{ready.folder}/store up"
+    ]
     assert ready.noted("daemon.env") == [
         f"GRPO_ORCH_HOME={ready.home}/.grpo-orch/runs",
         f"GRPO_ORCH_RUN_FOLDER={ready.home}/sky_workdir",
@@ -180,7 +182,8 @@ def test_a_real_daemon_takes_the_run_over_and_would_ship_the_same_wheel(ready: C
     last = journal.read(store)[-1].decoded()[0]
     assert isinstance(last, TookOver)
     assert last.reason == "down"
-    build = "import pathlib; from orchestrator.clouds.wheel import build_wheel; print(build_wheel(pathlib.Path()))"
+    build = "from pathlib import Path; from grpo_orch.orchestrator.clouds.wheel import build_wheel; "
+    build += "print(build_wheel(Path()))"
     argv = [sys.executable, "-c", build]
     environment = {**os.environ, "PYTHONPATH": str(ready.code)}
     built = subprocess.run(

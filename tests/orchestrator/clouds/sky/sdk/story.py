@@ -21,9 +21,9 @@ needs_sky = pytest.mark.skipif(
 PRELUDE = """
     import json, os, sys
     import structlog
-    from orchestrator.clouds.sky import aws, skypilot
-    from orchestrator.clouds.protocol import CloudUnavailable
-    from orchestrator.clouds.sky.work import Work
+    from grpo_orch.orchestrator.clouds.sky import aws, skypilot
+    from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+    from grpo_orch.orchestrator.clouds.sky.work import Work
     from sky.utils import annotations
 
     annotations.is_on_api_server = False  # as any call of the SDK makes it

@@ -11,8 +11,8 @@ from moto import mock_aws
 from moto.ec2.exceptions import DependencyViolationError
 from moto.ec2.models.security_groups import SecurityGroupBackend
 
-from orchestrator.clouds.sky import aws
-from orchestrator.clouds.sky.records import ClusterState
+from grpo_orch.orchestrator.clouds.sky import aws
+from grpo_orch.orchestrator.clouds.sky.records import ClusterState
 
 EAST, WEST = "us-east-1", "us-west-2"
 LABEL = "grpo-orch"

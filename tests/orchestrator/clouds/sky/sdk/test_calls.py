@@ -9,9 +9,9 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.clouds.protocol import CloudUnavailable
-from orchestrator.clouds.sky import calls
-from orchestrator.clouds.sky.calls import Call, lines_from, timed
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky import calls
+from grpo_orch.orchestrator.clouds.sky.calls import Call, lines_from, timed
 from tests.budget import HANG_S
 
 
@@ -78,7 +78,7 @@ def test_an_error_is_the_callers_and_tracebacks_stay_whole() -> None:
 
 
 def test_a_cancellation_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("grpo_orch.orchestrator.clouds.sky.calls.CANCEL_TIMEOUT_S", 0.05)
     server = Server()
     server.may_submit.set()
     cancelled = threading.Event()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from orchestrator.clouds.sky.errors import DETAIL_CHARS, Failure, classify
-from policies.model.vocabulary import Refusal
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.errors import DETAIL_CHARS, Failure, classify
+from grpo_orch.policies.model.vocabulary import Refusal
 
 exceptions = pytest.importorskip(
     "sky.exceptions", reason="SkyPilot is not installed: pip install 'grpo-orch[sky]'"

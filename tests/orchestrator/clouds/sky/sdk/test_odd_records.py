@@ -16,8 +16,8 @@ pytestmark = needs_sky
 SERVED = """
     import sqlite3
     from types import SimpleNamespace
-    from orchestrator.clouds.sky import calls
-    from orchestrator.clouds.sky.records import Instance
+    from grpo_orch.orchestrator.clouds.sky import calls
+    from grpo_orch.orchestrator.clouds.sky.records import Instance
     from sky import core, global_user_state, models
     from sky.backends import CloudVmRayResourceHandle
     from sky.server.requests.serializers import decoders, encoders

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.clouds.sky.offers import list_price_of
-from orchestrator.clouds.sky.records import ClusterState, cluster_of, offer_of
+from grpo_orch.orchestrator.clouds.sky.offers import list_price_of
+from grpo_orch.orchestrator.clouds.sky.records import ClusterState, cluster_of, offer_of
 
 
 @pytest.mark.parametrize(
