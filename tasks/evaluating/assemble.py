@@ -36,7 +36,7 @@ from grpo_orch.tasks.trainer.user_objects import (
 from grpo_orch.tasks.trl.fleet_client import FleetClient
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts
-from grpo_orch.tasks.trl.trl_evaluating import EvaluatingTrainer
+from grpo_orch.tasks.trl.trl_grpo import FleetGRPOTrainer
 
 log = structlog.get_logger()
 
@@ -52,10 +52,17 @@ class Evaluator:
         timeout_s: limit for one call of a reward function.
     """
 
-    trainer: EvaluatingTrainer
+    trainer: FleetGRPOTrainer
     rows: list[dict[str, Any]]
     rewards: Mapping[str, Reward]
     timeout_s: float
+
+    def load(self, number: int, folder: Path | None) -> None:
+        """Set policy `number`, a step of its own: the weights in a checkpoint's folder; None: the present ones."""
+        if folder is not None:
+            self.trainer.load_weights(folder)
+        self.trainer.model.eval()
+        self.trainer.state.global_step = number
 
 
 def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
@@ -79,7 +86,7 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
     client = FleetClient(_source(start, config, own_generation))
     set_seed(config.seed)
     try:
-        trainer = EvaluatingTrainer(
+        trainer = FleetGRPOTrainer(
             client,
             start.costs,
             start.env.timeline,

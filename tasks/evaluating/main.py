@@ -173,7 +173,7 @@ def _evaluate_each(
     for number, subject in missing:
         heartbeat.say("training", step=number)
         log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))
-        evaluator.trainer.load(number, folders[subject.name])
+        evaluator.load(number, folders[subject.name])
         summary, samples = evaluate(evaluator, subject.name)
         evaluations.write_samples(store, subject.name, samples)
         evaluations.evaluated(subject.name).write(store, summary)  # written last: it marks the samples as complete

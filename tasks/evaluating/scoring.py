@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_orch.tasks.rewards.guard import (
     interrupted,
 )
 from grpo_orch.tasks.trainer.user_objects import BadSpec, Reward
-from grpo_orch.tasks.trl.trl_evaluating import Made
+from grpo_orch.tasks.trl.trl_grpo import Made
 
 Judged = tuple[Evaluated, list[Scored]]
 
@@ -32,8 +33,8 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
     Raises BadReward and the errors of a generate call.
     """
     trainer, rows = evaluator.trainer, evaluator.rows
-    made = trainer.completions_of(rows)
-    scores = trainer.scores_of(rows, made)
+    made = trainer.complete(rows)
+    scores = scores_of(trainer, rows, made)
     judge = judge_of(evaluator.rewards)
     reported = readable_by_judge(evaluator, judge, made)
     forms = forms_of(evaluator.rewards, judge)
@@ -60,10 +61,26 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
         readable_by=judge if reported is not None else ", ".join(forms),
         verdicts=[str(judged) for judged in verdicts],
         tokens=[len(ids) for ids in made.ids],
-        cut=sum(map(trainer.is_cut, made.ids)),
+        cut=sum(is_cut(trainer, ids) for ids in made.ids),
         rows=digest_of(rows),
     )
     return summary, samples
+
+
+def scores_of(trainer: Any, rows: list[dict[str, Any]], made: Made) -> list[dict[str, float | None]]:
+    """Return each completion's scores by function name; None where a function gives none."""
+    names, scores = trainer.reward_func_names, trainer.score(rows, made).tolist()
+    return [
+        {name: None if math.isnan(score) else score for name, score in zip(names, row, strict=True)}
+        for row in scores
+    ]
+
+
+def is_cut(trainer: Any, ids: list[int]) -> bool:
+    """Whether a completion reached its maximum length without ending. A completion may also end without an end
+    token, at a stop text of `grpo.generation_kwargs`."""
+    longest = (trainer.args.generation_kwargs or {}).get("max_tokens") or trainer.args.max_completion_length
+    return len(ids) >= longest and ids[-1] not in trainer.eos_token_ids
 
 
 def refuse_other_rows(store: Store, evaluation: Evaluation, evaluator: Evaluator) -> None:

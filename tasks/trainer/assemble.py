@@ -73,6 +73,7 @@ from grpo_orch.tasks.trl.fleet_client import FleetClient
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
 from grpo_orch.tasks.trl.own_share import OwnShare
 from grpo_orch.tasks.trl.parts import agents
+from grpo_orch.tasks.trl.parts.refused import row_of
 from grpo_orch.tasks.trl.parts.saving import why_not_resumable
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from grpo_orch.tasks.trl.weights import checkpoint_bytes, plain_model
@@ -119,7 +120,7 @@ def assemble(
     client.foresees = source is not own
     replaced = functools.partial(_replaced_prompts, record.spec, forks, env.timeline)
     trainer = _trainer(start, client, config, replaced)
-    refused.row_of = trainer.row_of
+    refused.row_of = functools.partial(row_of, trainer)
     own.attach(trainer)
     first = trainer.is_world_process_zero()
     if isinstance(source, Drought):
@@ -135,8 +136,8 @@ def assemble(
         windows = WindowsAhead(trainer, env.timeline, first_step, staleness, prompts_of)
         client.windows = windows if windows.helps else None
     trainer.remove_callback(PrinterCallback)  # MetricsCallback logs the same in one line instead of thirty
-    leave_if_due = functools.partial(trainer.leave_if_due, in_step=True)
-    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.save_is_due, leave_if_due))
+    leave_if_due = functools.partial(trainer.leaving.check, in_step=True)
+    trainer.add_callback(callbacks.CheckpointCallback(lambda: trainer.saving.is_due, leave_if_due))
     spool = _spool(Path(env.workdir), start.spec, trainer)
     if spool is not None:
         timeline_id = f"{record.run_id}-t{env.timeline}"
@@ -297,9 +298,9 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
         detector=lambda: guard.detector,
     )
-    trainer.attach(checkpoints, start.leaving)
-    trainer.samples = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
-    trainer.add_callback(callbacks.SamplesCallback(trainer.samples))
+    trainer.saving.attach(checkpoints, start.leaving)
+    trainer.samples.writer = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
+    trainer.add_callback(callbacks.SamplesCallback(trainer.samples.writer))
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
     # After the metrics, so that the guard's data is in the store before it stops the trainer.

@@ -215,7 +215,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
     from grpo_orch.tasks.storing.tensors import UnsupportedType
     from grpo_orch.tasks.trainer.callbacks import Diverged
     from grpo_orch.tasks.trainer.user_objects import BadSpec
-    from grpo_orch.tasks.trl.unrewarded import NothingToLearn
+    from grpo_orch.tasks.trl.parts.rewards import NothingToLearn
 
     try:
         trainer.train(resume_from_checkpoint=resume_from)

@@ -42,6 +42,25 @@ def check_prompts(firsts: Mapping[str, Mapping[str, Any]]) -> None:
             raise BadSpec(f"{key}: its prompts have images, and completions are made of text alone; drop them")
 
 
+def _try_prompt(trainer: Any, prompt: Any) -> None:
+    """Tokenize a prompt as a step does.
+
+    Raises ValueError for a token without an embedding, as one that was added to the tokenizer alone, and what TRL,
+    transformers and the chat template raise.
+    """
+    if trainer.environment_factories is not None:
+        return
+    largest = max(trainer.tokenized([prompt])[0], default=0)
+    known = trainer.model.config.get_text_config().vocab_size
+    if largest >= known:
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ValueError(
+            f"{token} is token {largest}, and the model has only {known} embeddings; call "
+            "`resize_token_embeddings` on the model, or remove the token from the tokenizer"
+        )
+
+
 def check_row_count(rows: int, config: Any) -> None:
     """Raise BadSpec if the dataset has fewer rows than a batch of completions has prompts.
 
@@ -59,7 +78,7 @@ def check_tokens(trainer: Any, firsts: Mapping[str, Mapping[str, Any]], model: s
     """Tokenize the first prompt of each dataset as a step does. Raises BadSpec naming the dataset."""
     for key, row in firsts.items():
         try:
-            trainer.try_prompt(row["prompt"])
+            _try_prompt(trainer, row["prompt"])
         except Exception as error:
             if not is_mistake(error):
                 raise

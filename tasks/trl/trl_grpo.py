@@ -4,8 +4,100 @@ TRL asks a `VLLMClient` for completions and hands it new weights. `tasks.trl.fle
 TRL's own behaviour stays, including its importance-sampling correction and metrics. An epoch's order becomes a
 function of the epoch, so that a restart is exact.
 
-Only this module, its `parts` and `trl_evaluating` use private names of TRL; `tests/node/test_trl_contract.py`
-fails if a release changes one.
+Only this module uses private names of TRL and of transformers' trainer. These are the places where it reaches into
+them, read in trl 1.16.0 and transformers 5.19.0. `tests/node/test_trl_contract.py` fails if a release changes one,
+or if the code uses one that is missing here.
+
+Overridden, in the order in which TRL calls them, with the object that does the work:
+
+    GRPOTrainer.__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
+            reward_processing_classes, callbacks, optimizers, quantization_config, peft_config, tools,
+            rollout_func, environment_factory): FleetGRPOTrainer
+        It constructs VLLMGeneration under its name in `trl.trainer.grpo_trainer`, which is replaced meanwhile.
+        The parts are constructed last. Else: TRL connects to a server.
+    VLLMGeneration.__init__(model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url,
+            server_host, server_port, server_timeout, group_port, tensor_parallel_size, gpu_memory_utilization,
+            max_model_length, max_num_seqs, enable_sleep_mode, model_impl, trust_remote_code, repetition_penalty,
+            temperature, top_p, top_k, min_p, max_completion_length, logprobs, generation_kwargs): FleetGeneration
+        It takes the client in addition.
+    VLLMGeneration._init_vllm(): FleetGeneration
+        The client replaces a connection to a server. Else: the trainer waits for a server.
+    GRPOTrainer._get_train_sampler(dataset): EpochSampler
+        The order follows from seed and epoch. Else: a restart within a later epoch sees other prompts.
+    GRPOTrainer._load_optimizer_and_scheduler(checkpoint): memory
+        It loads what TRL keeps in memory only. Else: a restart generates a window again, at another place.
+    GRPOTrainer._run_epoch(model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial,
+            ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained,
+            steps_trained_in_current_epoch): EpochSampler
+        The sampler gets the epoch before it is iterated. Else: as for `_get_train_sampler`.
+    RepeatSampler.__iter__(): EpochSampler
+        It draws one permutation from `generator`, seeded at construction. Else: another order than TRL's.
+    GRPOTrainer._generate_and_score_completions(inputs): agents, refused, samples
+        Around a call: its rows, corrected metrics, samples, rows of further branches. Else: an agent gets the
+        rows of another call, and refused prompts count in the metrics.
+    GRPOTrainer._generate(prompts): agents, refused, samples
+        Conversations replace texts; refused completions leave the loss. The result is `Generated`. Else: other
+        fields are masked.
+    GRPOTrainer._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations,
+            has_tool_images): turns
+        All processes take part in each turn. Else: a process waits forever for another one's prompts.
+    VLLMGeneration.sync_weights(): Publishing
+        TRL calls it before the first completion of a step. The client gets weights and canary, and nothing is
+        merged or sent. Else: a policy is published under the name of another step.
+    VLLMGeneration.generate(prompts, images, num_generations, profiler): FleetGeneration
+        TRL broadcasts the client's answer, so it may ask all processes to do something else first. Else: only the
+        first process leaves a machine, or publishes divided weights.
+    GRPOTrainer._tool_call_loop(prompts, prompt_ids, completion_ids, completions, logprobs, images,
+            multimodal_fields): turns
+        It ends when the loops of all processes do. Else: as for `_generate_single_turn`.
+    GRPOTrainer._calculate_rewards(inputs, prompts, completions, completion_ids_list): rewards, refused, agents
+        Refused and failed completions get NaN; rewards are recorded. The result is of all processes. Else: they
+        get an advantage, and a run that learns nothing continues.
+    GRPOTrainer._compute_loss(model, inputs): refused
+        Metrics of a batch without tokens are removed. Else: they count as 0.
+    GRPOTrainer._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
+            learning_rate): leaving
+        It is called after each optimizer step, before the step is saved. Else: a trainer that leaves within a
+        step saves a state that no step had.
+    GRPOTrainer.evaluate(eval_dataset, ignore_keys, metric_key_prefix): random_state_kept
+        The random state is restored. Else: an interrupted evaluation changes the steps after it.
+    GRPOTrainer.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix):
+            evaluation_calls
+        All prompts are announced to the fleet. Else: an evaluation takes longer.
+    GRPOTrainer._save_checkpoint(model, trial): saving, memory
+        It saves into a slot of the spool, and what TRL keeps in memory only. Else: a restart is not exact.
+
+Used:
+
+    GRPOTrainer._step, GRPOTrainer._buffered_inputs: `place`
+        Batches since the start, and the window that batches are taken from; generated again if None.
+    GRPOTrainer._metrics, GRPOTrainer._logs: `metrics`, samples
+        Values since the last log by mode and name; the prompts, completions and advantages of all processes.
+    GRPOTrainer._log_metric(name, value): agents, rewards
+        The value becomes a metric when the present call is scored.
+    GRPOTrainer._tokenizer, GRPOTrainer._tokenize_prompts(prompts): `tokenized`
+        Its first result is the token ids that a step requests completions of.
+    GRPOTrainer._get_eval_sampler(eval_dataset): evaluation_calls
+        A new sampler gives the order of the loop's own.
+    GRPOTrainer._get_output_dir(trial): memory
+        TRL's checkpoint is in `checkpoint-STEP` below it.
+    GRPOTrainer._load_from_checkpoint(resume_from_checkpoint, model): `load_weights`
+        It loads the weights alone, for an evaluation.
+    GRPOTrainer.rollout_func, GRPOTrainer.environment_factories, GRPOTrainer.tools, GRPOTrainer.eos_token_ids,
+    GRPOTrainer.num_generations, GRPOTrainer.num_generations_eval, GRPOTrainer.num_iterations,
+    GRPOTrainer.ref_model, GRPOTrainer.reward_funcs, GRPOTrainer.reward_func_names, GRPOTrainer.reward_weights,
+    GRPOTrainer.vllm_generation: the parts
+        Set in `__init__`, and not documented. `rollout_func` is called with the prompts and the trainer.
+    VLLMGeneration._dist, VLLMGeneration._iter_named_params(): Publishing
+        How the model is divided over processes; under FSDP 1 the weights are read as TRL does.
+    VLLMGeneration.model, VLLMGeneration.accelerator, VLLMGeneration.vllm_client,
+    VLLMGeneration.repetition_penalty, VLLMGeneration.temperature, VLLMGeneration.top_p, VLLMGeneration.top_k,
+    VLLMGeneration.min_p, VLLMGeneration.structured_outputs_regex, VLLMGeneration.generation_kwargs:
+            FleetGeneration
+        Sampling of an agent's turns, the same as of other completions.
+    RepeatSampler.data_source, RepeatSampler.mini_repeat_count, RepeatSampler.batch_size,
+    RepeatSampler.repeat_count, RepeatSampler.shuffle, RepeatSampler.seed, RepeatSampler.num_samples,
+    RepeatSampler.generator: EpochSampler
 """
 
 from __future__ import annotations
@@ -13,36 +105,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import structlog
 import torch
 import trl.import_utils as trl_imports
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_orch.checkpoint.records.rollouts import Session
-from grpo_orch.policies.detect.symptoms import WITNESS
 from grpo_orch.policies.model.spec import STALE_DEFAULTS
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.step_costs import StepCosts
-from grpo_orch.tasks.storing.tensors import LazyTensor
-from grpo_orch.tasks.trl.canary import canary_of, forget_order
-from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
+from grpo_orch.tasks.trl import fast_save
 from grpo_orch.tasks.trl.fleet_client import FleetClient, Instead
-from grpo_orch.tasks.trl.parts.agents import RunsAgents
-from grpo_orch.tasks.trl.parts.branches import TrainsBranches
-from grpo_orch.tasks.trl.parts.foreseen import ForeseesEvaluation
-from grpo_orch.tasks.trl.parts.leaving import LeavesInTime
-from grpo_orch.tasks.trl.parts.refused import LeavesOutRefused
-from grpo_orch.tasks.trl.parts.samples import KeepsSamples
-from grpo_orch.tasks.trl.parts.saving import SavesIntoSpool
-from grpo_orch.tasks.trl.parts.turns import TakesTurnsTogether
+from grpo_orch.tasks.trl.parts.agents import Sessions, rollout_func
+from grpo_orch.tasks.trl.parts.foreseen import evaluation_calls
+from grpo_orch.tasks.trl.parts.leaving import Departure, random_state_kept
+from grpo_orch.tasks.trl.parts.publishing import Publishing
+from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
+from grpo_orch.tasks.trl.parts.rewards import RewardAccount
+from grpo_orch.tasks.trl.parts.samples import Samples
+from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
+from grpo_orch.tasks.trl.parts.turns import CommonTurns
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
-from grpo_orch.tasks.trl.unrewarded import Unrewarded
-from grpo_orch.tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.
@@ -52,8 +140,6 @@ import trl.trainer.grpo_trainer as grpo_trainer_module  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from trl.trainer.utils import RepeatSampler  # noqa: E402
-
-log = structlog.get_logger()
 
 # Where run.yaml sets nothing.
 DEFAULTS: dict[str, Any] = {
@@ -94,7 +180,7 @@ def build_config(values: dict[str, Any], output_dir: Path, *, evaluates: bool, m
 
 
 class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
-    """TRL's generation backend over the fleet. Synchronizing leaves the weights untouched."""
+    """TRL's generation backend over the fleet."""
 
     def __init__(self, client: FleetClient, *args: Any, **kwargs: Any) -> None:
         self._fleet_client = client
@@ -102,7 +188,9 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     def _init_vllm(self) -> None:
         self.vllm_client = self._fleet_client
-        self._weight_metadata: list[Any] = []  # no collective, so nothing to announce
+        self._publishing = Publishing(
+            self.model, self.accelerator, self._dist, self._fleet_client, self._iter_named_params
+        )
         self.accelerator.wait_for_everyone()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,84 +233,15 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         """Do what all processes must do together before there are completions."""
         match instead:
             case Instead.WEIGHTS_FIRST:
-                self._publish_together()
+                self._publishing.publish()
             case Instead.OWN_TURN:
                 self._fleet_client.take_own_turn(self.accelerator)
             case Instead.LEAVING:
                 raise LeaveNow
 
     def sync_weights(self) -> None:
-        """Give the client the present step's weights, which it reads when needed, and their canary.
-
-        If each process has all weights, the first one reads its own. Otherwise reading takes all processes, and
-        `generate` does it. An adapter that is published alone is read without merging.
-
-        Raises Diverged, in the first process, if the weights compute no finite number.
-        """
-        if not (self._is_divided or self.accelerator.is_main_process):
-            return
-        if not self._is_fsdp1:
-            self._fleet_client.take_canary(canary_of(self.model, self.accelerator.mixed_precision))
-            if self._dist.is_zero3:
-                forget_order(self.accelerator)
-        self._fleet_client.update_named_params(None, None if self._is_divided else self._weights())
-
-    def _publish_together(self) -> None:
-        """Publish weights that are divided over processes: all take part in each read."""
-        if self._is_fsdp1:
-            self._publish_at_once()
-            return
-        # In every process: listing the state makes FSDP2 divide again what a forward pass has gathered.
-        stored_buffers(plain_model(self.model))
-        weights = whole_weights(self.model, self._dist.gather_params)
-        if not self.accelerator.is_main_process:
-            while (name := broadcast_object_list([None])[0]) is not None:
-                weights[name].read()
-            return
-
-        def read(name: str) -> torch.Tensor:
-            broadcast_object_list([name])
-            return weights[name].read()
-
-        named = {name: replace(weight, read=functools.partial(read, name)) for name, weight in weights.items()}
-        self._fleet_client.update_named_params(None, self._as_in_checkpoint(named))
-        self._fleet_client.publish()
-        broadcast_object_list([None])
-
-    def _publish_at_once(self) -> None:
-        """Publish under FSDP1, where all processes read all weights: the first process copies them."""
-        whole = super()._iter_named_params()
-        if self.accelerator.is_main_process:
-            named = {name: LazyTensor.of(weight.detach().to("cpu", copy=True)) for name, weight in whole}
-            tensors = as_in_checkpoint(plain_model(self.model), named).items()
-            self._fleet_client.update_named_params(None, iter(tensors))
-            self._fleet_client.publish()
-        else:
-            for _ in whole:
-                pass
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-        """Return the tensors to publish, if each process has all weights."""
-        if self._fleet_client.publishes_adapters:
-            return adapter_tensors(self.model)
-        return self._as_in_checkpoint(whole_weights(self.model, self._dist.gather_params))
-
-    def _as_in_checkpoint(self, named: dict[str, LazyTensor]) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-        """Yield weights and stored buffers under the names in the model's own checkpoint."""
-        model = plain_model(self.model)
-        buffers = {name: LazyTensor.of(buffer) for name, buffer in stored_buffers(model).items()}
-        yield from as_in_checkpoint(model, {**named, **buffers}).items()
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether no process has all weights."""
-        return bool(self._dist.is_fsdp or self._dist.is_zero3)
-
-    @property
-    def _is_fsdp1(self) -> bool:
-        """Whether FSDP 1 is in use: the model cannot compute outside its wrapper, and listing its state takes all
-        processes."""
-        return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
+        """Hand the weights over. Nothing is merged or sent."""
+        self._publishing.hand_over()
 
 
 class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
@@ -249,18 +268,41 @@ class EpochSampler(RepeatSampler):  # type: ignore[misc]  # TRL has no types
             yield self.replaced.at(step).get(index, index)
 
 
-class FleetGRPOTrainer(
-    TrainsBranches,
-    ForeseesEvaluation,
-    LeavesInTime,
-    KeepsSamples,
-    LeavesOutRefused,
-    RunsAgents,
-    SavesIntoSpool,
-    TakesTurnsTogether,
-    GRPOTrainer,  # type: ignore[misc]  # it has no types
-):
+class Generated(NamedTuple):
+    """Result of `GRPOTrainer._generate`, in its order."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]
+    logprobs: list[list[float | None]]
+    extra_fields: dict[str, list[Any]]
+    images: Any
+    tool_images: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Completions of some rows: `completions` in the form for reward functions, `ids` as tokens."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    ids: list[list[int]]
+
+
+class _Completed(Exception):
+    """Carries completions out of TRL, which would go on and compute the inputs of a loss."""
+
+    def __init__(self, made: Made) -> None:
+        super().__init__()
+        self.made = made
+
+
+class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # it has no types
     """GRPOTrainer whose completions come from the fleet and whose restarts are exact.
+
+    It overrides each of TRL's methods once, in the order in which TRL calls them, and hands the work to its parts.
+    No part knows TRL.
 
     Args:
         client: replaces TRL's.
@@ -272,17 +314,39 @@ class FleetGRPOTrainer(
     def __init__(
         self, client: FleetClient, costs: StepCosts, timeline: int, replaced: ReplacedPrompts, **kwargs: Any
     ) -> None:
-        self._fleet = client
-        self._costs = costs
-        self._timeline = timeline
-        self._replaced = replaced
-        self._unrewarded = Unrewarded()
         with _generation_through(client):
             super().__init__(**kwargs)
+        self.fleet, self.replaced = client, replaced
+        self.walk = walk_of(self.args, len(self.train_dataset))
+        end, padding = self.eos_token_ids[0], self._tokenizer.pad_token_id
+        ends = {*self.eos_token_ids, padding}
+        functions, weights = self.reward_func_names, self.reward_weights
+        self.saving = Saving(costs)
+        self.memory = MemoryState(self.accelerator, self.args, self.walk, timeline)
+        self.leaving = Departure(self.accelerator, costs, self.saving)
+        self.agents = Sessions(
+            self.accelerator,
+            self.vllm_generation.run_agents,
+            self._log_metric,
+            has_agent=self.rollout_func is rollout_func,
+            end=end,
+            padding=padding,
+            batches=self.args.steps_per_generation,
+            group=self.num_generations,
+        )
+        self.turns = CommonTurns(self.accelerator)
+        self.refused = RefusedCompletions(self.accelerator, end, ends)
+        self.rewards = RewardAccount(costs, functions, weights, self._log_metric)
+        self.samples = Samples(
+            self.accelerator, self._tokenizer, ends, functions, weights.tolist(), self.num_generations, timeline
+        )
+        self._completes_only = False
+
+    # Before the first step.
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         theirs = super()._get_train_sampler(dataset)
-        sampler = EpochSampler(
+        self._sampler = EpochSampler(
             data_source=theirs.data_source,
             mini_repeat_count=theirs.mini_repeat_count,
             batch_size=theirs.batch_size,
@@ -290,9 +354,14 @@ class FleetGRPOTrainer(
             shuffle=theirs.shuffle,
             seed=theirs.seed,
         )
-        sampler.replaced, sampler.walk = self._replaced, walk_of(self.args, len(theirs.data_source))
-        self._sampler = sampler
-        return sampler
+        self._sampler.replaced, self._sampler.walk = self.replaced, self.walk
+        return self._sampler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            step, schedule = self.state.global_step, (self.optimizer, self.lr_scheduler)
+            self.place = self.memory.load(Path(checkpoint), step, *schedule, self._synchronised_reference())
 
     def _run_epoch(self, *, epoch: int, **rest: Any) -> None:
         # Set here, not by accelerate: when several processes resume within an epoch, the sampler is wrapped once
@@ -300,51 +369,170 @@ class FleetGRPOTrainer(
         self._sampler.epoch = epoch
         super()._run_epoch(epoch=epoch, **rest)
 
+    # A generation window: once in several steps, or several times in a step.
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.agents.begin(inputs)
+        score = super()._generate_and_score_completions
+        output: dict[str, Any] = score(inputs)
+        self.agents.drop_ends(self.metrics)
+        self.refused.correct_scores(self.metrics)
+        rollouts, self.fleet.trained_on = self.fleet.trained_on, []
+        if not self.model.training:
+            return output
+        self.samples.keep(self.state.global_step, output, self._logs, rollouts)
+        further = self.agents.further(output["advantages"], self.metrics)
+        if further is None:
+            return output
+        with self._discarded_logs():
+            return self.agents.extended(output, further, score)
+
+    def _generate(self, prompts: list[Any]) -> Generated:
+        made = Generated(*super()._generate(self.agents.prompts(prompts)))
+        completions = self.agents.completions(prompts, made.completions)
+        prompt_ids, mask = self.refused.leave_out(
+            made.prompt_ids, made.completion_ids, made.tool_mask, made.logprobs, self.metrics
+        )
+        self.samples.note_completions(made.completion_ids, mask)
+        if self._completes_only:
+            raise _Completed(Made(prompts, completions, made.completion_ids))
+        return made._replace(prompt_ids=prompt_ids, tool_mask=mask, completions=completions)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *rest: Any, **named: Any) -> Any:
+        generate = super()._generate_single_turn
+        return self.turns.generate(prompt_ids, lambda filled: generate(filled, *rest, **named))
+
+    def _tool_call_loop(self, *args: Any) -> Any:
+        loop, generate = super()._tool_call_loop, super()._generate_single_turn
+        return self.turns.loop(lambda: loop(*args), lambda filled: generate(filled, None, {}, 1))
+
     def _calculate_rewards(self, inputs: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if (no_rewards := self.no_rewards(len(inputs))) is not None:
-            return no_rewards
+        if self.agents.are_extended:
+            rows = len(inputs) * self.accelerator.num_processes
+            return torch.zeros((rows, len(self.reward_funcs)), device=self.accelerator.device)
         began_s = time.monotonic()
         found: torch.Tensor = super()._calculate_rewards(inputs, *args, **kwargs)
-        per_function = self.without_failed(self.without_refused(found))
+        per_function = self.agents.without_failed(self.refused.without_rewards(found))
         if self.model.training:
-            self._costs.rewards_s += time.monotonic() - began_s
-            rewards = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
-            scored = ~torch.isnan(per_function).all(dim=1)
-            self._costs.rewards.extend(rewards[scored].tolist())
-            self._unrewarded.note(*self._counts(per_function), self.reward_func_names)
-        self._log_witnesses(per_function)
-        self._rewarded = per_function
+            # Sessions without a turn are left out like refused prompts, but count here: if all are, the agent is
+            # broken.
+            refused = 0 if self.agents.have_run else self.refused.count
+            self.rewards.note_training(per_function, refused, time.monotonic() - began_s)
+        self.rewards.log_witnesses(per_function)
+        self.samples.note_rewards(per_function)
         return per_function
 
-    def _counts(self, per_function: torch.Tensor) -> tuple[int, int]:
-        """Return how many completions of all processes were not refused, and how many of them have a reward.
+    # A batch.
 
-        Sessions without a turn are left out like refused prompts, but count here: if all are, the agent is broken.
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        with self.refused.without_empty_loss(inputs, self.metrics):
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+        return loss
+
+    # The end of a step.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save as TRL does, and leave if there may be no time for another step."""
+        self.leaving.note_step(self.place)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.state.global_step < self.state.max_steps:
+            self.leaving.check(in_step=False)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL does. An evaluation, complete or not, must not change the steps after it."""
+        with random_state_kept():
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        is_one_turn = not self.tools and self.rollout_func is None and self.environment_factories is None
+        if self.accelerator.is_main_process and self.fleet.foresees and is_one_turn:
+            dataset, samples = dataloader.dataset, self.num_generations_eval
+            ids = self.tokenized([row["prompt"] for row in dataset])
+            sampler = functools.partial(self._get_eval_sampler, dataset)
+            calls = evaluation_calls(ids, sampler, samples, self.accelerator.num_processes, self.args)
+            self.fleet.foresee(calls, samples)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        save, step = super()._save_checkpoint, self.state.global_step
+
+        def write() -> None:
+            with fast_save.overwriting():
+                save(model, trial)
+                folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+                self.memory.save(folder, self.place, self._synchronised_reference())
+
+        self.saving.save(step, write, is_last=self.leaving.has_begun or step >= self.state.max_steps)
+
+    # For the parts, and for the modules that assemble a trainer or an evaluator.
+
+    @property
+    def place(self) -> Place:
+        """TRL's place in the run."""
+        is_within_window = self._step % (self.args.steps_per_generation * self.num_iterations)
+        return Place(self._step, self._buffered_inputs if is_within_window else None)
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._step, self._buffered_inputs = place.batches, place.buffered
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """TRL's metrics since its last log, of training or of the evaluation that runs."""
+        metrics: dict[str, list[float]] = self._metrics["train" if self.model.training else "eval"]
+        return metrics
+
+    def tokenized(self, prompts: list[Any]) -> list[list[int]]:
+        """Return prompts as token ids, as a step does."""
+        return [list(ids) for ids in self._tokenize_prompts(prompts)[0]]
+
+    def save_before_leaving(self) -> int | None:
+        """Save the end of the last step, unless it is stored already or not worth it. Call it in every process.
+
+        Returns, in the first process, the step of the newest checkpoint that is stored or on its way to the store,
+        if any.
         """
-        refused = 0 if self._refused is None or self._sessions is not None else int(self._refused.sum())
-        return len(per_function) - refused, int((~torch.isnan(per_function).all(dim=1)).sum())
+        place = self.leaving.begin(self.state.global_step)
+        if place is not None:
+            self.place = place
+            self._save_checkpoint(self.model, trial=None)
+        return None if self.saving.checkpoints is None else self.saving.checkpoints.sealed_step or None
 
-    def try_prompt(self, prompt: Any) -> None:
-        """Tokenize a prompt as a step does.
+    def load_weights(self, folder: Path) -> None:
+        """Load the weights in a checkpoint's folder."""
+        self._load_from_checkpoint(str(folder))
 
-        Raises ValueError for a token without an embedding, as one that was added to the tokenizer alone, and what
-        TRL, transformers and the chat template raise.
-        """
-        if self.environment_factories is not None:
-            return
-        largest = max(self._tokenize_prompts([prompt])[0][0], default=0)
-        known = self.model.config.get_text_config().vocab_size
-        if largest >= known:
-            token = self._tokenizer.convert_ids_to_tokens(largest)
-            raise ValueError(
-                f"{token} is token {largest}, and the model has only {known} embeddings; call "
-                "`resize_token_embeddings` on the model, or remove the token from the tokenizer"
-            )
+    def complete(self, rows: list[dict[str, Any]]) -> Made:
+        """Complete the rows' prompts together; with tools or environments, turn by turn."""
+        self._completes_only = True
+        try:
+            self._generate_and_score_completions(rows)  # it prepares environments and tools
+        except _Completed as completed:
+            return completed.made
+        finally:
+            self._completes_only = False
+        raise RuntimeError("TRL has completed no prompt")
 
-    def _log_witnesses(self, per_function: torch.Tensor) -> None:
-        """Log scores of reward functions with weight 0 under other names, since TRL does not log weights."""
-        for at in (self.reward_weights == 0).nonzero().flatten().tolist():
-            self._log_metric(WITNESS + self.reward_func_names[at], torch.nanmean(per_function[:, at]).item())
+    def score(self, rows: list[dict[str, Any]], made: Made) -> torch.Tensor:
+        """Return the completions' rewards, of shape (completions, functions)."""
+        return self._calculate_rewards(rows, made.prompts, made.completions, made.ids)
+
+    def _synchronised_reference(self) -> Any:
+        """Return the reference model, if it follows the trained one; otherwise None."""
+        return self.accelerator.unwrap_model(self.ref_model) if self.args.sync_ref_model else None
+
+    @contextlib.contextmanager
+    def _discarded_logs(self) -> Iterator[None]:
+        """Discard what TRL counts and logs within the context."""
+        saved: tuple[Any, Any, Any] = self._metrics, self._logs, self.state.num_input_tokens_seen
+        self._metrics: Any = {mode: defaultdict(list) for mode in saved[0]}
+        self._logs: Any = {
+            name: defaultdict(deque) if isinstance(value, dict) else deque() for name, value in saved[1].items()
+        }
+        try:
+            yield
+        finally:
+            self._metrics, self._logs, self.state.num_input_tokens_seen = saved
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ from typing import Any
 
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.completions.rollout_source import Call
-from grpo_orch.tasks.trl.skipped_prompts import walk_of
+from grpo_orch.tasks.trl.skipped_prompts import Walk
 
 
 class WindowsAhead:
     """The windows of one trainer.
 
     Args:
-        trainer: TRL's.
+        trainer: a `tasks.trl.trl_grpo.FleetGRPOTrainer`.
         timeline: the trained timeline.
         since_step: of its first policy.
         staleness: by how many rounds a window's policy is older than the trained one.
@@ -39,7 +39,7 @@ class WindowsAhead:
         self._trainer, self._timeline = trainer, timeline
         self._since_step, self._staleness = since_step, staleness
         self._prompts_of = prompts_of or self._token_ids
-        self._walk = walk_of(trainer.args, len(trainer.train_dataset))
+        self._walk: Walk = trainer.walk
         self._first, self._first_step = 0, 0  # this trainer's first window, and the steps before it
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class WindowsAhead:
     @property
     def present(self) -> int:
         """The trainer's present window, counted from the start of the run."""
-        return self._walk.window_of_batch(self._trainer._step)
+        return self._walk.window_of_batch(self._trainer.place.batches)
 
     @property
     def helps(self) -> bool:
@@ -104,12 +104,13 @@ class WindowsAhead:
 
     def _prompts(self, window: int) -> list[Any]:
         """Return the prompts that TRL will ask for in a window."""
-        trainer, replaced = self._trainer, self._trainer._replaced.at(self._walk.steps_before(window) + 1)
+        trainer, replaced = self._trainer, self._trainer.replaced.at(self._walk.steps_before(window) + 1)
         rows = [replaced.get(row, row) for row in self._walk.rows_of(window)]
         return self._prompts_of([trainer.train_dataset[row] for row in rows])
 
     def _token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        return [list(ids) for ids in self._trainer._tokenize_prompts([row["prompt"] for row in rows])[0]]
+        ids: list[Any] = self._trainer.tokenized([row["prompt"] for row in rows])
+        return ids
 
 
 def _round_of(window: int, steps_before: Callable[[int], int]) -> range:

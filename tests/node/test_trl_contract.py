@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +26,152 @@ from grpo_orch.tasks.machine.base_model import tensors_in
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from grpo_orch.tasks.trl import trl_grpo
 from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
+from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.trl_grpo import EpochSampler
+
+# TRL's classes by way of ours: TRL's trainer must not be imported before `trl_grpo`, which keeps vLLM out.
+OURS: dict[Any, Any] = {
+    ours.__base__: ours for ours in (trl_grpo.FleetGRPOTrainer, trl_grpo.FleetGeneration, trl_grpo.EpochSampler)
+}
+GRPOTrainer: Any = trl_grpo.FleetGRPOTrainer.__base__
+TASKS = Path(trl_grpo.__file__).parents[1]
+OF_EVERY_CLASS = {"__module__", "__doc__", "__annotations__", "__parameters__", "__orig_bases__"}
+
+
+class Seam(NamedTuple):
+    """An entry of the table in the module's docstring; `parameters` of a method, without `self`."""
+
+    of: type
+    name: str
+    parameters: list[str] | None
+
+
+def seams(text: str) -> list[Seam]:
+    owners = {owner.__name__: owner for owner in OURS}
+    found = re.findall(rf"\b({'|'.join(owners)})\.(\w+)(?:\(([^)]*)\))?", text)
+    called = re.findall(rf"\b(?:{'|'.join(owners)})\.\w+(\()?", text)
+    return [
+        Seam(owners[owner], name, re.findall(r"\w+", parameters) if paren else None)
+        for (owner, name, parameters), paren in zip(found, called, strict=True)
+    ]
+
+
+OVERRIDDEN, USED = map(seams, str(trl_grpo.__doc__).split("Used:"))
+
+
+def source_of(owner: type) -> str:
+    """The source of a class of TRL, and of those of TRL and transformers that it inherits from."""
+    bases = [base for base in owner.__mro__ if base.__module__.startswith(("trl.", "transformers."))]
+    return "\n".join(map(inspect.getsource, bases))
+
+
+def private_reads(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield each private name that is read of an object, and whether the object is the reader itself."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr, isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def test_table_was_read_in_the_installed_versions() -> None:
+    read = re.search(r"in trl (\S+) and transformers (\d\S+\d)", str(trl_grpo.__doc__))
+    assert read is not None
+    assert read.groups() == (version("trl"), version("transformers"))
+
+
+@pytest.mark.parametrize("seam", [*OVERRIDDEN, *USED], ids=lambda seam: f"{seam.of.__name__}.{seam.name}")
+def test_seam_is_as_the_table_says(seam: Seam) -> None:
+    if seam.parameters is None:
+        assert re.search(rf"self\.{seam.name}(: [^=]+)? = ", source_of(seam.of)), "it is not set"
+    else:
+        assert [*inspect.signature(getattr(seam.of, seam.name)).parameters][1:] == seam.parameters
+
+
+@pytest.mark.parametrize("theirs", OURS, ids=lambda theirs: theirs.__name__)
+def test_each_seam_is_overridden_once_in_the_tables_order(theirs: type) -> None:
+    ours = OURS[theirs]
+    overridden = [name for name in vars(ours) if hasattr(theirs, name) and name not in OF_EVERY_CLASS]
+    table = [seam.name for seam in OVERRIDDEN if seam.of is theirs]
+    assert ours.__bases__ == (theirs,)
+    assert sorted(overridden) == sorted(table)
+    if theirs is GRPOTrainer:
+        assert overridden == table
+
+
+def test_no_private_name_of_trl_is_used_without_an_entry() -> None:
+    table = {seam.name for seam in (*OVERRIDDEN, *USED)}
+    private = re.compile(r"(?:self\.|def )(_[a-z]\w*)")
+    theirs = {name for owner in OURS for name in private.findall(source_of(owner))}
+    used = {name for name, _ in private_reads(Path(trl_grpo.__file__))}
+    assert used & theirs <= table
+    assert {name for name in table if name.startswith("_") and not name.startswith("__")} <= used | {
+        seam.name for seam in OVERRIDDEN
+    }, "the table has an entry that nothing uses"
+
+
+def test_no_other_module_uses_a_private_name_of_trl() -> None:
+    table = {seam.name for seam in (*OVERRIDDEN, *USED)}
+    modules = [path for path in TASKS.rglob("*.py") if path != Path(trl_grpo.__file__)]
+    reads = {(path.name, name) for path in modules for name, is_own in private_reads(path) if not is_own}
+    assert not {read for read in reads if read[1] in table}
+
+
+def test_parts_inherit_from_nothing() -> None:
+    for path in (TASKS / "trl" / "parts").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            assert bases in ([], ["Exception"]), path
+
+
+def test_result_of_generate_has_our_fields() -> None:
+    results = re.findall(r"return (prompt_ids, .*)", inspect.getsource(GRPOTrainer._generate))
+    assert results == [", ".join(trl_grpo.Generated._fields)]
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("__init__", ["self.vllm_generation = VLLMGeneration(", "self._step = 0", "self._buffered_inputs = None"]),
+        (
+            "_prepare_inputs",
+            [
+                "generate_every = self.args.steps_per_generation * self.num_iterations",
+                "if self._step % generate_every == 0 or self._buffered_inputs is None:",
+                "self._buffered_inputs[self._step % self.args.steps_per_generation]",
+            ],
+        ),
+        (
+            "_generate",
+            [
+                "self.rollout_func(prompts, self)",
+                "self._tokenize_prompts(prompts)",
+                *[
+                    f'"completions/{of}_{kind}length"'
+                    for of in ("mean", "min", "max")
+                    for kind in ("", "terminated_")
+                ],
+                '"completions/clipped_ratio"',
+            ],
+        ),
+        (
+            "_generate_single_turn",
+            ["self.vllm_generation.sync_weights()", "self.vllm_generation.generate(", "[lp[0] for lp in seq]"],
+        ),
+        (
+            "_generate_and_score_completions",
+            [
+                *['"frac_reward_zero_std"', '["reward"]', '["reward_std"]', 'f"rewards/{'],
+                *[f'self._logs["{name}"].extend(' for name in ("prompt", "completion", "advantages")],
+                *['"tool_mask"', '"completion_mask"', '"num_items_in_batch"', '"advantages"'],
+                *['"old_per_token_logps"', '"sampling_per_token_logps"', "self._pending_metrics"],
+            ],
+        ),
+        ("_calculate_rewards", ["rewards_per_func = gather(rewards_per_func)", "return rewards_per_func"]),
+        ("_save_checkpoint", ["self._get_output_dir(trial=trial)"]),
+    ],
+)
+def test_method_of_trl_contains_the_lines_that_parts_rely_on(method: str, parts: list[str]) -> None:
+    text = inspect.getsource(getattr(GRPOTrainer, method))
+    assert [part for part in parts if part not in text] == []
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -53,12 +204,7 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     names = set(plain.state_dict())
     model = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = model
-    dist = {"is_fsdp": False, "is_zero3": False, "fsdp_version": None, "gather_params": fake_gather}
-    generation._dist = type("Dist", (), dist)()
-    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = {name: one.read() for name, one in generation._weights()}
+    published = {name: one.read() for name, one in publishing(model).weights()}
     assert names == published.keys()
     assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     query = "model.layers.0.self_attn.q_proj"
@@ -85,17 +231,13 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
         def reset_prefix_cache(self) -> None:
             pass
 
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    generation.mode, generation._weight_metadata = "server", []
-    generation.accelerator = SimpleNamespace(mixed_precision="bf16", is_main_process=True, state=None)
-    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None, gather_params=fake_gather)
-    generation._fleet_client = generation.vllm_client = Client()  # type: ignore[assignment]  # a stand-in
-    generation.sync_weights()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    weights = publishing(model, Client(), mixed_precision="bf16")
+    weights.hand_over()
     assert isinstance(handed[0], Canary)
     assert handed[0].dtype == "bfloat16"
-    generation.model.lm_head.weight.data.mul_(2)
-    generation.sync_weights()
+    model.lm_head.weight.data.mul_(2)
+    weights.hand_over()
     assert handed[1] != handed[0]
 
 
@@ -112,21 +254,16 @@ def test_an_adapter_that_travels_alone_is_handed_over_and_nothing_is_merged() ->
         take_canary=lambda _: None,
         update_named_params=lambda _, tensors: handed.update(tensors),
     )
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = get_peft_model(plain, lora)
-    generation.model.merge_adapter = lambda *_: pytest.fail("merging rounds")
-    before = {name: weight.clone() for name, weight in generation.model.state_dict().items()}
-    generation.accelerator = SimpleNamespace(mixed_precision="no", is_main_process=True)
-    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False, fsdp_version=None)
-    generation._fleet_client = client
-    generation.sync_weights()
-    assert all(before[name].equal(weight) for name, weight in generation.model.state_dict().items())
+    model = get_peft_model(plain, lora)
+    model.merge_adapter = lambda *_: pytest.fail("merging rounds")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    publishing(model, client).hand_over()
+    assert all(before[name].equal(weight) for name, weight in model.state_dict().items())
     assert len(handed) == 4
     query = "base_model.model.model.layers.0.self_attn.q_proj"
     assert handed[f"{query}.lora_A.weight"].equal(before[f"{query}.lora_A.default.weight"])
     handed.clear()
-    generation.accelerator.is_main_process = False
-    generation.sync_weights()
+    publishing(model, client, is_main_process=False).hand_over()
     assert handed == {}
 
 
@@ -144,16 +281,13 @@ def test_what_is_published_is_named_as_the_models_own_checkpoint(
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **experts)).save_pretrained(
         tmp_path / "base"
     )
-    generation = object.__new__(trl_grpo.FleetGeneration)
-    generation.model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    dist = {"is_fsdp": False, "is_zero3": in_shards, "fsdp_version": None, "gather_params": fake_gather}
-    generation._dist = type("Dist", (), dist)()
-    generation._fleet_client = SimpleNamespace(publishes_adapters=False)  # type: ignore[assignment]  # a stand-in
-    published = {name: one.read().clone().contiguous() for name, one in generation._weights()}
-    announced = {name: (one.dtype, one.shape) for name, one in generation._weights()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    weights = publishing(model, in_shards=in_shards)
+    published = {name: one.read().clone().contiguous() for name, one in weights.weights()}
+    announced = {name: (one.dtype, one.shape) for name, one in weights.weights()}
     assert announced == {name: (one.dtype, tuple(one.shape)) for name, one in published.items()}
     save_file(published, tmp_path / "model.safetensors")
-    tied = bool(generation.model.config.tie_word_embeddings)
+    tied = bool(model.config.tie_word_embeddings)
     assert mismatch(tensors_in(tmp_path), tensors_in(tmp_path / "base"), tied=tied) == ""
 
 
@@ -181,7 +315,20 @@ def test_what_is_converted_is_read_once() -> None:
     assert len(there) == len(held) + 2 * (3 * 4 - 2)
 
 
-def fake_gather(_self: object, _parameters: object) -> object:
-    import contextlib
+def publishing(
+    model: Any,
+    client: Any = None,
+    *,
+    in_shards: bool = False,
+    mixed_precision: str = "no",
+    is_main_process: bool = True,
+) -> Publishing:
+    """What publishes a model's weights, in one process, without a trainer around it."""
+    accelerator = SimpleNamespace(mixed_precision=mixed_precision, is_main_process=is_main_process)
+    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, fsdp_version=None, gather_params=no_gather)
+    client = client or SimpleNamespace(publishes_adapters=False)
+    return Publishing(model, accelerator, division, client, lambda: iter(()))
 
+
+def no_gather(_parameters: object) -> object:
     return contextlib.nullcontext()

@@ -24,7 +24,7 @@ from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.storing.publish import PolicyPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.storing.tensors import LazyTensor
-from tests.node.ranks.divided import adapted, divided, generation_with, join
+from tests.node.ranks.divided import adapted, divided, join, publishing
 
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -72,7 +72,7 @@ def main() -> None:
     join(port, rank)
     model = divided(adapted(SIZES))
     client = Client(model, Path(folder), how) if PartialState().is_main_process else None
-    generation_with(model, client)._publish_together()
+    publishing(model, client).publish()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Announces an evaluation's prompts before its loop asks for them, so that the fleet completes them together.
+"""Announce an evaluation's prompts before its loop requests them, so that the fleet completes them together.
 
 TRL makes one generate call after the other, each for `per_device_eval_batch_size` completions: with 8 completions
 of a prompt, 500 prompts would be 500 calls of one prompt, on a fleet that completes hundreds in parallel.
@@ -6,43 +6,33 @@ of a prompt, 500 prompts would be 500 calls of one prompt, on a fleet that compl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 
-class ForeseesEvaluation:
-    """Mixed in before TRL's trainer."""
+def evaluation_calls(
+    prompts: Sequence[list[int]], new_sampler: Callable[[], Any], samples: int, processes: int, args: Any
+) -> list[list[list[int]]]:
+    """Return the prompts of each generate call of the loop, as token ids.
 
-    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.accelerator.is_main_process and self._fleet.foresees and self._is_one_turn():
-            self._fleet.foresee(self._calls_of(dataloader.dataset), self.num_generations_eval)
-        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # the trainer's
+    It need not know every setting of a loop: a call that differs is completed when it comes.
 
-    def _is_one_turn(self: Any) -> bool:
-        """Whether the prompts depend on the dataset only."""
-        return not self.tools and self.rollout_func is None and self.environment_factories is None
-
-    def _calls_of(self: Any, dataset: Any) -> list[list[list[int]]]:
-        """Return the prompts of each generate call of the loop, as token ids.
-
-        It need not know every setting of a loop: a call that differs is completed when it comes.
-        """
-        ids = self._tokenize_prompts([row["prompt"] for row in dataset])[0]
-        processes = self.accelerator.num_processes
-        # Each draws the order again, as the loop's own sampler will, from a generator of its own.
+    Args:
+        prompts: of the whole dataset.
+        new_sampler: returns the loop's sampler, which repeats each prompt `samples` times.
+        args: the trainer's GRPOConfig.
+    """
+    # Each draws the order again, as the loop's own sampler will, from a generator of its own.
+    shards = [
+        BatchSampler(new_sampler(), args.eval_batch_size, args.dataloader_drop_last) for _ in range(processes)
+    ]
+    if processes > 1:  # with one process, accelerate leaves the last batch short
+        even = args.accelerator_config.even_batches
         shards = [
-            BatchSampler(
-                self._get_eval_sampler(dataset), self.args.eval_batch_size, self.args.dataloader_drop_last
-            )
-            for _ in range(processes)
+            BatchSamplerShard(sampler, processes, index, even_batches=even) for index, sampler in enumerate(shards)
         ]
-        if processes > 1:  # with one process, accelerate leaves the last batch short
-            even = self.args.accelerator_config.even_batches
-            shards = [
-                BatchSamplerShard(sampler, processes, index, even_batches=even)
-                for index, sampler in enumerate(shards)
-            ]
-        calls = ([row for batch in batches for row in batch] for batches in zip(*shards, strict=False))
-        return [[list(ids[row]) for row in rows[:: self.num_generations_eval]] for rows in calls]
+    calls = ([row for batch in batches for row in batch] for batches in zip(*shards, strict=False))
+    return [[prompts[row] for row in rows[::samples]] for rows in calls]

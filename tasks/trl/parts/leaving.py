@@ -1,78 +1,103 @@
-"""Leaves a machine in time: between two steps, or within one step with the state from before it."""
+"""Leave a machine in time: between two steps, or within one step with the state from before it.
+
+Weights, optimizer and scheduler change only in the optimizer's step. The rest of a checkpoint's content is kept at
+the end of each step, so that a trainer that must leave within a step can save the end of the step before.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
+import torch
 from accelerate.utils import broadcast_object_list
 
-from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
-from grpo_orch.tasks.storing.saving import CheckpointSaver
+from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.step_costs import StepCosts
-from grpo_orch.tasks.trl.boundary import Boundary, RandomState
+from grpo_orch.tasks.trl.parts.saving import Place, Saving
 
 
-class LeavesInTime:
-    """Mixed in before SavesIntoSpool and TRL's trainer."""
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The state of every random generator that transformers saves in a checkpoint, on CPU and CUDA."""
 
-    _boundary: Boundary | None = None  # the end of the last step that this process has taken
-    _checkpoints: CheckpointSaver | None
-    _leaving: Leaving | None
-    _leaves: bool
-    _costs: StepCosts
-    _step: int
-    _buffered_inputs: Any
-    _rest_of_window: Any
-    _save_checkpoint: Any
-    accelerator: Any
-    args: Any
-    model: Any
-    state: Any
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | tuple[Any, ...]
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
 
-    def leave_if_due(self, *, in_step: bool) -> None:
+    @classmethod
+    def now(cls) -> RandomState:
+        """Return the present state of this process."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
+
+    def put_back(self) -> None:
+        """Restore it."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.random.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the random state at the end, also after an error."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+class Departure:
+    """When the trainer leaves, and with which state. All processes leave together.
+
+    Attributes:
+        has_begun: whether the next save is the last.
+    """
+
+    def __init__(self, accelerator: Any, costs: StepCosts, saving: Saving) -> None:
+        self._accelerator, self._costs, self._saving = accelerator, costs, saving
+        self._boundary: tuple[Place, RandomState] | None = None  # at the end of this process's last step
+        self.has_begun = False
+
+    def check(self, *, in_step: bool) -> None:
         """Raise LeaveNow in every process if the first one has to leave."""
-        due = self._leaving is not None and self._leaving.is_due(in_step=in_step)
-        if self._agree(due):
+        leaving = self._saving.leaving
+        if self._agree(leaving is not None and leaving.is_due(in_step=in_step)):
             raise LeaveNow
 
-    def save_before_leaving(self) -> int | None:
-        """Save the end of the last step, unless it is stored already or not worth it. Call it in every process.
+    def note_step(self, place: Place) -> None:
+        """Keep the state at the end of a step."""
+        self._boundary = place, RandomState.now()
+        if self._saving.leaving is not None:
+            self._saving.leaving.step_ended(self._costs.generated_s)
 
-        Returns, in the first process, the step of the newest checkpoint that is stored or on its way to the store,
-        if any.
+    def begin(self, step: int) -> Place | None:
+        """Return to the end of the last step, and return its place if it has to be saved.
+
+        None if the step is stored already or not worth it. Call it in every process.
         """
-        checkpoints, leaving, step = self._checkpoints, self._leaving, self.state.global_step
+        checkpoints, leaving = self._saving.checkpoints, self._saving.leaving
         wanted = (
             checkpoints is not None
             and leaving is not None
             and step > checkpoints.sealed_step
             and leaving.is_worth_storing()
         )
-        if self._agree(wanted) and self._boundary is not None:
-            self._boundary.random.put_back()
-            self._step, self._buffered_inputs = self._boundary.step, self._boundary.buffered
-            self._leaves = True
-            self._save_checkpoint(self.model, trial=None)
-        return None if checkpoints is None else checkpoints.sealed_step or None
+        if not self._agree(wanted) or self._boundary is None:
+            return None
+        place, random_state = self._boundary
+        random_state.put_back()
+        self.has_begun = True
+        return place
 
     def _agree(self, value: bool) -> bool:
         """Return the first process's value."""
-        return bool(broadcast_object_list([value])[0]) if self.accelerator.num_processes > 1 else value
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """End a step, and leave if there may be no time for another."""
-        self._boundary = Boundary(self._step, self._rest_of_window(), RandomState.now())
-        if self._leaving is not None:
-            self._leaving.step_ended(self._costs.generated_s)
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
-        if self.state.global_step < self.state.max_steps:
-            self.leave_if_due(in_step=False)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does, and restore the random state: an evaluation, complete or not, must not change the
-        steps after it."""
-        state = RandomState.now()
-        try:
-            return super().evaluate(*args, **kwargs)  # type: ignore[misc]  # the trainer's
-        finally:
-            state.put_back()
+        return bool(broadcast_object_list([value])[0]) if self._accelerator.num_processes > 1 else value

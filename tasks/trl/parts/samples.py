@@ -1,7 +1,7 @@
 """Hand a step's samples, for people to read, to the writer once TRL has scored them.
 
-TRL already gathers prompts, completions and advantages of all processes in `_logs`. Rewards are taken from an
-earlier gather, because `_logs` keys them by function name and two names may be equal. Lengths and mismatches are
+TRL already gathers prompts, completions and advantages of all processes in its logs. Rewards are taken from an
+earlier gather, because the logs key them by function name and two names may be equal. Lengths and mismatches are
 local to each process, so one small tensor is gathered for them. This module draws no random numbers and does not
 change the training data. Failures are only logged: that tensor is gathered even then.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,35 +31,68 @@ DECODED_TOKENS_MAX = 200_000
 MEASURES = 4  # per completion: tokens, is-cut, mean and maximum mismatch
 
 
-class KeepsSamples:
-    """Mixin that must precede a TRL trainer in its bases. Only the first process has `samples`."""
+class Samples:
+    """The samples of one process's calls.
 
-    samples: SampleWriter | None = None
-    _made: tuple[list[list[int]], Any] = ([], None)  # ids and tool mask of this process's last completions
-    _rewarded: torch.Tensor | None = None  # of all processes' last completions, (completions, functions)
-    _scored_at = PolicyVersion(-1, -1)
-    _scored_calls = 0
+    Args:
+        tokenizer: used in the trainer's thread only.
+        ends: tokens after which a completion is not cut.
+        functions: the names of the reward functions.
+        weights: their weights.
+        group: completions of a prompt.
+        timeline: the trained timeline.
 
-    def _generate(self: Any, prompts: list[Any]) -> tuple[Any, ...]:
-        generated: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]  # the trainer's
-        self._made = generated[1], generated[2]
-        return generated
+    Attributes:
+        writer: stores them; None except in the first process.
+    """
 
-    def _generate_and_score_completions(self: Any, inputs: list[Any]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # the same
-        rollouts, self._fleet.trained_on = self._fleet.trained_on, []
-        if self.model.training:
-            measured = self.accelerator.gather(self._measured_or_nan(output))
-            if self.samples is not None:
-                try:
-                    self._offer(self.samples, measured.tolist(), rollouts)
-                except Exception as error:  # noqa: BLE001  # training continues after any error
-                    log.warning("samples_not_kept", why=repr(error)[:500])
-        return output
+    def __init__(
+        self,
+        accelerator: Any,
+        tokenizer: Any,
+        ends: Collection[int],
+        functions: Sequence[str],
+        weights: Sequence[float],
+        group: int,
+        timeline: int,
+    ) -> None:
+        self._accelerator, self._tokenizer, self._ends = accelerator, tokenizer, ends
+        self._functions, self._weights = list(functions), list(weights)
+        self._group, self._timeline = group, timeline
+        self.writer: SampleWriter | None = None
+        self._made: tuple[list[list[int]], Any] = ([], None)  # ids and mask of this process's last completions
+        self._rewards: torch.Tensor | None = None  # of all processes' last completions, (completions, functions)
+        self._scored_at = PolicyVersion(-1, -1)
+        self._scored_calls = 0
 
-    def _measured_or_nan(self: Any, output: dict[str, Any]) -> torch.Tensor:
+    def note_completions(self, ids: list[list[int]], mask: list[list[int]] | None) -> None:
+        """Remember this process's completions of the present call."""
+        self._made = ids, mask
+
+    def note_rewards(self, per_function: torch.Tensor) -> None:
+        """Remember the rewards of the present call, of all processes."""
+        self._rewards = per_function
+
+    def keep(self, step: int, output: dict[str, Any], logs: Mapping[str, Any], rollouts: list[Rollout]) -> None:
+        """Hand a scored training call to the writer. Call it in every process.
+
+        Args:
+            step: the steps before it.
+            output: TRL's, with this process's rows.
+            logs: TRL's, of all processes.
+            rollouts: the call's completions, in the first process.
+        """
+        measured = self._accelerator.gather(self._measured_or_nan(output))
+        if self.writer is None:
+            return
+        try:
+            self._offer(self.writer, PolicyVersion(self._timeline, step), measured.tolist(), logs, rollouts)
+        except Exception as error:  # noqa: BLE001  # training continues after any error
+            log.warning("samples_not_kept", why=repr(error)[:500])
+
+    def _measured_or_nan(self, output: dict[str, Any]) -> torch.Tensor:
         """Return a tensor of fixed shape even on errors, because a missing process would block the gather."""
-        unknown = torch.full((len(output["completion_ids"]), MEASURES), math.nan, device=self.accelerator.device)
+        unknown = torch.full((len(output["completion_ids"]), MEASURES), math.nan, device=self._accelerator.device)
         try:
             measured: torch.Tensor = self._measured(output)
             if measured.shape != unknown.shape:
@@ -69,17 +102,17 @@ class KeepsSamples:
             return unknown
         return measured
 
-    def _measured(self: Any, output: dict[str, Any]) -> torch.Tensor:
+    def _measured(self, output: dict[str, Any]) -> torch.Tensor:
         """Return tokens, is-cut, mean and maximum mismatch of each of this process's completions.
 
         Shape (completions, MEASURES); NaN means unknown.
         """
         ids, mask = self._made
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         tokens = [len(row) for row in ids] if mask is None else [sum(row) for row in mask]
+        cut = [row[-1] not in self._ends for row in ids]
         measured = torch.tensor(
-            [[count, row[-1] not in ends, math.nan, math.nan] for count, row in zip(tokens, ids, strict=True)],
-            device=self.accelerator.device,
+            [[*counted, math.nan, math.nan] for counted in zip(tokens, cut, strict=True)],
+            device=self._accelerator.device,
         )
         if {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
             token_mask = output["completion_mask"] * output.get("tool_mask", 1)
@@ -90,19 +123,24 @@ class KeepsSamples:
             measured[:, 3].masked_fill_(measured[:, 2].isnan(), math.nan)
         return measured
 
-    def _offer(self: Any, samples: SampleWriter, measured: list[list[float]], rollouts: list[Rollout]) -> None:
-        version, count = PolicyVersion(self._timeline, self.state.global_step), len(measured)
+    def _offer(
+        self,
+        writer: SampleWriter,
+        version: PolicyVersion,
+        measured: list[list[float]],
+        logs: Mapping[str, Any],
+        rollouts: list[Rollout],
+    ) -> None:
+        count, size = len(measured), self._group
         if version != self._scored_at:
             self._scored_at, self._scored_calls = version, 0
         call, self._scored_calls = self._scored_calls, self._scored_calls + 1
-        logs, size = self._logs, self.num_generations
-        names = list(self.reward_func_names)
         prompts, completions = list(logs["prompt"])[-count:], list(logs["completion"])[-count:]
         advantages = list(logs["advantages"])[-count:]
-        rewards = self._rewarded.tolist()
+        rewards = [] if self._rewards is None else self._rewards.tolist()
         if len(rewards) != count:
             raise ValueError(f"{len(rewards)} completions were scored, expected {count}")
-        weights = [float(weight) for weight in self.reward_weights.tolist()]
+        names, weights = self._functions, self._weights
         first = rollouts[0].completions if rollouts and len(rollouts[0].completions) == count else None
         is_single_turn = len(rollouts) == 1
         offsets = _handover_offsets(first, self._tokenizer) if first is not None and is_single_turn else {}
@@ -132,7 +170,7 @@ class KeepsSamples:
             head = Head(SCHEMA, str(version), version.step + 1, call, now_s, names, weights, len(groups))
             return head, groups
 
-        samples.offer(build)
+        writer.offer(build)
 
 
 def _sample(

@@ -1,4 +1,4 @@
-"""Saves checkpoints into the spool, and loads them so that a restart is exact.
+"""Save checkpoints into the spool, and load them so that a restart is exact.
 
 A checkpoint also holds what TRL keeps in memory only: its place in the generation window, the rest of the window's
 completions, and a synchronised reference model.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,120 +22,124 @@ from grpo_orch.tasks.storing.saving import CheckpointSaver
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl import fast_save
 from grpo_orch.tasks.trl.offloaded_adam import catch_up
-from grpo_orch.tasks.trl.skipped_prompts import walk_of
+from grpo_orch.tasks.trl.skipped_prompts import Walk
 
 WINDOW_FILE = "grpo_window_{rank}.pt"
 REF_MODEL_FILE = "ref_model.safetensors"
 
 
-class SavesIntoSpool:
-    """Mixed in before TRL's trainer."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """TRL's place in the run.
 
-    _checkpoints: CheckpointSaver | None = None  # in the first process only, like `_leaving`
-    _leaving: Leaving | None = None
-    save_is_due = False  # a save found no space; the same in every process
-    _leaves = False  # the present save is the last
-    _buffered_inputs: Any
-    _costs: StepCosts
-    _get_output_dir: Any
-    _step: int
-    _timeline: int
-    accelerator: Any
-    args: Any
-    lr_scheduler: Any
-    num_iterations: int
-    optimizer: Any
-    ref_model: Any
-    state: Any
-    train_dataset: Any
+    Attributes:
+        batches: how many it has trained on.
+        buffered: the generation window's completions; None at the end of a window.
+    """
+
+    batches: int
+    buffered: list[dict[str, Any]] | None
+
+
+class Saving:
+    """Saves into the spool, or at a later step if the spool has no space.
+
+    Attributes:
+        checkpoints: the spool's slots; in the first process only.
+        leaving: when to leave; in the first process only.
+        is_due: whether the last save found no space; the same in every process.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self.checkpoints: CheckpointSaver | None = None
+        self.leaving: Leaving | None = None
+        self.is_due = False
 
     def attach(self, checkpoints: CheckpointSaver, leaving: Leaving) -> None:
         """Set where checkpoints go and when to leave, in the first process, before training."""
-        self._checkpoints, self._leaving = checkpoints, leaving
+        self.checkpoints, self.leaving = checkpoints, leaving
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save into the spool, or at a later step if the spool has no space."""
+    def save(self, step: int, write: Callable[[], None], *, is_last: bool) -> None:
+        """Save a step by `write`, which all processes call at the same time. It may be called again."""
         began_s = time.monotonic()
         try:
-            self._save_if_space(model, trial)
+            self._save_if_space(step, write, is_last)
         finally:
             self._costs.store_s += time.monotonic() - began_s
 
-    def _save_if_space(self, model: Any, trial: Any) -> None:
-        step = self.state.global_step
-        last = self._leaves or step >= self.state.max_steps
+    def _save_if_space(self, step: int, write: Callable[[], None], is_last: bool) -> None:
         while True:
-            slot = self._checkpoints.open(step, last=last) if self._checkpoints is not None else None
-            self.save_is_due = not broadcast_object_list([slot is not None])[0]
+            slot = self.checkpoints.open(step, last=is_last) if self.checkpoints is not None else None
+            self.is_due = not broadcast_object_list([slot is not None])[0]
             began_s = time.monotonic()
-            if self.save_is_due:
+            if self.is_due:
                 return
-            if self._save_into(slot, lambda: self._save_all(model, trial)):
-                if self._leaving is not None:
-                    self._leaving.saved(time.monotonic() - began_s)
+            if self._save_into(step, slot, write):
+                if self.leaving is not None:
+                    self.leaving.saved(time.monotonic() - began_s)
                 return
 
-    def _save_into(self, slot: Path | None, save: Callable[[], None]) -> bool:
+    def _save_into(self, step: int, slot: Path | None, write: Callable[[], None]) -> bool:
         """Save, and seal the slot once every process has saved. Return False if space ran out."""
-        fits = all(gather_object([fast_save.fits(save)]))
-        if self._checkpoints is not None and slot is not None:
-            checkpoints, step = self._checkpoints, self.state.global_step
+        fits = all(gather_object([fast_save.fits(write)]))
+        if self.checkpoints is not None and slot is not None:
+            checkpoints = self.checkpoints
             fits = fits and fast_save.fits(lambda: checkpoints.seal(step, slot))
             if not fits:
                 checkpoints.give_up(slot)
         return bool(broadcast_object_list([fits])[0])
 
-    def _save_all(self, model: Any, trial: Any) -> None:
-        with fast_save.overwriting():
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the trainer's
-            self._save_more(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
 
-    def _save_more(self, folder: Path) -> None:
-        """Save what TRL keeps in memory only."""
+class MemoryState:
+    """The part of a checkpoint that TRL keeps in memory only.
+
+    Args:
+        args: the trainer's GRPOConfig.
+        walk: the trainer's way through its dataset.
+        timeline: the trained timeline. It may begin from a checkpoint of an earlier one.
+    """
+
+    def __init__(self, accelerator: Any, args: Any, walk: Walk, timeline: int) -> None:
+        self._accelerator, self._args = accelerator, args
+        self._walk, self._timeline = walk, timeline
+
+    def save(self, folder: Path, place: Place, reference: Any) -> None:
+        """Add this process's part to a checkpoint's folder.
+
+        Args:
+            reference: the reference model, if it is synchronised as it goes; otherwise None.
+        """
         state = {
-            "step": self._step,
-            "buffered": self._rest_of_window(),
+            "step": place.batches,
+            "buffered": place.buffered,
             "timeline": self._timeline,
-            "learning_rate": self.args.learning_rate,
-            "completions_per_step": completions_per_step(self.args),
+            "learning_rate": self._args.learning_rate,
+            "completions_per_step": completions_per_step(self._args),
         }
-        torch.save(state, folder / WINDOW_FILE.format(rank=self.args.process_index))
-        if self.accelerator.is_main_process:
-            if self.args.sync_ref_model:
-                save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REF_MODEL_FILE))
+        torch.save(state, folder / WINDOW_FILE.format(rank=self._args.process_index))
+        if self._accelerator.is_main_process:
+            if reference is not None:
+                save_model(reference, str(folder / REF_MODEL_FILE))
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle, which nothing reads
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # the trainer's
-        if checkpoint is None:
-            return
-        catch_up(self.optimizer)
-        state, same_processes = _window_state(Path(checkpoint), self.args, self.accelerator.device)
-        self._step, self._buffered_inputs = state["step"], state["buffered"]
-        if self.args.sync_ref_model:
-            load_model(self.accelerator.unwrap_model(self.ref_model), str(Path(checkpoint) / REF_MODEL_FILE))
-        if state["timeline"] != self._timeline or not same_processes:
-            self._begin_timeline(state["learning_rate"])
+    def load(self, folder: Path, step: int, optimizer: Any, scheduler: Any, reference: Any) -> Place:
+        """Return the place in a checkpoint of `step`, once TRL has loaded optimizer and scheduler.
 
-    def _begin_timeline(self, learning_rate: float) -> None:
-        """Begin from a checkpoint of an earlier timeline, or of another number of processes.
-
-        The rest of the generation window is generated again: its completions belong to the abandoned steps, or are
-        divided over other processes. Optimizer and scheduler have loaded `learning_rate`, which they would keep.
+        A checkpoint of an earlier timeline, or of another number of processes, begins a timeline. Then the rest of
+        the generation window is generated again: its completions belong to the abandoned steps, or are divided
+        over other processes.
         """
-        walk = walk_of(self.args, len(self.train_dataset))
-        self._step, self._buffered_inputs = walk.batches_before(self.state.global_step), None
-        if self.args.learning_rate != learning_rate:
-            scale_learning_rate(self.optimizer, self.lr_scheduler, self.args.learning_rate / learning_rate)
-
-    def _rest_of_window(self) -> Any:
-        """Return the window's completions that are not trained on yet; None at the end of a window."""
-        return self._buffered_inputs if self._step % self._window else None
-
-    @property
-    def _window(self) -> int:
-        """Batches of a generation window."""
-        return int(self.args.steps_per_generation * self.num_iterations)
+        catch_up(optimizer)
+        state, same_processes = _window_state(folder, self._args, self._accelerator.device)
+        if reference is not None:
+            load_model(reference, str(folder / REF_MODEL_FILE))
+        if state["timeline"] == self._timeline and same_processes:
+            return Place(state["step"], state["buffered"])
+        # Optimizer and scheduler have loaded the checkpoint's learning rate, which they would keep.
+        if self._args.learning_rate != state["learning_rate"]:
+            scale_learning_rate(optimizer, scheduler, self._args.learning_rate / state["learning_rate"])
+        return Place(self._walk.batches_before(step), None)
 
 
 def why_not_resumable(trainer: Any, checkpoint: Path) -> str:

@@ -1,4 +1,4 @@
-"""Gives TRL's loop over tool calls the same number of turns in each process.
+"""Give TRL's loop over tool calls the same number of turns in each process.
 
 A turn is a generate call, for which TRL gathers the prompts of all processes as if each had as many. Here each
 process adds NO_PROMPT to its prompts, and continues with NO_PROMPT alone until all processes are done.
@@ -6,32 +6,38 @@ process adds NO_PROMPT to its prompts, and continues with NO_PROMPT alone until 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import gather_object
 
 from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
 
+Made = tuple[list[list[int]], list[Any]]  # of a turn: completions and their log-probabilities
+Generate = Callable[[list[Prompt]], Made]
 
-class TakesTurnsTogether:
-    """Mixed in before TRL's trainer."""
 
-    _in_turns = False  # after the first turn, with several processes
-    accelerator: Any
+class CommonTurns:
+    """The turns of one trainer's processes."""
 
-    def _tool_call_loop(self, *args: Any) -> Any:
-        self._in_turns = self.accelerator.num_processes > 1
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._in_loop = False  # after the first turn, with several processes
+
+    def loop(self, run: Callable[[], Any], generate: Generate) -> Any:
+        """Run this process's loop, then take turns until all processes are done. Returns the loop's result."""
+        self._in_loop = self._accelerator.num_processes > 1
         try:
-            answer = super()._tool_call_loop(*args)  # type: ignore[misc]  # the trainer's
-            while self._in_turns and (most := max(gather_object([0]))):
-                super()._generate_single_turn([NO_PROMPT] * most, None, {}, 1)  # type: ignore[misc]  # the same
+            result = run()
+            while self._in_loop and (longest := max(gather_object([0]))):
+                generate([NO_PROMPT] * longest)
         finally:
-            self._in_turns = False
-        return answer
+            self._in_loop = False
+        return result
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *rest: Any, **named: Any) -> Any:
+    def generate(self, prompt_ids: list[list[int]], generate: Generate) -> Made:
+        """Take one turn, with as many prompts as the process that has most."""
         own = len(prompt_ids)
-        most = max(gather_object([own])) if self._in_turns else own
-        filled: list[Prompt] = [*prompt_ids, *[NO_PROMPT] * (most - own)]
-        completion_ids, logprobs = super()._generate_single_turn(filled, *rest, **named)  # type: ignore[misc]  # the same
+        longest = max(gather_object([own])) if self._in_loop else own
+        completion_ids, logprobs = generate([*prompt_ids, *[NO_PROMPT] * (longest - own)])
         return completion_ids[:own], logprobs[:own]

@@ -185,13 +185,13 @@ def test_further_branches_are_rows_with_their_sessions_advantage(tiny: Path, tmp
     with open_rig(tmp_path, tiny, **spec) as rig:
         sessions_of(rig, tiny)
         trainer = rig.assemble()
-        score, outputs = trainer._generate_and_score_completions, list[dict[str, Any]]()
+        extended, outputs = trainer.agents.extended, list[dict[str, Any]]()
 
-        def scored(inputs: list[Any]) -> dict[str, Any]:
-            outputs.append(score(inputs))
+        def kept(*arguments: Any) -> dict[str, Any]:
+            outputs.append(extended(*arguments))
             return outputs[-1]
 
-        trainer._generate_and_score_completions = scored
+        trainer.agents.extended = kept
         trainer.train()
         [row] = rig.trained()
         [made] = rollouts_of(rig)

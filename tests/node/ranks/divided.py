@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_orch.tasks.storing.tensors import LazyTensor
-from grpo_orch.tasks.trl.trl_grpo import FleetGeneration
+from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.weights import whole_weights
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -44,20 +44,17 @@ class Client:
         self.published = {name: self._weights[name].read().clone() for name in sorted(self._weights)}
 
 
-def generation_with(model: Any, client: Any) -> FleetGeneration:
-    """What TRL publishes through, over a model in FSDP2's shards, without a trainer around it."""
-    generation = object.__new__(FleetGeneration)
-    generation.model, generation._fleet_client = model, client
-    generation.accelerator = PartialState()
+def publishing(model: Any, client: Any) -> Publishing:
+    """What publishes a model in FSDP2's shards, without a trainer around it."""
     no_gather = {"gather_params": lambda _: nullcontext()}
-    generation._dist = SimpleNamespace(is_fsdp=True, is_zero3=False, fsdp_version=2, **no_gather)
-    return generation
+    division = SimpleNamespace(is_fsdp=True, is_zero3=False, fsdp_version=2, **no_gather)
+    return Publishing(model, PartialState(), division, client, lambda: iter(()))
 
 
 def published(model: Any) -> dict[str, torch.Tensor]:
     """What the first process publishes; nothing in the other."""
     client = Client()
-    generation_with(model, client)._publish_together()
+    publishing(model, client).publish()
     return client.published if PartialState().is_main_process else {}
 
 

@@ -16,7 +16,7 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
 from grpo_orch.tasks.trainer.lessons import RewardCounts, count_rewards
 from grpo_orch.tasks.trainer.main import end_of_training, unexpected_error
-from grpo_orch.tasks.trl.unrewarded import NothingToLearn, Unrewarded
+from grpo_orch.tasks.trl.parts.rewards import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.storing.sample_writer import WAITING_MAX, Build, SampleWriter
-from grpo_orch.tasks.trl.parts.samples import MEASURES, KeepsSamples
+from grpo_orch.tasks.trl.parts.samples import MEASURES, Samples
 from tests.budget import HANG_S
 
 END = 9
@@ -28,11 +29,10 @@ def new_store() -> Store:
     return Store(f"memory://samples-{next(_names)}")
 
 
-class Scores:
-    """What TRL's trainer is to KeepsSamples, with two completions of one process: a stand-in, held to the real
-    one by test_trl_contract and the tests with real runs."""
+class Call:
+    """A training call of one process with two completions, and the part of the trainer that keeps its samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Sequence[str] = ("f",), weights: Sequence[float] = (2.0,)) -> None:
         self.made: list[list[int]] = IDS
         self.output: dict[str, Any] = {
             "completion_ids": torch.zeros(2, 3),
@@ -40,52 +40,39 @@ class Scores:
             "old_per_token_logps": torch.zeros(2, 3),
             "sampling_per_token_logps": torch.tensor([[0.0, 0.0, 0.3], [0.5, 0.0, 9.0]]),
         }
+        self.logs: dict[str, Any] = {"prompt": ["p", "p"], "completion": ["a", "b"]}
+        self.logs |= {"advantages": [0.5, math.nan]}
+        self.rewards = torch.tensor([[1.0], [math.nan]])
         self.gathered: list[torch.Tensor] = []
-        self.model = SimpleNamespace(training=True)
-        self.accelerator = SimpleNamespace(device="cpu", gather=self._gather)
-        self._fleet = SimpleNamespace(trained_on=[])
-        self.eos_token_ids, self._tokenizer = [END], SimpleNamespace(pad_token_id=0)
-        self._timeline, self.state, self.num_generations = 0, SimpleNamespace(global_step=3), 2
-        self.reward_func_names, self.reward_weights = ["f"], torch.tensor([2.0])
-        self._logs: dict[str, Any] = {"prompt": ["p", "p"], "completion": ["a", "b"]}
-        self._logs |= {"advantages": [0.5, math.nan]}
-        self._rewarded = torch.tensor([[1.0], [math.nan]])
+        accelerator = SimpleNamespace(device="cpu", gather=self._gather)
+        self.functions, self.weights = list(functions), list(weights)
+        self.part = Samples(accelerator, None, {END, 0}, functions, weights, group=2, timeline=0)
 
     def _gather(self, one: torch.Tensor) -> torch.Tensor:
         self.gathered.append(one)
         return one
 
-    def _generate(self, _: list[Any]) -> tuple[Any, ...]:
-        return [], self.made, None
-
-    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
-        self._generate(inputs)
-        return self.output
+    def keep(self) -> None:
+        self.part.note_completions(self.made, None)
+        self.part.note_rewards(self.rewards)
+        self.part.keep(3, self.output, self.logs, [])
 
 
-class Trainer(KeepsSamples, Scores):
-    pass
-
-
-def kept(trainer: Trainer) -> list[Sample]:
-    """What is stored of one step."""
+def kept(call: Call) -> list[Sample]:
+    """What is stored of a call."""
     store = new_store()
-    trainer.samples = SampleWriter(store, (0, 1, 1))
-    assert trainer._generate_and_score_completions([]) is trainer.output
-    trainer.samples.finish(HANG_S)
+    call.part.writer = SampleWriter(store, (0, 1, 1))
+    call.keep()
+    call.part.writer.finish(HANG_S)
     (key,) = samples.stored_calls(store)[PolicyVersion(0, 3)]
     head, groups = samples.read_samples(store, key)
     (group,) = groups
-    assert (head.step, head.functions, head.weights) == (
-        4,
-        trainer.reward_func_names,
-        trainer.reward_weights.tolist(),
-    )
+    assert (head.step, head.functions, head.weights) == (4, call.functions, call.weights)
     return group.samples
 
 
 def test_what_is_measured() -> None:
-    first, second = kept(Trainer())
+    first, second = kept(Call())
     assert (first.tokens, first.cut, first.reward, first.advantage) == (3, False, 2.0, 0.5)
     assert (second.tokens, second.cut, second.reward, second.advantage) == (3, True, None, None)
     assert [first.mismatch_max, second.mismatch_max] == pytest.approx([0.3, 0.5])
@@ -94,20 +81,19 @@ def test_what_is_measured() -> None:
 
 def test_functions_of_one_name_keep_their_rewards() -> None:
     """As two modules' `correct`, or what one decorator made of several."""
-    trainer = Trainer()
-    trainer.reward_func_names, trainer.reward_weights = ["f", "f"], torch.tensor([2.0, 1.0])
-    trainer._rewarded = torch.tensor([[1.0, 0.0], [0.0, math.nan]])
-    assert [(one.rewards, one.reward) for one in kept(trainer)] == [([1.0, 0.0], 2.0), ([0.0, None], 0.0)]
+    call = Call(["f", "f"], [2.0, 1.0])
+    call.rewards = torch.tensor([[1.0, 0.0], [0.0, math.nan]])
+    assert [(one.rewards, one.reward) for one in kept(call)] == [([1.0, 0.0], 2.0), ([0.0, None], 0.0)]
 
 
 def test_messages_of_any_form_are_told() -> None:
-    trainer = Trainer()
+    call = Call()
     image = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}, "a part"]
-    trainer._logs["completion"] = [
+    call.logs["completion"] = [
         [{"role": "user", "content": image}, {"role": None, "content": None}],
         [{"role": "tool", "content": 5}],
     ]
-    first, second = kept(trainer)
+    first, second = kept(call)
     assert [(one.role, one.text) for one in first.completion] == [
         ("user", "[image]\nwhat is it?\na part"),
         ("", ""),
@@ -115,19 +101,19 @@ def test_messages_of_any_form_are_told() -> None:
     assert [(one.role, one.text) for one in second.completion] == [("tool", "5")]
 
 
-@pytest.mark.parametrize("fault", ["nothing was made", "another number", "other shapes", "an attribute is gone"])
+@pytest.mark.parametrize("fault", ["nothing was made", "another number", "other shapes", "a field is gone"])
 def test_a_process_that_cannot_measure_gathers_as_much_as_the_others(fault: str) -> None:
-    trainer = Trainer()
+    call = Call()
     if fault == "nothing was made":
-        trainer.made = [[5, END], []]
+        call.made = [[5, END], []]
     if fault == "another number":
-        trainer.made = IDS[:1]
+        call.made = IDS[:1]
     if fault == "other shapes":
-        trainer.output["old_per_token_logps"] = torch.zeros(2, 7)
-    if fault == "an attribute is gone":
-        del trainer.eos_token_ids
-    told = kept(trainer)
-    (gathered,) = trainer.gathered
+        call.output["old_per_token_logps"] = torch.zeros(2, 7)
+    if fault == "a field is gone":
+        del call.output["completion_mask"]
+    told = kept(call)
+    (gathered,) = call.gathered
     assert gathered.shape == (2, MEASURES)
     assert gathered.dtype == torch.float32
     assert gathered.isnan().all()
@@ -136,11 +122,11 @@ def test_a_process_that_cannot_measure_gathers_as_much_as_the_others(fault: str)
 
 
 def test_a_step_goes_on_when_nothing_can_be_offered() -> None:
-    trainer = Trainer()
-    trainer.samples = SampleWriter(new_store(), (0, 1, 1))
-    del trainer._logs["advantages"]
-    assert trainer._generate_and_score_completions([]) is trainer.output
-    assert len(trainer.gathered) == 1
+    call = Call()
+    call.part.writer = SampleWriter(new_store(), (0, 1, 1))
+    del call.logs["advantages"]
+    call.keep()
+    assert len(call.gathered) == 1
 
 
 def built(step: int) -> tuple[Head, list[Group]]:

@@ -12,7 +12,8 @@ from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.completions.rollout_source import Call
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts
+from grpo_orch.tasks.trl.parts.saving import Place
+from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, walk_of
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 
@@ -35,14 +36,14 @@ def trainer_at(step: int, batch: int, **args: Any) -> SimpleNamespace:
     """A trainer of 12 prompts, two to a window."""
     config = {"shuffle_dataset": False, "seed": 1, "generation_batch_size": 4, "num_generations": 2, **args}
     return SimpleNamespace(
-        args=SimpleNamespace(num_iterations=1, **config),
+        walk=walk_of(SimpleNamespace(num_iterations=1, **config), 12),
         train_dataset=[{"prompt": number} for number in range(12)],
         model=SimpleNamespace(training=True),
         state=SimpleNamespace(global_step=step, max_steps=100),
         eos_token_ids=[0],
-        _step=batch,
-        _replaced=ReplacedPrompts(),
-        _tokenize_prompts=lambda prompts: ([[prompt] for prompt in prompts],),
+        place=Place(batch, None),
+        replaced=ReplacedPrompts(),
+        tokenized=lambda prompts: [[prompt] for prompt in prompts],
     )
 
 
@@ -56,7 +57,8 @@ def test_timeline_that_begins_within_a_window_begins_none_in_vain_and_no_two_cal
     client = FleetClient(source)  # type: ignore[arg-type]  # all that is asked of it
     client.attach(trainer, None, 1)
     client.windows = WindowsAhead(trainer, 1, 1, staleness)
-    for trainer._step in (3, 4):  # windows 1 and 2 of step 2, each with a second turn, of tools
+    for batch in (3, 4):  # windows 1 and 2 of step 2, each with a second turn, of tools
+        trainer.place = Place(batch, None)
         client.generate([], n=2)
         client.generate([], n=1)
     assert [call.prompts for call in source.begun[:2]] == [[[2], [3]], [[4], [5]]]

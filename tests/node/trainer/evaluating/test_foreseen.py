@@ -3,6 +3,7 @@ loop will ask for them, however many processes there are."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
-from grpo_orch.tasks.trl.parts.foreseen import ForeseesEvaluation
+from grpo_orch.tasks.trl.parts.foreseen import evaluation_calls
 from tests.node.trainer.rig import open_rig
 
 OF_TIME = ("runtime", "per_second")
@@ -23,8 +24,8 @@ def evaluated(folder: Path, tiny: Path, *, foresees: bool) -> tuple[list[int], l
     grpo = {"per_device_eval_batch_size": 8, "num_generations_eval": 4}
     with open_rig(folder, tiny, grpo=grpo, evaluates=True) as rig:
         trainer = rig.assemble()
-        assert trainer._fleet.foresees
-        trainer._fleet.foresees = foresees
+        assert trainer.fleet.foresees
+        trainer.fleet.foresees = foresees
         found = trainer.evaluate()
         kept = {name: value for name, value in found.items() if not name.endswith(OF_TIME)}
         return rig.gateway.batches, sorted(rig.gateway.asked), kept
@@ -39,30 +40,16 @@ def test_an_evaluation_is_one_batch_and_computes_the_same(tiny: Path, tmp_path: 
     assert "eval_reward" in found
 
 
-class Trainer(ForeseesEvaluation):
-    """What the mixin asks of TRL's trainer."""
-
-    def __init__(self, processes: int) -> None:
-        self.num_generations_eval = 2
-        self.accelerator = SimpleNamespace(num_processes=processes)
-        config = SimpleNamespace(even_batches=True)
-        self.args = SimpleNamespace(eval_batch_size=4, dataloader_drop_last=False, accelerator_config=config)
-
-    def _tokenize_prompts(self, prompts: list[int]) -> Any:
-        return [[one] for one in prompts], None, {}
-
-    def _get_eval_sampler(self, dataset: Any) -> Any:
-        return RepeatSampler(data_source=dataset, mini_repeat_count=self.num_generations_eval, seed=3)
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("rows", [4, 5, 7])
 def test_each_call_is_foreseen_as_the_loop_makes_it(processes: int, rows: int) -> None:
     dataset = [{"prompt": row} for row in range(rows)]
-    trainer = Trainer(processes)
+    config: Any = SimpleNamespace(even_batches=True)
+    args = SimpleNamespace(eval_batch_size=4, dataloader_drop_last=False, accelerator_config=config)
+    sampler = partial(RepeatSampler, data_source=dataset, mini_repeat_count=2, seed=3)
     loaders = [
         prepare_data_loader(
-            DataLoader(dataset, batch_size=4, sampler=trainer._get_eval_sampler(dataset), collate_fn=list),
+            DataLoader(dataset, batch_size=4, sampler=sampler(), collate_fn=list),
             num_processes=processes,
             process_index=process,
             put_on_device=False,
@@ -71,4 +58,4 @@ def test_each_call_is_foreseen_as_the_loop_makes_it(processes: int, rows: int) -
         for process in range(processes)
     ]
     made = [[[row["prompt"]] for batch in batches for row in batch][::2] for batches in zip(*loaders, strict=True)]
-    assert trainer._calls_of(dataset) == made
+    assert evaluation_calls([[row] for row in range(rows)], sampler, 2, processes, args) == made

@@ -18,9 +18,9 @@ from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest
 from grpo_orch.rewards import readable_by
 from grpo_orch.tasks.completions.gateway_client import Generated
 from grpo_orch.tasks.evaluating.assemble import InPieces
-from grpo_orch.tasks.evaluating.scoring import readable_by_judge
+from grpo_orch.tasks.evaluating.scoring import is_cut, readable_by_judge
 from grpo_orch.tasks.rewards.guard import BadReward
-from grpo_orch.tasks.trl.trl_evaluating import EvaluatingTrainer, Made
+from grpo_orch.tasks.trl.trl_grpo import Made
 from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator
 from tests.node.trainer.rig import PROMPTS, Rig, open_rig, run_spec
@@ -107,7 +107,7 @@ def test_completion_at_full_length_without_end_is_cut(
     trainer: Any = SimpleNamespace(
         eos_token_ids=[1], args=SimpleNamespace(max_completion_length=4, generation_kwargs=kwargs)
     )
-    assert EvaluatingTrainer.is_cut(trainer, ids) is cut
+    assert is_cut(trainer, ids) is cut
 
 
 def test_pieces_are_halved_until_there_is_room_for_them() -> None:
