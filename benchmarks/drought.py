@@ -17,7 +17,7 @@ from dataclasses import replace
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import climate
-from grpo_orch.orchestrator.simulate.world import Outcome, simulate_hours
+from grpo_orch.orchestrator.simulate.simulation import Outcome, simulate_hours
 from grpo_orch.policies.model.spec import RolloutSpec
 
 SEEDS = 3

@@ -37,7 +37,7 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
 from grpo_orch.orchestrator.clouds.protocol import Order
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices
-from grpo_orch.orchestrator.simulate.world import ON_DEMAND, World
+from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, World
 from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.model.state import Node, Slot
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.check_gpu.lab import Lab
 from benchmarks.check_gpu.outcome import Failed
-from grpo_orch.policies.serving.position_trial import judge
+from grpo_orch.policies.serving.sampling_check import judge
 
 COUNT, TOKENS, CUT = 32, 48, 24
 Rows = Sequence[Sequence[int]]

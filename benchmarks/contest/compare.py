@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.contest.contenders import CONTENDERS
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import Weather
-from grpo_orch.orchestrator.simulate.world import Outcome, simulate_hours
+from grpo_orch.orchestrator.simulate.simulation import Outcome, simulate_hours
 from grpo_orch.policies.model.spec import RunSpec
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.contest.spot_hedge import spot_hedge
 from grpo_orch.orchestrator.control.controller import Decide
-from grpo_orch.orchestrator.simulate.world import ON_DEMAND, on_demand
+from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, on_demand
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.events import Event, NodeRequested
 from grpo_orch.policies.model.spec import RunSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
-from grpo_orch.orchestrator.simulate.world import Outcome
+from grpo_orch.orchestrator.simulate.simulation import Outcome
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role

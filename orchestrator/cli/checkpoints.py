@@ -28,7 +28,7 @@ from grpo_orch.checkpoint.stream.transfer import verify as read_all
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.run_view import Looker
-from grpo_orch.orchestrator.views.words import NOT_KNOWN, data_size, duration, kept_as
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, data_size, duration, kept_as
 from grpo_orch.policies.model import exit_codes
 
 NEWEST = "latest"

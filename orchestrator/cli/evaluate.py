@@ -52,9 +52,9 @@ from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
 from grpo_orch.orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
 from grpo_orch.orchestrator.plan.machines import cached_lookup
-from grpo_orch.orchestrator.views.words import NOT_KNOWN
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN
 from grpo_orch.policies.evaluation import intervals
-from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.evaluation.intervals import Estimate
 from grpo_orch.policies.evaluation.judging import Verdict
 from grpo_orch.policies.model import exit_codes

@@ -41,7 +41,7 @@ from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, re
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import Looker
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
-from grpo_orch.orchestrator.views.words import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase

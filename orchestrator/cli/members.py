@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.gateway.surface.describe import describe
 from grpo_orch.orchestrator.home import known_token
-from grpo_orch.orchestrator.views.words import NOT_KNOWN, duration
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, duration
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import machine_of
 

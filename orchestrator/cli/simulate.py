@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, Weather, climate, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import Told, tell
-from grpo_orch.orchestrator.simulate.world import (
+from grpo_orch.orchestrator.simulate.simulation import (
     HOURS,
     ON_DEMAND,
     THIS_RUN,

@@ -12,7 +12,7 @@ from random import Random
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Box, Prices
 from grpo_orch.orchestrator.simulate.market_trace import ZONES, Weather, Zone
 from grpo_orch.orchestrator.simulate.store import Trouble
-from grpo_orch.orchestrator.simulate.world import DT_S, World
+from grpo_orch.orchestrator.simulate.simulation import DT_S, World
 from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.spec import Budget, RunSpec, generates_itself

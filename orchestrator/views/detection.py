@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.orchestrator.traces.read import Trace
-from grpo_orch.orchestrator.views.words import NOT_KNOWN, short
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, short
 from grpo_orch.policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 

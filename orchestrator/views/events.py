@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from grpo_orch.checkpoint.journal import Record
 from grpo_orch.checkpoint.records.documents import RehearsedFault
 from grpo_orch.checkpoint.store.codec import event_to_plain
-from grpo_orch.orchestrator.views.words import duration, effect_words, moment, skipped_words, start_words
+from grpo_orch.orchestrator.views.formatting import duration, effect_words, moment, skipped_words, start_words
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     BudgetNeared,

@@ -18,7 +18,7 @@ from grpo_orch.orchestrator.plan.model import (
     Plan,
     StepPlan,
 )
-from grpo_orch.orchestrator.views.words import (
+from grpo_orch.orchestrator.views.formatting import (
     NOT_KNOWN,
     duration,
     moment,

@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.store.document import Unreadable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import export_of
 from grpo_orch.orchestrator.plan.prices import store_place
-from grpo_orch.orchestrator.views.measured import (
+from grpo_orch.orchestrator.views.measurements import (
     WeightsView,
     policy_stage_words,
     timing_words,
@@ -27,7 +27,7 @@ from grpo_orch.orchestrator.views.measured import (
 )
 from grpo_orch.orchestrator.views.model import HealthView, health_of
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.words import (
+from grpo_orch.orchestrator.views.formatting import (
     NOT_KNOWN,
     Change,
     change_words,

@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S,
 from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
-from grpo_orch.orchestrator.views.measured import newest_weights, state_now, step_split
+from grpo_orch.orchestrator.views.measurements import newest_weights, state_now, step_split
 from grpo_orch.orchestrator.views.model import (
     CheckpointView,
     DaemonView,
@@ -34,7 +34,7 @@ from grpo_orch.orchestrator.views.model import (
     health_of,
 )
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.words import stage_words
+from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.policies.costs.steps import optimum, shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import course_of, nodes_for, time_of

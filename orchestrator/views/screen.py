@@ -18,7 +18,7 @@ from rich.text import Text
 
 from grpo_orch.checkpoint.records.metrics import StepTiming, logged
 from grpo_orch.orchestrator.views.events import EventLine
-from grpo_orch.orchestrator.views.measured import (
+from grpo_orch.orchestrator.views.measurements import (
     AT_WORK,
     NodeState,
     StepSplit,
@@ -27,7 +27,7 @@ from grpo_orch.orchestrator.views.measured import (
     weights_words,
 )
 from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
-from grpo_orch.orchestrator.views.words import (
+from grpo_orch.orchestrator.views.formatting import (
     LABEL,
     NOT_KNOWN,
     align_left,

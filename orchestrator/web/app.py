@@ -21,8 +21,8 @@ from grpo_orch.checkpoint.records.metrics import Row
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
 from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
-from grpo_orch.orchestrator.views.words import data_size, duration, format_time, going_on, short, shown, usd
-from grpo_orch.orchestrator.web import course, pages
+from grpo_orch.orchestrator.views.formatting import data_size, duration, format_time, going_on, short, shown, usd
+from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.access import add_headers, guard
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.watch import Look, Watch, looks
@@ -137,9 +137,9 @@ PAGES: tuple[Page, ...] = (
     pages.CHECKPOINTS,
     pages.ROLLBACKS,
     pages.EVENTS,
-    course.SERIES,
-    course.SPLIT,
-    course.LANES,
+    curves.SERIES,
+    curves.SPLIT,
+    curves.LANES,
 )
 
 WATCHERS_MAX = 100  # concurrent; each holds a connection

@@ -26,10 +26,10 @@ from grpo_orch.orchestrator.samples import (
     why_none,
 )
 from grpo_orch.orchestrator.views.events import event_json
-from grpo_orch.orchestrator.views.measured import FAILED, NodeState
+from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
 from grpo_orch.orchestrator.views.model import to_json
 from grpo_orch.orchestrator.views.report import SEEDS_ONLY, outcome_words
-from grpo_orch.orchestrator.views.words import (
+from grpo_orch.orchestrator.views.formatting import (
     change_words,
     changes_of,
     discarded_words,

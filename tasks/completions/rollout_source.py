@@ -28,7 +28,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from grpo_orch.policies.serving.seeds import request_seed
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.drought import OwnTurn
+from grpo_orch.tasks.completions.node_shortage import OwnTurn
 from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.storing.heartbeat import Heartbeat

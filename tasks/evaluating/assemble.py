@@ -17,7 +17,7 @@ from grpo_orch.policies.serving.wire import Batch, Completion
 from grpo_orch.tasks.completions.gateway_client import GatewayClient, Generated
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
-from grpo_orch.tasks.evaluating.keeping import Completes, Keeping
+from grpo_orch.tasks.evaluating.stored_completions import Completes, Keeping
 from grpo_orch.tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
 from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
 from grpo_orch.tasks.trainer.start import Start

@@ -30,7 +30,7 @@ from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
 from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
-from grpo_orch.tasks.completions.drought import Drought
+from grpo_orch.tasks.completions.node_shortage import Drought
 from grpo_orch.tasks.completions.gateway_client import GatewayClient
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource

@@ -14,7 +14,7 @@ from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.restoring import Restored
 from grpo_orch.tasks.storing.step_costs import StepCosts
-from grpo_orch.tasks.trainer.overdue import kill_after
+from grpo_orch.tasks.trainer.time_limit import kill_after
 
 
 @dataclass(frozen=True, slots=True)

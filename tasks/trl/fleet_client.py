@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.canary import Canary
 from grpo_orch.policies.serving.wire import PolicyRef
-from grpo_orch.tasks.completions.drought import OwnTurn
+from grpo_orch.tasks.completions.node_shortage import OwnTurn
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher

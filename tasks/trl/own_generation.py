@@ -1,5 +1,5 @@
 """Completions from the trainer's own model: with `rollout.replicas: 0`, or while no rollout node is available
-(`tasks.completions.drought`).
+(`tasks.completions.node_shortage`).
 
 It replaces the gateway and nothing else: each completion has a seed of its own, is stored before the step is
 applied, and is read back by a restarted trainer. A run without rollout nodes publishes no policies.

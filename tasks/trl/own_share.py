@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_orch.policies.serving.wire import Completion
-from grpo_orch.tasks.completions.drought import Drought, Share
+from grpo_orch.tasks.completions.node_shortage import Drought, Share
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.heartbeat import Fenced
 from grpo_orch.tasks.trl.own_generation import OwnGeneration

@@ -24,7 +24,7 @@ from grpo_orch.orchestrator.gateway.surface.app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.policies.serving.member import Row
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
 from tests.budget import HANG_S
 from tests.rigs.gateway_process import Heard, hear

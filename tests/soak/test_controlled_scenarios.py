@@ -1,7 +1,7 @@
 """Thousands of the stories of `tests/policies/control/test_controlled_scenarios.py`, in good and in bad weather.
 
 Half of them are under a cap that they may reach: while a controller can see and act no cap is passed
-(`orchestrator.simulate.world`), and what is spent beyond one while none could is printed.
+(`orchestrator.simulate.simulation`), and what is spent beyond one while none could is printed.
 
 STORIES=n says how many, SEED=n where to begin.
 """

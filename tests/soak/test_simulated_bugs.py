@@ -18,7 +18,7 @@ from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.controller import Controller
 from grpo_orch.orchestrator.simulate import scenarios, work
 from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
-from grpo_orch.orchestrator.simulate.world import Broken
+from grpo_orch.orchestrator.simulate.simulation import Broken
 from grpo_orch.policies.control import decide as deciding
 from grpo_orch.policies.control.rollback import begin as rollback_begin
 from grpo_orch.policies.fleet import budget, market

@@ -10,7 +10,7 @@ from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, HandoverReason
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.serving.sharing import single_request_rate
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HEADER_BOOT, HEADER_POLICY
 
 PROBE_S = 1.5  # a burst of 256 requests has kept vLLM's server busy for half a second

@@ -27,7 +27,7 @@ from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberSt
 from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
 from grpo_orch.policies.serving.member import Change, Row
 from grpo_orch.policies.serving.membership import Membership
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from grpo_orch.orchestrator.gateway.nodes.link import PROBE_S, Link
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.policies.serving.member import Row
 from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
-from grpo_orch.policies.serving.silence import MOST_S
+from grpo_orch.policies.serving.silence_limits import MOST_S
 
 CHECK_S = 0.1
 HOUSEKEEPING_S = 1.0

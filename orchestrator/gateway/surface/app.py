@@ -31,7 +31,7 @@ from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)

@@ -28,7 +28,7 @@ from grpo_orch.policies.model.node_contract import TOKEN_ENV
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.serving.canary import Canary
 from grpo_orch.policies.serving.joining import READ_BYTES_PER_S
-from grpo_orch.policies.serving.position_trial import judge
+from grpo_orch.policies.serving.sampling_check import judge
 from grpo_orch.policies.serving.wire import COMPLETIONS, MODEL, NODE_IDLE_S, EngineStats, LoadPolicy, ProvePolicy
 from grpo_orch.policies.weights.adapters import BASE_MODEL
 from grpo_orch.tasks.machine.children import end_descendants, start_child

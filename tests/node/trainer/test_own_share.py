@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.drought import Drought, Share
+from grpo_orch.tasks.completions.node_shortage import Drought, Share
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.heartbeat import Fenced
 from grpo_orch.tasks.trl.own_generation import OwnGeneration

@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES
 from grpo_orch.checkpoint.stream.manifest import files_below
-from grpo_orch.orchestrator.views.words import kept_as
+from grpo_orch.orchestrator.views.formatting import kept_as
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.timelines import Fork

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.look import COMPLETION, excerpt
-from grpo_orch.orchestrator.views.words import INVISIBLE
+from grpo_orch.orchestrator.views.formatting import INVISIBLE
 from tests.budget import examples
 from tests.generators.samples import group, handed_over, sample, store_step
 from tests.rigs.command_line import Cli

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.orchestrator.cli import simulate
 from grpo_orch.orchestrator.simulate.scenarios import Told
-from grpo_orch.orchestrator.simulate.world import Broken, Outcome
+from grpo_orch.orchestrator.simulate.simulation import Broken, Outcome
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli

@@ -15,7 +15,7 @@ import typer
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.orchestrator.cli import app
 from grpo_orch.orchestrator.control.lease import own_lease
-from grpo_orch.orchestrator.views.words import going_on
+from grpo_orch.orchestrator.views.formatting import going_on
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import EngineStats
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 

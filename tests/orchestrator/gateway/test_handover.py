@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HandOver
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import Node, World, check, job, undisturbed

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from grpo_orch.policies.serving.silence import SilenceLimits
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from tests.rigs.gateway_world import Node, World, job, undisturbed
 
 JOBS = 48

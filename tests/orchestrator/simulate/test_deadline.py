@@ -11,7 +11,7 @@ from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
 from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Physics
 from grpo_orch.orchestrator.simulate.market_trace import Weather
-from grpo_orch.orchestrator.simulate.world import COARSE, ON_DEMAND, World
+from grpo_orch.orchestrator.simulate.simulation import COARSE, ON_DEMAND, World
 from grpo_orch.policies.model.reports import DEADLINE
 from grpo_orch.policies.model.spec import (
     Dataset,

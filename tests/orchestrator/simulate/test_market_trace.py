@@ -14,7 +14,7 @@ from benchmarks.contest.oracle import oracle
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import tell
-from grpo_orch.orchestrator.simulate.world import ON_DEMAND
+from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Market, Role, RunPhase

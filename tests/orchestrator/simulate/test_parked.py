@@ -25,7 +25,7 @@ from grpo_orch.orchestrator.simulate.scenarios import (
     suspended,
     work_ends,
 )
-from grpo_orch.orchestrator.simulate.world import World
+from grpo_orch.orchestrator.simulate.simulation import World
 from grpo_orch.policies.model.events import NodeRequested, RunMoved
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.state import RunState

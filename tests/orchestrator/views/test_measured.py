@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.checkpoint.records.metrics import Row
-from grpo_orch.orchestrator.views.measured import NodeState, phase_state, state_now, step_split
+from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now, step_split
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import Rates, view_of
 from grpo_orch.policies.model.vocabulary import NodePhase, Role

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
 from grpo_orch.orchestrator import web
-from grpo_orch.orchestrator.web.course import split_table, table
+from grpo_orch.orchestrator.web.curves import split_table, table
 from grpo_orch.orchestrator.web.pages import MONEY_POINTS
 from grpo_orch.policies.model.events import BudgetSet, RunMoved
 from grpo_orch.policies.model.vocabulary import NodePhase, RunPhase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_orch.orchestrator.web.course import CELLS, SPANS_MAX
+from grpo_orch.orchestrator.web.curves import CELLS, SPANS_MAX
 from grpo_orch.policies.model.events import NodeMoved
 from grpo_orch.policies.model.vocabulary import NodePhase
 from tests.generators.views_world import FIRST_FORK, T0, requested

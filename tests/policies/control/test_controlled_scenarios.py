@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Box
 from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, tell
 from grpo_orch.orchestrator.simulate.store import Trouble
-from grpo_orch.orchestrator.simulate.world import DT_S, World
+from grpo_orch.orchestrator.simulate.simulation import DT_S, World
 from grpo_orch.policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.evaluation.judging import Verdict, told_readable, verdict
 from grpo_orch.policies.model.spec import (
     Dataset,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.serving.silence import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, SilenceLimits
+from grpo_orch.policies.serving.silence_limits import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, SilenceLimits
 
 SWEEP_S = 0.25
 MOST_REQUESTS = 16

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from grpo_orch.policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions import drought
-from grpo_orch.tasks.completions.drought import Drought, OwnTurn, Share
+from grpo_orch.tasks.completions import node_shortage
+from grpo_orch.tasks.completions.node_shortage import Drought, OwnTurn, Share
 from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
@@ -82,7 +82,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(drought, "AT_ONCE", 2)
+    monkeypatch.setattr(node_shortage, "AT_ONCE", 2)
     return World()
 
 
@@ -151,7 +151,7 @@ def test_new_batch_starts_empty_and_each_process_has_a_part(world: World) -> Non
 
 
 def test_too_large_part_is_halved_down_to_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drought, "AT_ONCE", 4)
+    monkeypatch.setattr(node_shortage, "AT_ONCE", 4)
     world = World()
     sizes = []
     for _ in range(3):

@@ -11,7 +11,7 @@ from grpo_orch.checkpoint.records import evaluations
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
-from grpo_orch.tasks.evaluating.keeping import KEEP_S, Keeping
+from grpo_orch.tasks.evaluating.stored_completions import KEEP_S, Keeping
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 4}
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession
 
-from grpo_orch.policies.serving.position_trial import Trial, judge
+from grpo_orch.policies.serving.sampling_check import Trial, judge
 from grpo_orch.tasks.machine.node_env import NotANode, read_node_env
 from grpo_orch.tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from grpo_orch.tasks.rollout.vllm.server import Server, Unfit

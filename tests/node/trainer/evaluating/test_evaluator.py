@@ -20,12 +20,12 @@ from grpo_orch.checkpoint.records import documents, evaluations
 from grpo_orch.checkpoint.records.evaluations import Evaluated, Scored
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.node_contract import EVALUATOR
 from grpo_orch.policies.model.spec import Dataset, Replicas
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from grpo_orch.tasks.evaluating.keeping import KEEP_S
+from grpo_orch.tasks.evaluating.stored_completions import KEEP_S
 from grpo_orch.tasks.evaluating.main import run_evaluation
 from grpo_orch.tasks.machine.leaving import Leaving
 from tests.budget import until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.evaluation.as_run import as_run
+from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, Subject
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef

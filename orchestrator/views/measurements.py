@@ -9,7 +9,7 @@ from statistics import median
 
 from grpo_orch.checkpoint.records import metrics
 from grpo_orch.checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, StepTiming, split
-from grpo_orch.orchestrator.views.words import data_size, short
+from grpo_orch.orchestrator.views.formatting import data_size, short
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
 from grpo_orch.policies.serving.gateway_status import MemberStatus, VersionSpread
 from grpo_orch.policies.serving.joining import Stage
