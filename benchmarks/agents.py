@@ -40,7 +40,7 @@ import psutil
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -286,7 +286,7 @@ def fleet(folder: Path, model: Path, count: int) -> Iterator[tuple[list[Server],
             rollout=RolloutSpec(vllm=VLLM, env=ENV),
         )
         documents.create_run(store, RunRecord(documents.SCHEMA, "agents", 0.0, spec))
-        vouch(store, TOKEN)
+        sign_run(store, TOKEN)
         version = PolicyVersion.parse("0-0")
         prefix = layout.policy(version, (0, 1, 1))
         weights = folder / "policy"

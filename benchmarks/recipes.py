@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.rig import recipe_plot
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT, run_file
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.policies.model.spec import RunSpec
 
@@ -98,7 +98,7 @@ def measure(job: Job, base: Path) -> Curve:
     return Curve(job.seed, [last[step] for step in sorted(last)], len(report["rollbacks"]))
 
 
-def kept(rows: list[Row]) -> list[Row]:
+def kept(rows: list[MetricsRow]) -> list[MetricsRow]:
     """Of steps that a rollback abandoned the ones that were made in their place."""
     return sorted((row for row in rows if "reward" in row.values), key=lambda row: (row.timeline, row.step))
 

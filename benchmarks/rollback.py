@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.rig.local_run import ROOT, TINY, make_tiny, run
 from grpo_orch.checkpoint import journal
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.events import (
     Event,
@@ -68,7 +68,7 @@ def stages(url: str) -> dict[type[Event], float]:
     return times
 
 
-def restart_s(rows: list[Row]) -> float:
+def restart_s(rows: list[MetricsRow]) -> float:
     """From the last row before the trainer was killed to the first one of its next attempt."""
     attempts = {number: [row for row in rows if (row.timeline, row.attempt) == (0, number)] for number in (1, 2)}
     return min(row.time_s for row in attempts[2]) - max(row.reached_s for row in attempts[1])

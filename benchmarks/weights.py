@@ -34,7 +34,7 @@ from benchmarks.rig.weights.links import Link, paced_s3
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, manifest
-from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.stream.chunks import ChunkUpload
 from grpo_orch.checkpoint.weights import delta, safetensors, scratch
 from grpo_orch.checkpoint.weights.scratch import Tensor
 from grpo_orch.policies.model.vocabulary import PolicyVersion
@@ -185,8 +185,8 @@ def published(
     """Publish weights as a trainer does, which streams them, or as one that does not."""
     version, prefix = PolicyVersion(0, step), layout.policy(PolicyVersion(0, step), (0, 1, 1))
     path, changed = folder / layout.MODEL, folder / delta.NAME
-    with Sending(store, prefix, stored={}) as sending:
-        grown = sending.grown if streams else lambda *_: None
+    with ChunkUpload(store, prefix, stored={}) as sending:
+        grown = sending.send_prefix if streams else lambda *_: None
         written = scratch.rewrite(path, new, base, changed, pool, grown)
         meta = {manifest.KIND: manifest.WHOLE, manifest.WEIGHTS: written.digest}
         file = (layout.MODEL, path)
@@ -207,7 +207,7 @@ def sent_s(folder: Path, size_bytes: int) -> dict[int, float]:
     with paced_s3(PACED_BYTES_PER_S) as store:
         for transfers in TRANSFERS:
             begun_s = time.perf_counter()
-            with Sending(store, "root", stored={}, transfers=transfers) as sending:
+            with ChunkUpload(store, "root", stored={}, transfers=transfers) as sending:
                 sending.finish([("file", path)])
             took_s[transfers] = time.perf_counter() - begun_s
     return took_s

@@ -33,7 +33,7 @@ from grpo_orch.checkpoint.store.codec import (
     state_to_plain,
     to_json,
 )
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.events import Event, TookOver
@@ -288,7 +288,7 @@ def _clock_jump_s(store: Store) -> float:
     """
     if (by := documents.newest_gateway(store)) is None:
         return 0.0
-    unreadable = Unreadable()
+    unreadable = UnreadableDocuments()
     address, status = documents.gateway(by).read(store, unreadable), documents.members(by).read(store, unreadable)
     if address is None or status is None or address.boot_id != status.boot_id:
         return 0.0

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from typer.main import get_command
 
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator import cli
 from grpo_orch.orchestrator.cli import options
 from grpo_orch.orchestrator.cli.examples import EXAMPLES
@@ -246,7 +246,7 @@ are of the newest policy that a member holds. Metrics of the process begin with 
 def _daemon_registry() -> CollectorRegistry:
     exporter = Exporter("demo")
     trainer = Trainer("trainer-0-i0", 1, 0, 1, 2, "training", 0.0, stored_step=1)
-    row = Row(0, 1, 0.0, 1, {"kl": 0.0, "reward": 0.0})
+    row = MetricsRow(0, 1, 0.0, 1, {"kl": 0.0, "reward": 0.0})
     timing = StepTiming(1.0, 1.0, 1.0, 1.0, trainer_idle_s=0.0, fleet_idle_s=0.0, staleness=0.0)
     exporter.ticked(RunState(), (), Seen(RunState(), Snapshot(0.0, trainer=trainer), row, timing, 0.0))
     return exporter.registry

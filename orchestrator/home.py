@@ -273,7 +273,7 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
 
 def vouch(store: Store, token: str, data: bytes) -> None:
     """Vouch for the run to its machines, and save its digest here. Raises StoreError."""
-    vouched.vouch(store, token, data)
+    vouched.sign_run(store, token, data)
     keep_run_digest(store.url, run_digest(data))
 
 

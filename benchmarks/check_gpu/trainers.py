@@ -15,7 +15,7 @@ from benchmarks.check_gpu.lab import LIMIT_S, REPOSITORY, TINY, Lab, installed
 from benchmarks.check_gpu.outcome import Failed, NotThere
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -56,7 +56,7 @@ class Run:
             ),
         )
         documents.create_run(self.store, RunRecord(documents.SCHEMA, name, time.time(), self.spec))
-        vouch(self.store, TOKEN)
+        sign_run(self.store, TOKEN)
 
     def trained(self, killed_at: int | None = None) -> Weights:
         """The weights at the end, in files as they are stored. Raises Failed.

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from grpo_orch.checkpoint.records.metrics import Row, read_metrics
+from grpo_orch.checkpoint.records.metrics import MetricsRow, read_metrics
 from grpo_orch.checkpoint.store.run_store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def tiny_spec(model_folder: Path, **grpo: Any) -> dict[str, Any]:
     return spec
 
 
-def run(folder: Path, spec: dict[str, Any], extra: str = "") -> tuple[list[Row], dict[str, Any]]:
+def run(folder: Path, spec: dict[str, Any], extra: str = "") -> tuple[list[MetricsRow], dict[str, Any]]:
     """Run `spec` to its end below `folder`; return the logged steps and the report.
 
     Args:
@@ -51,7 +51,7 @@ def run(folder: Path, spec: dict[str, Any], extra: str = "") -> tuple[list[Row],
     return run_file(folder / "run.yaml")
 
 
-def run_file(run_yaml: Path) -> tuple[list[Row], dict[str, Any]]:
+def run_file(run_yaml: Path) -> tuple[list[MetricsRow], dict[str, Any]]:
     """Run a file, whose store is `store` beside it, to its end; return the logged steps and the report."""
     folder = run_yaml.parent
     url = (folder / "store").as_uri()

@@ -23,7 +23,7 @@ from grpo_orch.checkpoint.records.metrics import (
     TOKENS_DISCARDED,
     WAIT_S,
     MetricsWriter,
-    Row,
+    MetricsRow,
 )
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
@@ -252,7 +252,7 @@ class LongRun:
             for key, chunk in groupby(rows, key=lambda row: layout.metrics_chunk(row.timeline, row.step)):
                 self.store.put(key, b"".join(to_json(row) + b"\n" for row in chunk))
 
-    def _row(self, timeline: int, step: int) -> Row:
+    def _row(self, timeline: int, step: int) -> MetricsRow:
         noise, way = self._random.gauss, step / self.step
         over = step - self._trip(timeline + 1) if timeline < len(self._forks) else -self.step
         gone_wrong = math.exp(over / max(1.0, self.step / 400))  # 1 where it trips
@@ -271,7 +271,7 @@ class LongRun:
         if step % max(1, self.step // 80) == 0:
             values["eval_reward"] = 0.8 - 0.55 * math.exp(-3 * way) + noise(0, 0.012)
         late_s = 0.2 * self._step_s * timeline  # made again on a new timeline, after the old one's trip
-        return Row(timeline, step, self._at_s(self._made_at(timeline, step)) + late_s, 1, values)
+        return MetricsRow(timeline, step, self._at_s(self._made_at(timeline, step)) + late_s, 1, values)
 
     def _made_at(self, timeline: int, step: int) -> float:
         """In steps' time: those made again are made within what was left until the next trip."""

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from benchmarks.rig.weights.transfer import peak_rss_mib
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -104,7 +104,7 @@ def main() -> None:
     trainer = TrainerSpec(model="none", dataset=Dataset(path="none"), reward_funcs=())
     spec = RunSpec(name="stall", storage=env.run, trainer=trainer, grpo={})
     documents.create_run(store, RunRecord(documents.SCHEMA, "stall", time.time(), spec))
-    vouch(store, env.token)
+    sign_run(store, env.token)
     work = Work()
     spool = make_spool(Path(env.workdir), spec.checkpoints, sum(work.sizes.values()))
     spool.prepare(work.sizes)

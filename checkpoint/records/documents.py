@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
-from grpo_orch.checkpoint.store.document import Document, OptionalDocument, Unreadable
+from grpo_orch.checkpoint.store.document import Document, OptionalDocument, UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.control.rollback.begin import RUN_START
@@ -54,7 +54,7 @@ class Lease:
     writer: str
     host: str
     pid: int
-    pid_started: str  # the kernel's start time of that process, to detect a reused pid
+    process_started: str  # the kernel's start time of that process, to detect a reused pid
     epoch: int
     renewed_at_s: float
     ttl_s: float
@@ -65,7 +65,7 @@ class Lease:
 class ControllersBefore:
     """The rentals of a run's terminated controller machines, oldest first."""
 
-    stays: tuple[ControllerRental, ...] = ()
+    rentals: tuple[ControllerRental, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ControllerMachine:
         """Return the current price."""
         return 0.0 if self.refused else self.price_usd_per_h
 
-    def stays(self, now_s: float) -> tuple[ControllerRental, ...]:
+    def rentals(self, now_s: float) -> tuple[ControllerRental, ...]:
         """Return all rentals until now."""
         if self.refused:
             return self.before
@@ -206,7 +206,7 @@ def read_gateway(store: Store) -> GatewayAddress | None:
 def read_members(store: Store) -> GatewayStatus | None:
     """Return the status that the run's gateway reports of the rollout nodes, or None before it is written."""
     by = newest_gateway(store)
-    return None if by is None else members(by).read(store, Unreadable())
+    return None if by is None else members(by).read(store, UnreadableDocuments())
 
 
 def request_stop(store: Store, node: str, attempt: int, now_s: float) -> None:
@@ -230,7 +230,7 @@ def send_command(
 
 
 def read_commands(
-    store: Store, unreadable: Unreadable | None = None, left_out: Collection[str] = ()
+    store: Store, unreadable: UnreadableDocuments | None = None, left_out: Collection[str] = ()
 ) -> tuple[Command, ...]:
     """Return every pending command, oldest first; keys in `left_out` are not read."""
     keys = [entry.key for entry in store.entries(layout.COMMANDS) if entry.key not in left_out]
@@ -272,19 +272,19 @@ def _check_members(status: GatewayStatus, _: str) -> None:
         labelled_version(label or "0-0")
 
 
-def controller_stays(store: Store, now_s: float) -> tuple[ControllerRental, ...]:
+def controller_rentals(store: Store, now_s: float) -> tuple[ControllerRental, ...]:
     """Return the rentals of a `--remote` run's controller machines until now. Raises StoreError."""
     machine = CONTROLLER.read(store)
     if machine is not None:
-        return machine.stays(now_s)
+        return machine.rentals(now_s)
     before = CONTROLLERS_BEFORE.read(store)
-    return () if before is None else before.stays
+    return () if before is None else before.rentals
 
 
 def forget_controller(store: Store, now_s: float) -> None:
     """Replace the controller machine's record by its rentals. No error if there is no record."""
     if CONTROLLER.read(store) is not None:
-        CONTROLLERS_BEFORE.write(store, ControllersBefore(controller_stays(store, now_s)))
+        CONTROLLERS_BEFORE.write(store, ControllersBefore(controller_rentals(store, now_s)))
         CONTROLLER.drop(store)
 
 

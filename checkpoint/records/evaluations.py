@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluationResult:
     """One policy's scores, column by column, in the order of the dataset's rows.
 
     Written by the evaluator after the policy's samples; its presence means that they are complete. `scores` are by
@@ -48,7 +48,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredSample:
     """One scored completion: a line of a policy's samples."""
 
     row: int  # of the dataset, from 0
@@ -59,21 +59,21 @@ class Scored:
     tokens: int
 
 
-def evaluated(subject: str) -> Document[Evaluated]:
+def evaluated(subject: str) -> Document[EvaluationResult]:
     """Return the document with a policy's scores, which exists once all are complete."""
-    return Document(layout.evaluated(subject), Evaluated)
+    return Document(layout.evaluated(subject), EvaluationResult)
 
 
-def write_samples(store: Store, subject: str, samples: Sequence[Scored]) -> None:
+def write_samples(store: Store, subject: str, samples: Sequence[ScoredSample]) -> None:
     store.put(layout.samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
 
 
-def keep(store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]) -> None:
+def store_completions(store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]) -> None:
     """Store part `number` of the completions of a batch, as the evaluator `by`."""
     store.put(layout.kept_part(digest, by, number, len(completions)), to_json(list(completions)))
 
 
-def kept(store: Store, digest: str) -> dict[int, Completion]:
+def read_completions(store: Store, digest: str) -> dict[int, Completion]:
     """Return the completions of that batch stored by any evaluator, by the request's index."""
     found: dict[int, Completion] = {}
     for entry in store.entries(layout.kept(digest)):
@@ -87,7 +87,7 @@ def kept(store: Store, digest: str) -> dict[int, Completion]:
     return found
 
 
-def count_kept(store: Store) -> int:
+def count_completions(store: Store) -> int:
     """Return how many completions of unfinished batches are stored."""
     count = 0
     for entry in store.entries(layout.kept("").rstrip("/")):
@@ -96,7 +96,7 @@ def count_kept(store: Store) -> int:
     return count
 
 
-def drop_kept(store: Store) -> None:
+def delete_completions(store: Store) -> None:
     """Delete the stored parts, whose completions the samples hold."""
     store.delete([entry.key for entry in store.entries(layout.kept("").rstrip("/"))])
 

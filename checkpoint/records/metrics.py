@@ -17,7 +17,7 @@ from statistics import median
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, to_json
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.costs.steps import MeasuredStep
@@ -68,7 +68,7 @@ ADDED_LATER = ("eval_", "train_", "total_flos")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricsRow:
     """One logged step. Times are the wall clock at the end of the step, seconds since the epoch.
 
     All readers of a run's log use rows, except the detectors: their `Point` distinguishes a value that was not
@@ -99,14 +99,14 @@ class Row:
         return round(self.values.get(TOKENS_DISCARDED, 0.0))
 
 
-def read_metrics(store: Store, timeline: int | None = None) -> list[Row]:
+def read_metrics(store: Store, timeline: int | None = None) -> list[MetricsRow]:
     """Return the rows in (timeline, step) order; of a step logged twice, the last one."""
     prefix = layout.METRICS if timeline is None else layout.metrics(timeline)
     chunks = read_chunks(store, [entry.key for entry in store.entries(prefix)])
     return in_order(row for rows in chunks for row in rows)
 
 
-def read_chunks(store: Store, keys: Sequence[str], unreadable: Unreadable | None = None) -> list[list[Row]]:
+def read_chunks(store: Store, keys: Sequence[str], unreadable: UnreadableDocuments | None = None) -> list[list[MetricsRow]]:
     """Call `read_chunk` for each key, READERS at a time: 100,000 steps have a thousand chunks."""
     if len(keys) < 2:
         return [read_chunk(store, key, unreadable) for key in keys]
@@ -114,12 +114,12 @@ def read_chunks(store: Store, keys: Sequence[str], unreadable: Unreadable | None
         return list(pool.map(lambda key: read_chunk(store, key, unreadable), keys))
 
 
-def logged(rows: Iterable[Row], name: str) -> list[float]:
+def logged(rows: Iterable[MetricsRow], name: str) -> list[float]:
     """Return a metric's values in the order of the rows that have it."""
     return [row.values[name] for row in rows if name in row.values]
 
 
-def point_of(row: Row) -> Point:
+def point_of(row: MetricsRow) -> Point:
     """Return the divergence detector's input for a row, equal to that of the trainer's guard."""
     return point_at(row.step, row.values)
 
@@ -140,13 +140,13 @@ def _is_from_training(name: str) -> bool:
     return not name.startswith((OURS, *ADDED_LATER))
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
+def in_order(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
     """Return the rows in (timeline, step) order; of a step logged twice, the last one."""
     by_step = {(row.timeline, row.step): row for row in rows}
     return [by_step[key] for key in sorted(by_step)]
 
 
-def read_chunk(store: Store, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+def read_chunk(store: Store, key: str, unreadable: UnreadableDocuments | None = None) -> list[MetricsRow]:
     """Return the rows of one metrics object, or [] if it does not exist. Raises StoreError.
 
     Invalid rows are skipped and noted in `unreadable`.
@@ -155,12 +155,12 @@ def read_chunk(store: Store, key: str, unreadable: Unreadable | None = None) -> 
     return [] if data is None else rows_of(data, key, unreadable)
 
 
-def rows_of(data: bytes, key: str, unreadable: Unreadable | None = None) -> list[Row]:
+def rows_of(data: bytes, key: str, unreadable: UnreadableDocuments | None = None) -> list[MetricsRow]:
     """Decode a metrics object; see `read_chunk`."""
     rows = []
     for line in data.splitlines():
         try:
-            row = from_json(line, Row, key, _check)
+            row = from_json(line, MetricsRow, key, _check)
         except Corrupt as error:
             if unreadable is not None:
                 unreadable.note(key, error)
@@ -169,7 +169,7 @@ def rows_of(data: bytes, key: str, unreadable: Unreadable | None = None) -> list
     return rows
 
 
-def _check(row: Row, key: str) -> None:
+def _check(row: MetricsRow, key: str) -> None:
     """Raise ValueError for a row of another object, and for times and counts that would overflow in views."""
     if layout.metrics_chunk(row.timeline, row.step) != key:
         raise ValueError(f"timeline {row.timeline}, step {row.step} belongs in another object")
@@ -179,7 +179,7 @@ def _check(row: Row, key: str) -> None:
         raise ValueError(f"step {row.step} has a time or a count of more than 64 bits")
 
 
-def unused_before(rows: Iterable[Row], timeline: int) -> tuple[int, int]:
+def unused_before(rows: Iterable[MetricsRow], timeline: int) -> tuple[int, int]:
     """Return how many windows the previous timeline had stored and not trained on, and their tokens."""
     first = next((row for row in rows if row.timeline == timeline and UNUSED_WINDOWS in row.values), None)
     if first is None:
@@ -193,9 +193,9 @@ class MetricsWriter:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._key = ""
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, MetricsRow] = {}
 
-    def append(self, row: Row) -> None:
+    def append(self, row: MetricsRow) -> None:
         """Add a row; a step logged before keeps its first time. Raises StoreError."""
         key = layout.metrics_chunk(row.timeline, row.step)
         if key != self._key:
@@ -216,20 +216,20 @@ MEASURED = {
     "storing": STORE_S,
 }
 GENERATING = "generating"
-TRAINING, STARTED_AGAIN = "training", "started again"
-PARTS = (*MEASURED, TRAINING, STARTED_AGAIN)
+TRAINING, RESTARTING = "training", "started again"
+PARTS = (*MEASURED, TRAINING, RESTARTING)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
     """The time between a row and the previous one. `seconds` has all PARTS."""
 
-    row: Row
+    row: MetricsRow
     steps: int  # that the row covers
     seconds: dict[str, float]
 
 
-def split(rows: Sequence[Row]) -> list[StepSplit]:
+def split(rows: Sequence[MetricsRow]) -> list[StepSplit]:
     """Split the time between consecutive `rows`, which are in the order of time, into PARTS.
 
     Across a restart of the trainer all time counts as the restart, including repeated steps. The parts add up to
@@ -240,7 +240,7 @@ def split(rows: Sequence[Row]) -> list[StepSplit]:
         left_s = max(0.0, row.time_s - before.time_s)
         seconds = dict.fromkeys(PARTS, 0.0)
         if (row.timeline, row.attempt) != (before.timeline, before.attempt):
-            seconds[STARTED_AGAIN] = left_s
+            seconds[RESTARTING] = left_s
         else:
             for part, name in MEASURED.items():
                 part_s = row.values.get(name, 0.0)
@@ -279,7 +279,7 @@ class StepTiming:
     staleness: float | None = None
 
     @property
-    def in_turns_s(self) -> float:
+    def sequential_s(self) -> float:
         """Return the duration of a step in which trainer and nodes work in turns."""
         return self.generate_s + self.train_s + self.sync_s
 
@@ -289,7 +289,7 @@ class StepTiming:
         return max(self.generate_s, self.train_s) + self.sync_s
 
 
-def step_timings(rows: Sequence[Row]) -> list[tuple[Row, StepTiming]]:
+def step_timings(rows: Sequence[MetricsRow]) -> list[tuple[MetricsRow, StepTiming]]:
     """Return the timing of the generation windows in `rows`, each with the row that logged its generation.
 
     `rows` are in the order of time. The newest window is left out, as in `step_times`.
@@ -314,7 +314,7 @@ def median_timing(timings: Iterable[StepTiming]) -> StepTiming | None:
     )
 
 
-def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
+def step_times(rows: Sequence[MetricsRow]) -> list[MeasuredStep]:
     """Return the measured steps in `rows`, which are in the order of time, without steps across a restart.
 
     A generation may serve several steps: the steps until the next generation make one entry and share its time
@@ -327,8 +327,8 @@ def step_times(rows: Sequence[Row]) -> list[MeasuredStep]:
 class _Window:
     """The rows whose steps share the generation logged in `first`, the number of steps and their duration."""
 
-    first: Row
-    rows: tuple[Row, ...]
+    first: MetricsRow
+    rows: tuple[MetricsRow, ...]
     steps: int
     took_s: float
 
@@ -336,7 +336,7 @@ class _Window:
         return sum(max(0.0, row.values.get(name, 0.0)) for row in self.rows)
 
 
-def _windows(rows: Sequence[Row]) -> list[_Window]:
+def _windows(rows: Sequence[MetricsRow]) -> list[_Window]:
     """Return the windows without a restart of the trainer in them, except the newest."""
     found: list[_Window] = []
     window: _Window | None = None
@@ -358,7 +358,7 @@ def _windows(rows: Sequence[Row]) -> list[_Window]:
     return found
 
 
-def _has_generation(row: Row) -> bool:
+def _has_generation(row: MetricsRow) -> bool:
     machine_s = row.values.get(GENERATE_NODE_S, 0.0) + row.values.get(OWN_GENERATE_S, 0.0)
     return row.values.get(GENERATE_S, 0.0) > 0 and machine_s > 0
 

@@ -37,7 +37,7 @@ class Proof:
 PROOF = Document(layout.PROOF, Proof)
 
 
-def vouch(store: Store, secret: str, data: bytes | None = None) -> None:
+def sign_run(store: Store, secret: str, data: bytes | None = None) -> None:
     """Store the MAC of `data`, by default the stored run.json. Raises StoreError."""
     data = run_bytes(store) if data is None else data
     PROOF.write(store, Proof(_mac(secret, data)))
@@ -49,7 +49,7 @@ def matches(store: Store, secret: str, data: bytes) -> bool | None:
     return None if found is None else hmac.compare_digest(found.mac.encode(), _mac(secret, data).encode())
 
 
-def read_vouched_run(store: Store, secret: str) -> RunRecord:
+def read_signed_run(store: Store, secret: str) -> RunRecord:
     """Read and authenticate run.json. Raises UntrustedRun, StoreError."""
     data = run_bytes(store)
     match matches(store, secret, data):

@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 SHOWN_CHARS = 300
 
 
-class Unreadable:
+class UnreadableDocuments:
     """The unreadable objects: `found` has the reason by name."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Document(Generic[T]):
 class OptionalDocument(Document[T]):
     """A document that control does not depend on. With `unreadable`, a damaged one counts as absent."""
 
-    def read(self, store: Store, unreadable: Unreadable | None = None) -> T | None:
+    def read(self, store: Store, unreadable: UnreadableDocuments | None = None) -> T | None:
         """Return the value, or None if the object does not exist.
 
         A damaged object is noted in `unreadable`; without `unreadable`, raises Corrupt.

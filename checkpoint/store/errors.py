@@ -31,7 +31,7 @@ class StoreUnusable(StoreError):
     """The store does not support an operation that a run needs, or its URL is wrong."""
 
 
-class NothingWhole(StoreError):
+class NoIntactCheckpoint(StoreError):
     """Checkpoints are listed but none can be restored. Do not retry: the user must decide."""
 
 

@@ -138,7 +138,7 @@ def all_or_first_error(transfers: Sequence[Future[Any]], pool: ThreadPoolExecuto
         pool.shutdown(cancel_futures=True)
 
 
-class Sending:
+class ChunkUpload:
     """An upload of files below `root`, which may start while they grow. Stored chunks are skipped.
 
     A context manager: on exit, also by an error, reading and sending has ended.
@@ -168,13 +168,13 @@ class Sending:
         self._sent: dict[Path, list[Future[str]]] = {}  # chunk names, by file
         self._pool = ThreadPoolExecutor(transfers or TRANSFERS, thread_name_prefix="send")
 
-    def __enter__(self) -> Sending:
+    def __enter__(self) -> ChunkUpload:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def grown(self, path: Path, size_bytes: int) -> None:
+    def send_prefix(self, path: Path, size_bytes: int) -> None:
         """Start sending the chunks in the first `size_bytes` of a file, which must not change any more."""
         sent = self._sent.setdefault(path, [])
         for number in range(len(sent), size_bytes // CHUNK_BYTES):
@@ -219,7 +219,7 @@ def send(
     progress: Progress = lambda _: None,
 ) -> list[File]:
     """Upload files, `(name, path)`, which must not change meanwhile; see `Sending`. Raises StoreError, OSError."""
-    with Sending(store, root, stored=stored, suffix=suffix, progress=progress) as sending:
+    with ChunkUpload(store, root, stored=stored, suffix=suffix, progress=progress) as sending:
         return sending.finish(files)
 
 

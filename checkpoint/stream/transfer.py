@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.document import OptionalDocument, Unreadable
+from grpo_orch.checkpoint.store.document import OptionalDocument, UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, manifest
@@ -129,7 +129,7 @@ class Export:
 def export_weights(store: Store, version: PolicyVersion) -> Export:
     """Export a listed checkpoint, unless already done. Raises StoreError when the store fails."""
     document = export_of(version)
-    done = document.read(store, Unreadable())
+    done = document.read(store, UnreadableDocuments())
     if done is not None:
         return done
     prefix = layout.export(version)

@@ -26,7 +26,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2  # between checks for a sealed slot
+POLL_S = 0.2  # between checks for a sealed slot
 RETRY_WAIT_S = 2.0
 UPKEEP_S = 600.0  # between repairs of shared chunks, if no checkpoint is stored meanwhile
 REPORT_S = 0.5
@@ -75,7 +75,7 @@ class Uploader:
             if not waiting:
                 if self._newest is not None and time.monotonic() - self._repaired_s > UPKEEP_S:
                     self._repair_shared(self._newest)
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
                 continue
             try:
                 self.store_one(*waiting[0])

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import read_forks
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -46,7 +46,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """List the checkpoints in the store, oldest first, with every reason why they are kept."""
     store, record = open_run(target)
     listed = _catalog(store).newest().checkpoints
-    beat = documents.TRAINER.read(store, Unreadable())
+    beat = documents.TRAINER.read(store, UnreadableDocuments())
     reasons = kept_as(listed, record.spec, read_forks(store), beat)
     if output is Output.JSON:
         print_json([{**_plain(checkpoint), "kept_as": reasons[checkpoint.at]} for checkpoint in listed])

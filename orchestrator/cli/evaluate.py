@@ -24,7 +24,7 @@ from rich.table import Table
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents, evaluations
 from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
-from grpo_orch.checkpoint.records.evaluations import Evaluated
+from grpo_orch.checkpoint.records.evaluations import EvaluationResult
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import AlreadyExists
@@ -72,7 +72,7 @@ VERDICT_LABELS = {
 }
 
 
-def results_table(results: Sequence[Evaluated]) -> Table:
+def results_table(results: Sequence[EvaluationResult]) -> Table:
     """Return a table of shares and mean rewards; the last column is the last policy minus the first."""
     has_difference = len(results) > 1
     title = f"greedy, {len(results[0].verdicts)} problems, 95 % intervals"
@@ -101,7 +101,7 @@ def results_table(results: Sequence[Evaluated]) -> Table:
     return table
 
 
-def results_json(results: Sequence[Evaluated], store: str) -> dict[str, Any]:
+def results_json(results: Sequence[EvaluationResult], store: str) -> dict[str, Any]:
     """Return the results as JSON data; shares are from 0 to 1."""
     document: dict[str, Any] = {
         "store": store,
@@ -115,7 +115,7 @@ def results_json(results: Sequence[Evaluated], store: str) -> dict[str, Any]:
     return document
 
 
-def _policy(result: Evaluated) -> dict[str, Any]:
+def _policy(result: EvaluationResult) -> dict[str, Any]:
     count = len(result.verdicts)
     return {
         "shares": {verdict: asdict(intervals.share(result.verdicts.count(verdict), count)) for verdict in Verdict},
@@ -125,13 +125,13 @@ def _policy(result: Evaluated) -> dict[str, Any]:
     }
 
 
-def _difference(first: Evaluated, last: Evaluated) -> dict[str, Any]:
+def _difference(first: EvaluationResult, last: EvaluationResult) -> dict[str, Any]:
     rewards = {name: _plain(_mean_difference(first.scores[name], last.scores[name])) for name in first.scores}
     shares = {verdict: asdict(_share_difference(first, last, verdict)) for verdict in Verdict}
     return {"of": [first.subject, last.subject], "shares": shares, "rewards": rewards}
 
 
-def _verdicts(results: Sequence[Evaluated]) -> list[Verdict]:
+def _verdicts(results: Sequence[EvaluationResult]) -> list[Verdict]:
     """Return the table's verdicts: unreadable only if a function decides that, unscored only if any is."""
     found = {verdict for result in results for verdict in result.verdicts}
     verdicts = [Verdict.CORRECT, Verdict.WRONG]
@@ -140,7 +140,7 @@ def _verdicts(results: Sequence[Evaluated]) -> list[Verdict]:
     return [*verdicts, *([Verdict.UNSCORED] if Verdict.UNSCORED in found else [])]
 
 
-def _share_difference(first: Evaluated, last: Evaluated, verdict: Verdict) -> Estimate:
+def _share_difference(first: EvaluationResult, last: EvaluationResult, verdict: Verdict) -> Estimate:
     before, after = ([found == verdict for found in result.verdicts] for result in (first, last))
     return intervals.shares_apart(before, after)
 
@@ -275,7 +275,7 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
                 break
             beat = documents.TRAINER.read(store)
             activity = "waiting for machines" if beat is None else beat.activity
-            stored = evaluations.count_kept(store) if beat is not None else 0
+            stored = evaluations.count_completions(store) if beat is not None else 0
             status.update(f"{done} of {len(subjects)} policies; {activity}; {stored} completions stored")
             time.sleep(POLL_S)
     if len(_read_results(store, subjects)) == len(subjects):
@@ -295,12 +295,12 @@ def _print_detached(store: Store, output: Output) -> None:
     console.print(f"The evaluation keeps running in the background; {hint}.", highlight=False, soft_wrap=True)
 
 
-def _read_results(store: Store, subjects: Sequence[Subject]) -> list[Evaluated]:
+def _read_results(store: Store, subjects: Sequence[Subject]) -> list[EvaluationResult]:
     found = (evaluations.evaluated(subject.name).read(store) for subject in subjects)
     return [result for result in found if result is not None]
 
 
-def _show(results: Sequence[Evaluated], store: Store, output: Output) -> None:
+def _show(results: Sequence[EvaluationResult], store: Store, output: Output) -> None:
     if not results:
         raise Stop(f"{store.url} has no results yet", exit_codes.FAILED)
     if output is Output.JSON:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.run_view import Looker
@@ -23,7 +23,7 @@ from grpo_orch.policies.model.vocabulary import kind_of
 def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Explain the fleet: the market, the candidates, the chosen plan, and pending changes."""
     store, _ = open_run(target)
-    explanation = documents.PLAN.read(store, Unreadable())
+    explanation = documents.PLAN.read(store, UnreadableDocuments())
     if explanation is None:
         raise Stop("the store has no plan yet; the daemon writes it in its first tick", exit_codes.FAILED)
     if output is Output.JSON:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.options import Stop, errors
 from grpo_orch.orchestrator.clouds import open_controller
@@ -126,7 +126,7 @@ def remote_log(controller: RemoteController, store: Store, node: str, follow: bo
 
 def has_daemon(store: Store) -> bool:
     """Return whether a daemon on any machine holds the run."""
-    return is_held(lambda: documents.LEASE.read(store, Unreadable()))
+    return is_held(lambda: documents.LEASE.read(store, UnreadableDocuments()))
 
 
 def _is_over(store: Store) -> bool:

@@ -20,7 +20,7 @@ from rich.table import Table
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import Lease, RunRecord
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists
 from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
@@ -508,7 +508,7 @@ def _refuse_existing(store: Store) -> None:
 
 
 def _refuse_held(store: Store) -> None:
-    if has_daemon(store) and (lease := documents.LEASE.read(store, Unreadable())):
+    if has_daemon(store) and (lease := documents.LEASE.read(store, UnreadableDocuments())):
         raise Stop(_held(store, lease), exit_codes.HELD)
 
 

@@ -26,7 +26,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.security.redaction import Redactor, guard_output
 from grpo_orch.checkpoint.security.vouched import UntrustedRun
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.orchestrator import home
@@ -171,7 +171,7 @@ def steer(
 
 def _refuse_held(store: Store) -> None:
     """Raise Fenced if another daemon took over while this process started."""
-    lease = documents.LEASE.read(store, Unreadable())
+    lease = documents.LEASE.read(store, UnreadableDocuments())
     if lease is not None and is_alive(lease, time.time()):
         raise Fenced(f"{lease.writer} controls the run (epoch {lease.epoch})")
 

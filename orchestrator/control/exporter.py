@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.policies.fleet.budget import spent_usd
 from grpo_orch.policies.model.events import Event, NodeMoved
 from grpo_orch.policies.model.state import RunState
@@ -33,7 +33,7 @@ class Seen:
 
     state: RunState
     snapshot: Snapshot
-    row: Row | None
+    row: MetricsRow | None
     timing: StepTiming | None
     took_s: float
 

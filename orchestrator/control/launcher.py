@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control.lease import is_held
 from grpo_orch.orchestrator.home import known_run, run_dir
@@ -42,7 +42,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
     """
     known_run(store)  # the daemon would also refuse an unknown run, but only in its log
     epoch = journal.recover(store).state.epoch  # before the lease, so that a later take-over is detected
-    if is_held(lambda: documents.LEASE.read(store, Unreadable())):
+    if is_held(lambda: documents.LEASE.read(store, UnreadableDocuments())):
         raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
     fds = () if page is None else (page.fileno(),)
@@ -51,7 +51,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
     )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        lease = documents.LEASE.read(store, Unreadable())
+        lease = documents.LEASE.read(store, UnreadableDocuments())
         if lease is not None and lease.pid == process.pid:
             return process.pid
         if process.poll() is not None:
@@ -68,7 +68,7 @@ def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.sock
 
 def _taken(store: Store, until_s: float) -> AlreadyControlled:
     """Wait for the other daemon's lease, then return the error."""
-    while time.monotonic() < until_s and not is_held(lambda: documents.LEASE.read(store, Unreadable())):
+    while time.monotonic() < until_s and not is_held(lambda: documents.LEASE.read(store, UnreadableDocuments())):
         time.sleep(POLL_S)
     message = f"another daemon took over {store.url} at the same moment"
     return AlreadyControlled(f"{message}; watch it with `grpo-orch status -w {store.quoted}`")

@@ -30,7 +30,7 @@ def own_lease(epoch: int, now_s: float, run_time_s: float) -> Lease:
 def is_alive(lease: Lease, now_s: float) -> bool:
     """Return whether the holder lives: by its process on the same host, else by the clock."""
     if lease.host == socket.gethostname():
-        return process_started(lease.pid) == lease.pid_started
+        return process_started(lease.pid) == lease.process_started
     return abs(now_s - lease.renewed_at_s) < lease.ttl_s
 
 

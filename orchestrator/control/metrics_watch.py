@@ -19,9 +19,9 @@ from typing import TypeVar
 import structlog
 
 from grpo_orch.checkpoint.records import metrics
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming, step_times, step_timings
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming, step_times, step_timings
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.costs.steps import StepShape, shape_of, trainer_shape_of
 from grpo_orch.policies.detect.divergence import Detector, Point, follow
@@ -70,17 +70,17 @@ class MetricsWatch:
     """
 
     def __init__(
-        self, store: Store, kl: KlPolicy, logging_steps: int, unreadable: Unreadable | None = None
+        self, store: Store, kl: KlPolicy, logging_steps: int, unreadable: UnreadableDocuments | None = None
     ) -> None:
         self._store = store
         self._kl = kl
         self._logging_steps = logging_steps
-        self._unreadable = unreadable or Unreadable()
+        self._unreadable = unreadable or UnreadableDocuments()
         self._line: Line = (0,)  # oldest first
         self._saved: list[WatchState] = []
         self._state = WatchState()
         self._pitfalls: list[Pitfall] = []  # not returned yet
-        self._recent = deque[Row](maxlen=RECENT_ROWS)  # as read; rows of repeated steps occur twice
+        self._recent = deque[MetricsRow](maxlen=RECENT_ROWS)  # as read; rows of repeated steps occur twice
         self._shape: StepShape | None = None  # of steps with nodes
         self._own_step: StepShape | None = None  # of steps that the trainer generated itself
         self._is_shape_outdated = False
@@ -113,7 +113,7 @@ class MetricsWatch:
         pitfalls, self._pitfalls = tuple(self._pitfalls), []
         return Watched(timeline, self._state.detector.verdict, pitfalls)
 
-    def newest_row(self) -> Row | None:
+    def newest_row(self) -> MetricsRow | None:
         """Return the last row that was read, or None."""
         return self._recent[-1] if self._recent else None
 
@@ -186,11 +186,11 @@ class MetricsWatch:
         numbers = (layout.metrics_chunk_of(key) for key in keys)
         return sorted(number for number in numbers if number is not None and first <= number <= last)
 
-    def _rows(self, timeline: int, chunk: int) -> list[Row]:
+    def _rows(self, timeline: int, chunk: int) -> list[MetricsRow]:
         key = layout.metrics_chunk(timeline, chunk * layout.METRICS_CHUNK_STEPS)
         return metrics.in_order(metrics.read_chunk(self._store, key, self._unreadable))
 
-    def _process(self, rows: Iterable[Row], last_step: int, *, is_closed: bool) -> None:
+    def _process(self, rows: Iterable[MetricsRow], last_step: int, *, is_closed: bool) -> None:
         """Process the rows of an object. Unless it is closed, its newest row may still get an evaluation."""
         state, rows = self._state, [row for row in rows if row.step <= last_step]
         detector, pitfalls, noticed_step = state.detector, state.pitfalls, state.noticed_step
@@ -215,7 +215,7 @@ class MetricsWatch:
         step = max([state.step, *(row.step for row in rows)])
         self._state = replace(state, step=step, noticed_step=noticed_step, detector=detector, pitfalls=pitfalls)
 
-    def _guarded(self, row: Row, check: str, evaluate: Callable[[], T], default: T) -> T:
+    def _guarded(self, row: MetricsRow, check: str, evaluate: Callable[[], T], default: T) -> T:
         """Evaluate a row; if that fails, report it once and continue as if the row had not been logged."""
         try:
             return evaluate()

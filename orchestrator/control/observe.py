@@ -13,8 +13,8 @@ import structlog
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import ControllerMachine
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
@@ -75,10 +75,10 @@ class GatewayWatch:
         *,
         believe_first: bool = False,
         clock: Callable[[], float] = awake_or_asleep_s,
-        unreadable: Unreadable | None = None,
+        unreadable: UnreadableDocuments | None = None,
     ) -> None:
         self._store = store
-        self._unreadable = unreadable or Unreadable()
+        self._unreadable = unreadable or UnreadableDocuments()
         self._clock = clock
         self._status: GatewayStatus | None = None
         self._looked_at_s = clock() if believe_first else -math.inf
@@ -160,9 +160,9 @@ class TrainerWatch:
         stepped_at_s: when its current step was first seen.
     """
 
-    def __init__(self, store: Store, unreadable: Unreadable | None = None) -> None:
+    def __init__(self, store: Store, unreadable: UnreadableDocuments | None = None) -> None:
         self._store = store
-        self._unreadable = unreadable or Unreadable()
+        self._unreadable = unreadable or UnreadableDocuments()
         self._heartbeat: Trainer | None = None
         self._seen_at_s = 0.0
         self._last_stage: Stage | None = None  # when it last made progress
@@ -186,7 +186,7 @@ class TrainerWatch:
 class CommandWatch:
     """Lists users' commands every COMMANDS_EVERY_S."""
 
-    def __init__(self, store: Store, clock: Callable[[], float], unreadable: Unreadable) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float], unreadable: UnreadableDocuments) -> None:
         self._store, self._clock, self._unreadable = store, clock, unreadable
         self._found: tuple[Command, ...] = ()
         self._listed_at_s = -math.inf
@@ -215,9 +215,9 @@ class ControllerCosts:
         now_s = self._clock()
         if now_s - self._read_at_s >= RENTALS_EVERY_S:
             self._machine = documents.CONTROLLER.read(self._store)
-            self._past_rentals = () if self._machine else documents.controller_stays(self._store, 0.0)
+            self._past_rentals = () if self._machine else documents.controller_rentals(self._store, 0.0)
             self._read_at_s = now_s
-        rentals = self._past_rentals if self._machine is None else self._machine.stays(time.time())
+        rentals = self._past_rentals if self._machine is None else self._machine.rentals(time.time())
         return sum(rental.usd for rental in rentals), 0.0 if self._machine is None else self._machine.usd_per_h
 
 
@@ -242,7 +242,7 @@ class Observer:
     ) -> None:
         self._store = store
         self._cloud = cloud
-        self._unreadable = Unreadable()
+        self._unreadable = UnreadableDocuments()
         self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
         self._trainer = TrainerWatch(store, self._unreadable)
         self._commands = CommandWatch(store, clock, self._unreadable)
@@ -323,7 +323,7 @@ class Observer:
             self._unreadable.note_failure("metrics", 0 if trainer is None else trainer.step, error)
             return None
 
-    def newest_row(self) -> Row | None:
+    def newest_row(self) -> MetricsRow | None:
         """Return the newest logged step that was read."""
         return self._metrics.newest_row()
 

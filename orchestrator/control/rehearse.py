@@ -20,7 +20,7 @@ import structlog
 from grpo_orch.checkpoint.journal import recover
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RehearsedFault, RunRecord, read_faults, write_fault
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds import open_local
@@ -82,7 +82,7 @@ class Rehearser:
         while True:
             polls += 1
             try:
-                heartbeat = documents.TRAINER.read(self._store, Unreadable())
+                heartbeat = documents.TRAINER.read(self._store, UnreadableDocuments())
                 if heartbeat is not None and heartbeat.step >= step and heartbeat.activity != "starting":
                     return heartbeat.activity != "done"
                 if polls % 50 == 0 and self._has_ended():
@@ -119,7 +119,7 @@ class Rehearser:
         return f"preempted {', '.join(nodes) or 'no machine'}"
 
     def _kill_daemon(self, for_s: float) -> str:
-        lease = documents.LEASE.read(self._store, Unreadable())
+        lease = documents.LEASE.read(self._store, UnreadableDocuments())
         if lease is None or not is_alive(lease, time.time()):
             return "no daemon was running"
         os.kill(lease.pid, signal.SIGKILL)

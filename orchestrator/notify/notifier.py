@@ -18,7 +18,7 @@ import structlog
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import Notified, RunRecord
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import notify_urls
@@ -144,7 +144,7 @@ class Notifier:
     def _read_journal(self) -> None:
         """Queue the messages of new journal entries. Raises StoreError."""
         if self._read_up_to is None:
-            cursor = documents.NOTIFIED.read(self._store, Unreadable())
+            cursor = documents.NOTIFIED.read(self._store, UnreadableDocuments())
             self._other_cursors = dict(cursor.sent) if cursor else {}
             for queue in self._queues:
                 queue.delivered = self._other_cursors.pop(queue.channel.name, 0)

@@ -202,7 +202,7 @@ class Work:
             values[metrics.OWN_GENERATE_S] = box.own_s
         box.generated_s = box.generated_node_s = box.own_s = 0.0
         at_s = EPOCH_S + self._cloud.time_s
-        box.log.append(metrics.Row(box.timeline, int(box.step), at_s, box.attempt, values))
+        box.log.append(metrics.MetricsRow(box.timeline, int(box.step), at_s, box.attempt, values))
 
     def _seal(self, box: Box, step: int, *, is_final: bool, is_tripped: bool) -> None:
         """Save a checkpoint every `save_steps` and at the end, but none after a trip."""

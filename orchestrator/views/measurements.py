@@ -8,7 +8,7 @@ from enum import StrEnum
 from statistics import median
 
 from grpo_orch.checkpoint.records import metrics
-from grpo_orch.checkpoint.records.metrics import PARTS, REPLAYED, STARTED_AGAIN, Row, StepTiming, split
+from grpo_orch.checkpoint.records.metrics import PARTS, REPLAYED, RESTARTING, MetricsRow, StepTiming, split
 from grpo_orch.orchestrator.views.formatting import data_size, short
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
 from grpo_orch.policies.serving.gateway_status import MemberStatus, VersionSpread
@@ -71,10 +71,10 @@ class StepSplit:
         return self.wait_s + self.publish_s + self.generate_s + self.train_s
 
 
-def step_split(rows: Sequence[Row]) -> StepSplit | None:
+def step_split(rows: Sequence[MetricsRow]) -> StepSplit | None:
     """Average the steps of `rows`, in the order of time, that were not replayed; None without such steps."""
     splits = [
-        part for part in split(rows) if not part.seconds[STARTED_AGAIN] and not part.row.values.get(REPLAYED)
+        part for part in split(rows) if not part.seconds[RESTARTING] and not part.row.values.get(REPLAYED)
     ]
     steps = sum(part.steps for part in splits)
     if not steps:
@@ -123,7 +123,7 @@ class WeightsView:
     last_ready_s: float | None = None
 
 
-def weights_view(rows: Iterable[Row], versions: Sequence[VersionSpread]) -> WeightsView | None:
+def weights_view(rows: Iterable[MetricsRow], versions: Sequence[VersionSpread]) -> WeightsView | None:
     """Summarize how policies were published and reached the nodes; None if no policy was published."""
     logged = [row.values for row in rows if metrics.PUBLISHED_BYTES in row.values]
     if not logged:
@@ -147,7 +147,7 @@ def weights_view(rows: Iterable[Row], versions: Sequence[VersionSpread]) -> Weig
     )
 
 
-def newest_weights(rows: Sequence[Row], versions: Sequence[VersionSpread]) -> WeightsView | None:
+def newest_weights(rows: Sequence[MetricsRow], versions: Sequence[VersionSpread]) -> WeightsView | None:
     """Summarize the last published policy and the last policy that a node loaded."""
     last = next((row for row in reversed(rows) if metrics.PUBLISHED_BYTES in row.values), None)
     loaded = [spread for spread in versions if spread.ready]

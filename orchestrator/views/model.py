@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
 from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
 from grpo_orch.orchestrator.views.formatting import duration, moment
@@ -173,7 +173,7 @@ class RunView:
     store_slow: bool  # a checkpoint was postponed because earlier ones are still being uploaded
     set_aside: tuple[SetAsideView, ...]  # unreadable objects so far, each once
     daemon: DaemonView
-    recent: tuple[Row, ...]
+    recent: tuple[MetricsRow, ...]
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # transfer of the newest policy; None before the first
     parked_s: float | None = None  # seconds parked; None: not parked

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Row, StepTiming, step_timings
+from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, MetricsRow, StepTiming, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
@@ -27,7 +27,7 @@ GREY_MARGIN = 0.5  # space for grey lines above and below, as a share of the hei
 SMOOTHED_OVER = 0.08  # window of the running mean, as a share of the steps
 
 Series = tuple[list[int], list[float]]
-Timings = Sequence[tuple[Row, StepTiming]]
+Timings = Sequence[tuple[MetricsRow, StepTiming]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RollbackMark:
 class AbandonedRows:
     """The rows that rollbacks abandoned, in order, and a mark for each rollback."""
 
-    rows: Sequence[Row] = ()
+    rows: Sequence[MetricsRow] = ()
     marks: Sequence[RollbackMark] = ()
 
 
@@ -74,7 +74,7 @@ def plot_run(store: Store, path: Path) -> None:
 
 
 def plot(
-    rows: Sequence[Row],
+    rows: Sequence[MetricsRow],
     kl_limit: float | None,
     path: Path,
     *,
@@ -109,12 +109,12 @@ def plot(
     figure.savefig(path, format="png")
 
 
-def _reward(panel: Axes, rows: Sequence[Row]) -> None:
+def _reward(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     _title(panel, "Mean reward", "reward")
     _thin_and_thick(panel, _series(rows, REWARD), BLUE, "reward")
 
 
-def _train_and_held_out(panel: Axes, rows: Sequence[Row]) -> None:
+def _train_and_held_out(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     _title(panel, "Train and held-out score", "score")
     train, held_out = _series(rows, REWARD), _series(rows, HELD_OUT)
     marker = "o" if len(train[0]) == 1 else None
@@ -126,12 +126,12 @@ def _train_and_held_out(panel: Axes, rows: Sequence[Row]) -> None:
         panel.plot([], [], color=ORANGE, linewidth=2, label="held out: not logged")
 
 
-def _loss(panel: Axes, rows: Sequence[Row]) -> None:
+def _loss(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     _title(panel, "Policy loss", "loss")
     _thin_and_thick(panel, _series(rows, "loss"), PURPLE, "loss")
 
 
-def _band(panel: Axes, rows: Sequence[Row]) -> None:
+def _band(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     _title(panel, "Reward band", "reward")
     complete = [row for row in rows if {REWARD, REWARD_MIN, REWARD_MAX} <= row.values.keys()]
     if not complete:
@@ -144,7 +144,7 @@ def _band(panel: Axes, rows: Sequence[Row]) -> None:
     panel.plot(steps, middle, color=GREEN, linewidth=2, marker="o" if len(steps) == 1 else None, label="mean")
 
 
-def _kl(panel: Axes, rows: Sequence[Row], limit: float | None) -> None:
+def _kl(panel: Axes, rows: Sequence[MetricsRow], limit: float | None) -> None:
     _title(panel, "KL to the reference", "KL, nats")
     series = _series(rows, "kl")
     if not series[0]:
@@ -235,7 +235,7 @@ def _title(panel: Axes, title: str, unit: str) -> None:
     panel.set_xlabel("step", color=INK, fontsize=10)
 
 
-def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> None:
+def _finish(panel: Axes, rows: Sequence[MetricsRow], faults: Sequence[FaultMark]) -> None:
     """Draw what all panels share: the step axis, a grid, fault marks, and a legend or "not logged"."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#b5bbc4")
@@ -256,7 +256,7 @@ def _finish(panel: Axes, rows: Sequence[Row], faults: Sequence[FaultMark]) -> No
     panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
 
 
-def _subtitle(rows: Sequence[Row], faults: Sequence[FaultMark], rollbacks: Sequence[RollbackMark]) -> str:
+def _subtitle(rows: Sequence[MetricsRow], faults: Sequence[FaultMark], rollbacks: Sequence[RollbackMark]) -> str:
     if not rows:
         return "nothing logged yet"
     counted = (("fault", len(faults)), ("rollback", len(rollbacks)))
@@ -268,7 +268,7 @@ def _counted(noun: str, count: int) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _series(rows: Sequence[Row], metric: str) -> Series:
+def _series(rows: Sequence[MetricsRow], metric: str) -> Series:
     logged = [(row.step, row.values[metric]) for row in rows if metric in row.values]
     return [step for step, _ in logged], [value for _, value in logged]
 

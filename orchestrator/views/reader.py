@@ -16,9 +16,9 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Record, entries_after
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
-from grpo_orch.checkpoint.records.metrics import Row, logged
+from grpo_orch.checkpoint.records.metrics import MetricsRow, logged
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator.control.lease import LeaseWatch
@@ -48,17 +48,17 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.record = documents.read_run(store)
-        self.unreadable = Unreadable()  # damaged optional data, treated as absent
+        self.unreadable = UnreadableDocuments()  # damaged optional data, treated as absent
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node is gone
         self.states: dict[str, NodeState] = {}  # by slot
         self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
         self.faults: list[RehearsedFault] = []
-        self.rows: list[Row] = []  # every step, as last logged
+        self.rows: list[MetricsRow] = []  # every step, as last logged
         # Rows of the current timeline and its ancestors by time, without steps that the trainer will repeat.
-        self.path: list[Row] = []
-        self.abandoned: list[Row] = []  # by rollbacks, in the order of time
+        self.path: list[MetricsRow] = []
+        self.abandoned: list[MetricsRow] = []  # by rollbacks, in the order of time
         self.lease: documents.Lease | None = None
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
@@ -67,7 +67,7 @@ class Reader:
         self._past_controllers: tuple[ControllerRental, ...] | None = None
         self.checkpoints: list[Checkpoint] = []  # in version order
         self._catalog = Catalog(store, "reader")  # read-only
-        self._chunks: dict[str, tuple[int, datetime, list[Row]]] = {}
+        self._chunks: dict[str, tuple[int, datetime, list[MetricsRow]]] = {}
 
     @property
     def spec(self) -> RunSpec:
@@ -76,7 +76,7 @@ class Reader:
     def controllers(self, now_s: float) -> tuple[ControllerRental, ...]:
         """Return the rentals of the controller machines of a `--remote` run, until now."""
         if self.controller is not None:
-            return self.controller.stays(now_s)
+            return self.controller.rentals(now_s)
         return self._past_controllers or ()
 
     @property
@@ -104,7 +104,7 @@ class Reader:
             self._past_controllers = None
         elif self._past_controllers is None:  # written before CONTROLLER is deleted
             before = documents.CONTROLLERS_BEFORE.read(self.store)
-            self._past_controllers = () if before is None else before.stays
+            self._past_controllers = () if before is None else before.rentals
 
     def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
         """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""

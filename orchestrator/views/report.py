@@ -13,8 +13,8 @@ from rich.text import Text
 
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming, logged, median_timing, step_timings
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming, logged, median_timing, step_timings
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import export_of
 from grpo_orch.orchestrator.plan.prices import store_place
@@ -220,7 +220,7 @@ def _end_s(reader: Reader, now_s: float) -> float:
 def _overlap(timing: StepTiming | None, spec: RunSpec) -> str | None:
     if timing is None or not may_overlap(spec):
         return None
-    return overlap_words(timing.step_s, timing.in_turns_s, timing.overlapped_s, spec.rollout.max_staleness)
+    return overlap_words(timing.step_s, timing.sequential_s, timing.overlapped_s, spec.rollout.max_staleness)
 
 
 def _tariff(reader: Reader) -> Tariff:
@@ -271,7 +271,7 @@ def rehearsed_fault(fault: RehearsedFault) -> Fault:
     return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)
 
 
-def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[Row]) -> tuple[RollbackReport, ...]:
+def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[MetricsRow]) -> tuple[RollbackReport, ...]:
     found = []
     befores = [None, *(rollback.fork for rollback in state.rollbacks)]
     for rollback, before, lost in zip(state.rollbacks, befores, abandoned(rows, state.rollbacks), strict=False):
@@ -304,7 +304,7 @@ def outcome_words(rollback: Rollback, state: RunState) -> str:
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
-    export = None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, Unreadable())
+    export = None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, UnreadableDocuments())
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from types import MappingProxyType
 
 from grpo_orch.checkpoint.records.documents import Lease
-from grpo_orch.checkpoint.records.metrics import Row, logged, median_timing, step_times, step_timings
+from grpo_orch.checkpoint.records.metrics import MetricsRow, logged, median_timing, step_times, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
 from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
@@ -139,7 +139,7 @@ def _rollback(state: RunState) -> RollbackView | None:
     )
 
 
-def _fleet(spec: RunSpec, state: RunState, rows: Sequence[Row]) -> FleetView | None:
+def _fleet(spec: RunSpec, state: RunState, rows: Sequence[MetricsRow]) -> FleetView | None:
     """Explain the size of the fleet, computed as in `policies.fleet.plan` from the same rows."""
     if generates_itself(spec):
         return None
@@ -281,13 +281,13 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
     return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid)
 
 
-def _step_s(rows: Sequence[Row]) -> float | None:
+def _step_s(rows: Sequence[MetricsRow]) -> float | None:
     """Return the median time of a step; None before the second step."""
     gaps = [b.time_s - a.time_s for a, b in pairwise(rows)]
     return median(gaps) if gaps else None
 
 
-def _tokens_per_s(rows: Sequence[Row]) -> float | None:
+def _tokens_per_s(rows: Sequence[MetricsRow]) -> float | None:
     if len(rows) < 2 or rows[-1].time_s <= rows[0].time_s:
         return None
     return sum(row.tokens for row in rows[1:]) / (rows[-1].time_s - rows[0].time_s)

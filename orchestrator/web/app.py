@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
 from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
@@ -122,7 +122,7 @@ def _rollouts(view: RunView) -> Figure:
     return Figure("rollout nodes", f"{len(serving)}", below)
 
 
-def _held_out(rows: Sequence[Row]) -> str:
+def _held_out(rows: Sequence[MetricsRow]) -> str:
     found = next((row.values[HELD_OUT] for row in reversed(rows) if HELD_OUT in row.values), None)
     return f"held out {short(found)}" if found is not None else ""
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_orch.checkpoint.records.metrics import PARTS, PUBLISHED, Row, StepSplit, StepTiming, split, step_timings
+from grpo_orch.checkpoint.records.metrics import PARTS, PUBLISHED, MetricsRow, StepSplit, StepTiming, split, step_timings
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
 from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
 from grpo_orch.orchestrator.web.pages import states_of
@@ -56,7 +56,7 @@ def _series(look: Look, request: PageRequest) -> dict[str, Any]:
 Timings = Mapping[tuple[int, int], StepTiming]  # by timeline and step
 
 
-def timings_of(rows: Sequence[Row]) -> Timings:
+def timings_of(rows: Sequence[MetricsRow]) -> Timings:
     """Return the timing of each step that has one."""
     found = step_timings(sorted(rows, key=lambda row: row.time_s))
     return {(row.timeline, row.step): timing for row, timing in found}
@@ -65,7 +65,7 @@ def timings_of(rows: Sequence[Row]) -> Timings:
 NO_TIMINGS: Timings = {}
 
 
-def table(rows: Sequence[Row], axis: str, points: int, timings: Timings = NO_TIMINGS) -> dict[str, Values]:
+def table(rows: Sequence[MetricsRow], axis: str, points: int, timings: Timings = NO_TIMINGS) -> dict[str, Values]:
     """Return columns of at most `points` values: `x` and, for each metric, its mean, `NAME_low` and `NAME_high`.
 
     Values are None where nothing was logged.
@@ -118,7 +118,7 @@ def _merged(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**faults[0], "name": name, "seconds_lost": cost_s, "count": len(faults)}
 
 
-def _at(row: Row, axis: str) -> float:
+def _at(row: MetricsRow, axis: str) -> float:
     return float(row.step) if axis == "step" else row.time_s
 
 

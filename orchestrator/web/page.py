@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.web.watch import Look
 
 TEXT_MAX = 200  # characters of a parameter
@@ -96,11 +96,11 @@ class Window:
     from_s: float
     until_s: float
 
-    def at(self, row: Row) -> float:
+    def at(self, row: MetricsRow) -> float:
         """Return the position of a row on the axis."""
         return float(row.step) if self.axis == "step" else row.time_s
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: MetricsRow) -> bool:
         return self.low <= self.at(row) <= self.high
 
 

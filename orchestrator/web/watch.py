@@ -17,7 +17,7 @@ import structlog
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records.documents import RehearsedFault, RunRecord
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
@@ -48,9 +48,9 @@ class Look:
     record: RunRecord
     view: RunView
     state: RunState
-    path: Sequence[Row]  # of the current timeline and its ancestors, in the order of time
-    abandoned: Sequence[Row]
-    rows: Sequence[Row]  # all, by timeline and step
+    path: Sequence[MetricsRow]  # of the current timeline and its ancestors, in the order of time
+    abandoned: Sequence[MetricsRow]
+    rows: Sequence[MetricsRow]  # all, by timeline and step
     history: Sequence[tuple[int, float, tuple[Event, ...]]]
     events: Sequence[EventLine]  # all, in the order of time
     faults: Sequence[RehearsedFault]

@@ -131,7 +131,7 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
     unpin(evaluation)
-    evaluations.drop_kept(store)
+    evaluations.delete_completions(store)
     return exit_codes.OK, f"evaluated {', '.join(subject.name for subject in evaluation.subjects)}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from grpo_orch.checkpoint.records.evaluations import SCHEMA, Evaluated, Scored, evaluated
+from grpo_orch.checkpoint.records.evaluations import SCHEMA, EvaluationResult, ScoredSample, evaluated
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.evaluation.judging import told_readable, verdict
 from grpo_orch.policies.model.vocabulary import Evaluation
@@ -24,7 +24,7 @@ from grpo_orch.tasks.rewards.guard import (
 from grpo_orch.tasks.trainer.user_objects import BadSpec, Reward
 from grpo_orch.tasks.trl.trl_grpo import Made
 
-Judged = tuple[Evaluated, list[Scored]]
+Judged = tuple[EvaluationResult, list[ScoredSample]]
 
 
 def evaluate(evaluator: Evaluator, subject: str) -> Judged:
@@ -48,11 +48,11 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
     names = evaluator.rewards.keys()
     columns = zip(made.prompts, made.completions, scores, verdicts, made.ids, strict=True)
     samples = [
-        Scored(row, prompt, completion, dict(row_scores), judged, len(ids))
+        ScoredSample(row, prompt, completion, dict(row_scores), judged, len(ids))
         for row, (prompt, completion, row_scores, judged, ids) in enumerate(columns)
     ]
     weights = trainer.reward_weights.tolist()
-    summary = Evaluated(
+    summary = EvaluationResult(
         schema=SCHEMA,
         subject=subject,
         scores={name: [row_scores[name] for row_scores in scores] for name in names},

@@ -59,7 +59,7 @@ class Keeping:
         )
         completions = {
             index: completion
-            for index, completion in evaluations.kept(self._store, digest).items()
+            for index, completion in evaluations.read_completions(self._store, digest).items()
             if completion.policy == batch.policy.label
         }
         missing = [request for request in batch.requests if request.index not in completions]
@@ -93,6 +93,6 @@ class _Parts:
 
     def flush(self) -> None:
         if self._unsaved:
-            evaluations.keep(self._store, self._digest, self._by, self._number, self._unsaved)
+            evaluations.store_completions(self._store, self._digest, self._by, self._number, self._unsaved)
             self._number, self._unsaved = self._number + 1, []
         self._flushed_s = self._clock()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import read_vouched_run
+from grpo_orch.checkpoint.security.vouched import read_signed_run
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.node_contract import (
     ATTEMPT_ENV,
@@ -62,7 +62,7 @@ def read_run_here(store: Store, token: str) -> RunRecord:
 
     A cloud machine has a copy of that folder, and its work starts there. Raises UntrustedRun, StoreError.
     """
-    record = read_vouched_run(store, token)
+    record = read_signed_run(store, token)
     if record.spec.cloud == "local":
         return record
     return replace(record, spec=replace(record.spec, workdir=os.getcwd()))

@@ -19,7 +19,7 @@ import structlog
 from grpo_orch.checkpoint.security.redaction import guard_output
 from grpo_orch.checkpoint.security.vouched import UntrustedRun
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream.uploader import LOOK_S
+from grpo_orch.checkpoint.stream.uploader import POLL_S
 from grpo_orch.policies.model import exit_codes, node_contract
 from grpo_orch.policies.model.gpus import DRIVER_HINT, DriverFailed
 from grpo_orch.policies.model.vocabulary import Role
@@ -109,7 +109,7 @@ def await_upload(workdir: Path, timeout_s: float = UPLOAD_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     spool = find_spool(workdir)
     while spool is not None and spool.sealed() and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 class Sidecar:

@@ -17,12 +17,12 @@ from grpo_orch.checkpoint.records import documents, rollouts
 from grpo_orch.checkpoint.records.documents import read_forks
 from grpo_orch.checkpoint.security.redaction import guard_output
 from grpo_orch.checkpoint.security.vouched import UntrustedRun
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
 from grpo_orch.checkpoint.stream.spool import Seal
-from grpo_orch.checkpoint.stream.uploader import LOOK_S, Retire, Tidy, Uploader, yield_to_others
+from grpo_orch.checkpoint.stream.uploader import POLL_S, Retire, Tidy, Uploader, yield_to_others
 from grpo_orch.policies.ledger.retention import (
     RetentionRules,
     StoredCheckpoint,
@@ -53,7 +53,7 @@ def main() -> int:
         print(f"grpo-orch uploader: {error}", file=sys.stderr, flush=True)
         return exit_codes.BAD_SPEC
     while (spool := find_spool(Path(env.workdir))) is None:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     retire, tidy = retention(store, spec), _tidying(store, spec)
     Uploader(store, spool, env.node, retire, lambda at: is_replaced(store, env, at), tidy).run()
     return 0
@@ -96,7 +96,7 @@ def is_replaced(store: Store, env: NodeEnv, at: PolicyVersion) -> bool:
     forks = read_forks(store)
     if forks and not on_lineage(at, lineage(forks, forks[-1].timeline)):
         return True
-    beat = documents.TRAINER.read(store, Unreadable())
+    beat = documents.TRAINER.read(store, UnreadableDocuments())
     if beat is None or beat.node == env.node:
         return False
     return beat.precedence > env.precedence

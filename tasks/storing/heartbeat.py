@@ -17,7 +17,7 @@ import structlog
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import newest_timeline
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.divergence import Verdict
@@ -170,7 +170,7 @@ class Heartbeat:
         timeline = newest_timeline(self._store)
         if timeline > own.timeline:
             return f"timeline {timeline} has started, and this trainer is on timeline {own.timeline}"
-        beat = documents.TRAINER.read(self._store, Unreadable())  # a damaged beat is overwritten
+        beat = documents.TRAINER.read(self._store, UnreadableDocuments())  # a damaged beat is overwritten
         if beat is not None and beat.precedence > own.precedence:
             return f"attempt {beat.attempt} on {beat.node}, timeline {beat.timeline}, has taken over"
         return ""

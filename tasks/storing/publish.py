@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError, StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, manifest
-from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.stream.chunks import ChunkUpload
 from grpo_orch.checkpoint.stream.manifest import Manifest
 from grpo_orch.checkpoint.weights import delta, safetensors, scratch
 from grpo_orch.checkpoint.weights.safetensors import Bytes
@@ -74,7 +74,7 @@ class Snapshot:
 
     def _run(self) -> Manifest:
         """Store the file. Raises SnapshotStopped, StoreError (Corrupt if the file was truncated), OSError."""
-        with Sending(
+        with ChunkUpload(
             self._store, self.of.prefix, stored={}, content=self._content, transfers=TRANSFERS
         ) as sending:
             files = sending.finish([(layout.MODEL, self._weights)])
@@ -215,9 +215,9 @@ class PolicyPublisher:
             last = self._find_leftover() if is_first else None
         base = last.ref.digest if last is not None and self._uncompared == 0 else ""
         planned, prefix = self._plan(tensors), layout.policy(version, self._by)
-        with Sending(self._store, prefix, stored={}) as sending:
+        with ChunkUpload(self._store, prefix, stored={}) as sending:
             # If the policy may already be stored, send nothing before this is known.
-            grown = sending.grown if not known else lambda *_: None
+            grown = sending.send_prefix if not known else lambda *_: None
             written = scratch.rewrite(self._weights, planned, base, self._delta, self._pool, grown)
             encode_s = round(time.monotonic() - begun_s, 3)
             if (found := find(self._store, written.digest, known)) is not None:
@@ -297,7 +297,7 @@ class PolicyPublisher:
 
     def _send(
         self,
-        sending: Sending,
+        sending: ChunkUpload,
         version: PolicyVersion,
         prefix: str,
         written: Written,

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from grpo_orch.checkpoint.store.codec import from_json, to_json
-from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, NothingWhole
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, NoIntactCheckpoint
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest, transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
@@ -128,10 +128,10 @@ def restore_newest(
                 catalog.suspect(time.time(), error.chunk)
     if listed:
         damage = [(checkpoint.version, errors[checkpoint.manifest]) for checkpoint in listed]
-        raise NothingWhole(_describe_damage(damage), _REPAIR)
+        raise NoIntactCheckpoint(_describe_damage(damage), _REPAIR)
     parents = [str(stretch) for stretch in lineage if isinstance(stretch, PolicyVersion)]
     if parents:
-        raise NothingWhole(
+        raise NoIntactCheckpoint(
             f"the timeline continues from {parents[0]}, and the store has neither it nor an older checkpoint",
             _REPAIR,
         )

@@ -14,7 +14,7 @@ import structlog
 from transformers import TrainerCallback
 
 from grpo_orch.checkpoint.records import metrics, rollouts
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
@@ -114,7 +114,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         logged = {name: self._values[name] for name in LOGGED if name in logs and name in self._values}
         if logged:
             log.info("step", step=self._step, **logged)
-        self._writer.append(Row(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
+        self._writer.append(MetricsRow(self._timeline, self._step, time.time(), self._attempt, dict(self._values)))
 
 
 class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from grpo_orch.checkpoint.records import documents, rollouts
-from grpo_orch.checkpoint.records.evaluations import Scored
+from grpo_orch.checkpoint.records.evaluations import ScoredSample
 from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
@@ -103,5 +103,5 @@ def generated(store: Store) -> list[Rollout]:
     return [one for one in found if one is not None]
 
 
-def samples(store: Store, subject: str) -> list[Scored]:
-    return [msgspec.json.decode(line, type=Scored) for line in store.get(layout.samples(subject)).splitlines()]
+def samples(store: Store, subject: str) -> list[ScoredSample]:
+    return [msgspec.json.decode(line, type=ScoredSample) for line in store.get(layout.samples(subject)).splitlines()]

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.metrics import OWN_GENERATE_S, Row, read_metrics
+from grpo_orch.checkpoint.records.metrics import OWN_GENERATE_S, MetricsRow, read_metrics
 from grpo_orch.orchestrator.clouds import open_local
 from grpo_orch.policies.model.events import Event, NodesGenerate, RunMoved
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -48,11 +48,11 @@ def generates_itself(run: Run) -> bool:
     return run.state.own_generation_since_s is not None
 
 
-def steps(run: Run) -> list[Row]:
+def steps(run: Run) -> list[MetricsRow]:
     return [row for row in read_metrics(run.store) if "reward" in row.values]
 
 
-def is_own(row: Row) -> bool:
+def is_own(row: MetricsRow) -> bool:
     """Whether the trainer has made completions of the step."""
     return row.values.get(OWN_GENERATE_S, 0.0) > 0
 

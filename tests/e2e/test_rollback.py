@@ -14,7 +14,7 @@ import yaml
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.metrics import Row, read_metrics
+from grpo_orch.checkpoint.records.metrics import MetricsRow, read_metrics
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.transfer import read_manifest
 from grpo_orch.policies.model.events import (
@@ -76,7 +76,7 @@ def outcome(run: Run) -> Outcome:
     return Outcome(stages, documents.read_forks(run.store), weights)
 
 
-def rewards(rows: list[Row], timeline: int) -> dict[int, float]:
+def rewards(rows: list[MetricsRow], timeline: int) -> dict[int, float]:
     return {row.step: row.values["reward"] for row in rows if row.timeline == timeline and "reward" in row.values}
 
 

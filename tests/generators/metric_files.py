@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.codec import to_json
 
 Rows = list[dict[str, float]]
@@ -60,7 +60,7 @@ def json_lines(rows: Sequence[Mapping[str, float | None]], name: Callable[[str],
 def in_store(rows: Rows) -> str:
     """A metrics object of a run store."""
     kept = (({k: v for k, v in row.items() if k not in ("step", "epoch")}, int(row["step"])) for row in rows)
-    return b"\n".join(to_json(Row(0, step, 1e9 + step, 1, values)) for values, step in kept).decode()
+    return b"\n".join(to_json(MetricsRow(0, step, 1e9 + step, 1, values)) for values, step in kept).decode()
 
 
 def in_csv(rows: Rows) -> str:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views.model import NodeView, RunView
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.serving.joining import BASE_MODEL, Stage
@@ -47,7 +47,7 @@ steps = st.integers(0, 10**6)
 values = st.none() | st.floats(-1e12, 1e12) | st.floats(-1, 1)
 versions = st.builds(lambda timeline, step: f"{timeline}-{step}", st.integers(0, 40), steps)
 rows = st.builds(
-    lambda step, reward, kl: Row(
+    lambda step, reward, kl: MetricsRow(
         0, step, NOW_S, 1, {name: value for name, value in (("reward", reward), ("kl", kl)) if value is not None}
     ),
     steps,
@@ -60,7 +60,7 @@ BY_TYPE: dict[object, st.SearchStrategy[Any]] = {
     int: st.integers(0, 10**6),
     float: amounts,
     str: reasons,
-    Row: rows,
+    MetricsRow: rows,
     Stage: st.just(Stage(BASE_MODEL, 10**9, 10**12)),
     dict[str, Any]: st.just({}),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_orch.checkpoint.journal import Journal
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import RehearsedFault, write_fault
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
@@ -117,7 +117,7 @@ class World:
 
     def logs(self, at_s: float, step: int, timeline: int = 0, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}
-        metrics.MetricsWriter(self.store).append(Row(timeline, step, T0 + at_s, 1, named))
+        metrics.MetricsWriter(self.store).append(MetricsRow(timeline, step, T0 + at_s, 1, named))
 
     def beats(self, at_s: float, step: int, max_steps: int = 40, timeline: int = 0) -> None:
         beat = Trainer("trainer-0-i1", 1 + timeline, timeline, step, max_steps, "generating", T0 + at_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import REPLAYED, Row
+from grpo_orch.checkpoint.records.metrics import REPLAYED, MetricsRow
 from grpo_orch.checkpoint.store.codec import from_json
 from tests.e2e.sky_harness import BUCKET, SkyRun
 from tests.e2e.tiny import make_tiny
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.soak
 STEPS, SAVED_AT, LOST_AT = 30, 10, 14
 
 
-def rows(rig: SkyRig) -> list[Row]:
+def rows(rig: SkyRig) -> list[MetricsRow]:
     """What the trainers have logged, in the order of steps."""
     with rig.inside():
         s3 = rig.client("s3")
         keys = [item["Key"] for item in s3.list_objects_v2(Bucket=BUCKET, Prefix="tiny/metrics/")["Contents"]]
         chunks = [s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in sorted(keys)]
-    return [from_json(line, Row, "metrics") for chunk in chunks for line in chunk.splitlines()]
+    return [from_json(line, MetricsRow, "metrics") for chunk in chunks for line in chunk.splitlines()]
 
 
 def test_new_trainer_machine_resumes_from_newest_checkpoint(sky_rig: SkyRig, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.rig.local_run import NODE_PYTHON, ROOT, make_tiny
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.checkpoint.stream import manifest
@@ -125,7 +125,7 @@ def _begin_run(store: Store, folder: Path, vllm: dict[str, Any]) -> PolicyRef:
         rollout=RolloutSpec(vllm=vllm, env=VLLM_ENV),
     )
     documents.create_run(store, RunRecord(documents.SCHEMA, "joining", 0.0, spec))
-    vouch(store, TOKEN)
+    sign_run(store, TOKEN)
     prefix = layout.policy(VERSION, (0, 1, 1))
     found = manifest.publish(store, prefix, folder / "model", VERSION, now_s=0.0)
     return PolicyRef(str(VERSION), prefix, found.digest)

@@ -72,7 +72,7 @@ class RemoteController:
         # Recorded before the launch, so that `down` knows of the machine in any case.
         requested_s = time.time()
         price = before.price_usd_per_h if before else self._likely_usd_per_h()
-        stays = documents.controller_stays(self._store, requested_s)
+        stays = documents.controller_rentals(self._store, requested_s)
         machine = ControllerMachine(self.cluster, infra, requested_s, price, stays)
         documents.CONTROLLER.write(self._store, machine)
         try:

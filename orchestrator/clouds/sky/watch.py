@@ -22,7 +22,7 @@ import structlog
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import MachineReport
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
@@ -256,7 +256,7 @@ class Reports:
         self.by_node: dict[str, MachineReport] = {}
         self._store, self._clock = store, clock
         self._reads: dict[str, _Read] = {}
-        self._unreadable = Unreadable()
+        self._unreadable = UnreadableDocuments()
 
     def update(self, nodes: Collection[str]) -> None:
         """Read the reports of these machines, and forget others. Raises StoreError."""

@@ -12,7 +12,7 @@ from grpo_orch.checkpoint.records.metrics import (
     REWARD_MIN,
     TOKENS,
     MetricsWriter,
-    Row,
+    MetricsRow,
     point_at,
     point_of,
     read_chunk,
@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.records.metrics import (
 )
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.divergence import Point
 from tests.budget import HANG_S
@@ -30,11 +30,11 @@ def test_metrics_rows_survive_a_restarted_writer() -> None:
     store = Store("memory://metrics-restarted")
     writer = MetricsWriter(store)
     for step in range(1, 251):
-        writer.append(Row(0, step, float(step), 1, {"reward": step / 10}))
-    MetricsWriter(store).append(Row(0, 240, 999.0, 2, {"reward": 7.0}))  # run again after a restart
+        writer.append(MetricsRow(0, step, float(step), 1, {"reward": step / 10}))
+    MetricsWriter(store).append(MetricsRow(0, 240, 999.0, 2, {"reward": 7.0}))  # run again after a restart
     rows = read_metrics(store, 0)
     assert [r.step for r in rows] == list(range(1, 251))
-    assert rows[239] == Row(0, 240, 999.0, 2, {"reward": 7.0}, first_time_s=240.0)
+    assert rows[239] == MetricsRow(0, 240, 999.0, 2, {"reward": 7.0}, first_time_s=240.0)
     assert len(store.entries(layout.METRICS)) == 3
 
 
@@ -54,17 +54,17 @@ def test_the_objects_of_a_long_run_are_read_side_by_side() -> None:
     store = Together("memory://metrics-side-by-side")
     for step in (1, 101, 201, 301):
         key = layout.metrics_chunk(0, step)
-        store.put(key, to_json(Row(0, step, float(step), 1, {"reward": 1.0})) + b"\n")
+        store.put(key, to_json(MetricsRow(0, step, float(step), 1, {"reward": 1.0})) + b"\n")
     assert [row.step for row in read_metrics(store)] == [1, 101, 201, 301]
 
 
 @pytest.mark.parametrize(
-    "row", [Row(0, 2, 1e300, 1, {}), Row(0, 2, 2.0, 1, {TOKENS: 1e300}), Row(0, 2, 2.0, 1, {}, -1e300)]
+    "row", [MetricsRow(0, 2, 1e300, 1, {}), MetricsRow(0, 2, 2.0, 1, {TOKENS: 1e300}), MetricsRow(0, 2, 2.0, 1, {}, -1e300)]
 )
-def test_row_with_an_impossible_time_or_count_is_left_out(row: Row) -> None:
+def test_row_with_an_impossible_time_or_count_is_left_out(row: MetricsRow) -> None:
     """Sums over a run's rows are shown as numbers and times, and JSON has no infinity."""
-    store, unreadable = Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"), Unreadable()
-    good = Row(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300, REWARD_MIN: -1e300, REWARD_MAX: 1e300})
+    store, unreadable = Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"), UnreadableDocuments()
+    good = MetricsRow(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300, REWARD_MIN: -1e300, REWARD_MAX: 1e300})
     key = layout.metrics_chunk(0, 1)
     store.put(key, to_json(good) + b"\n" + to_json(row) + b"\n")
     assert read_chunk(store, key, unreadable) == [good]
@@ -83,7 +83,7 @@ def test_row_gives_detector_the_guards_input() -> None:
         "train_loss": 0.1,
         "total_flos": 0.0,
     }
-    for point in (point_at(40, logged), point_of(Row(0, 40, 1.0, 1, {**logged, **added}))):
+    for point in (point_at(40, logged), point_of(MetricsRow(0, 40, 1.0, 1, {**logged, **added}))):
         gradients = point.values.get("grad_norm")
         assert gradients is not None
         assert math.isnan(gradients)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from grpo_orch.checkpoint.records import metrics, rollouts
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session, unused_windows
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
@@ -22,7 +22,7 @@ def stored(*windows: tuple[int, int, int], timeline: int = 0) -> Store:
     store = Store(f"memory://unused-{next(_names)}")
     writer = metrics.MetricsWriter(store)
     for step in range(1, 7):
-        writer.append(Row(timeline, step, float(step), 1, {}))
+        writer.append(MetricsRow(timeline, step, float(step), 1, {}))
     for step, call, tokens in windows:
         at = f"{timeline}-{step}"
         completion = Completion(0, list(range(tokens)), [0.0] * tokens, "stop", at, "n")

@@ -10,11 +10,11 @@ from grpo_orch.checkpoint.records.metrics import (
     PARTS,
     PUBLISH_S,
     REWARDS_S,
-    STARTED_AGAIN,
+    RESTARTING,
     STORE_S,
     TRAINING,
     WAIT_S,
-    Row,
+    MetricsRow,
     split,
 )
 
@@ -22,7 +22,7 @@ VALUES = {WAIT_S: 3.0, GENERATE_S: 10.0, REWARDS_S: 1.0, PUBLISH_S: 2.0, STORE_S
 
 
 def test_unattributed_time_is_training() -> None:
-    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 2, 130.0, 1, VALUES)])
+    (one,) = split([MetricsRow(0, 1, 100.0, 1, {}), MetricsRow(0, 2, 130.0, 1, VALUES)])
     assert one.steps == 1
     assert one.seconds == {
         "waiting for nodes": 3.0,
@@ -31,26 +31,26 @@ def test_unattributed_time_is_training() -> None:
         "publishing weights": 2.0,
         "storing": 4.0,
         TRAINING: 10.0,
-        STARTED_AGAIN: 0.0,
+        RESTARTING: 0.0,
     }
 
 
 def test_generation_that_training_hides_is_no_part_of_a_step() -> None:
     values = {**VALUES, AHEAD_S: 8.0}
-    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 2, 130.0, 1, values)])
+    (one,) = split([MetricsRow(0, 1, 100.0, 1, {}), MetricsRow(0, 2, 130.0, 1, values)])
     assert (one.seconds["generating"], one.seconds[TRAINING]) == (2.0, 18.0)
 
 
 @pytest.mark.parametrize(("timeline", "attempt"), [(0, 2), (1, 1)])
 def test_between_two_lives_it_is_the_new_start(timeline: int, attempt: int) -> None:
-    (one,) = split([Row(0, 9, 100.0, 1, {}), Row(timeline, 7, 400.0, attempt, VALUES)])
-    assert (one.steps, one.seconds[STARTED_AGAIN], one.seconds[TRAINING]) == (1, 300.0, 0.0)
+    (one,) = split([MetricsRow(0, 9, 100.0, 1, {}), MetricsRow(timeline, 7, 400.0, attempt, VALUES)])
+    assert (one.steps, one.seconds[RESTARTING], one.seconds[TRAINING]) == (1, 300.0, 0.0)
 
 
 @pytest.mark.parametrize("took_s", [-5.0, 0.0, 4.0, 11.0, 200.0])
 def test_parts_add_up_to_the_step_for_any_log(took_s: float) -> None:
     values = {**VALUES, WAIT_S: -7.0}
-    (one,) = split([Row(0, 1, 100.0, 1, {}), Row(0, 5, 100.0 + took_s, 1, values)])
+    (one,) = split([MetricsRow(0, 1, 100.0, 1, {}), MetricsRow(0, 5, 100.0 + took_s, 1, values)])
     assert sum(one.seconds.values()) == max(0.0, took_s)
     assert min(one.seconds.values()) == 0.0
     assert tuple(one.seconds) == PARTS

@@ -11,7 +11,7 @@ from grpo_orch.checkpoint.records.metrics import (
     STALENESS,
     TOKENS,
     WAIT_S,
-    Row,
+    MetricsRow,
     step_times,
 )
 from grpo_orch.policies.costs.steps import MeasuredStep
@@ -19,14 +19,14 @@ from grpo_orch.policies.costs.steps import MeasuredStep
 
 def row(
     step: int, time_s: float, generate_s: float = 4.0, nodes: int = 2, attempt: int = 1, replayed: bool = False
-) -> Row:
+) -> MetricsRow:
     values = {
         GENERATE_S: generate_s,
         GENERATE_NODE_S: generate_s * nodes,
         TOKENS: 100.0,
         REPLAYED: float(replayed),
     }
-    return Row(0, step, time_s, attempt, values)
+    return MetricsRow(0, step, time_s, attempt, values)
 
 
 def test_each_step_between_two_rows() -> None:
@@ -73,7 +73,7 @@ def test_step_by_own_generation_counts_separately() -> None:
 
 def test_step_without_logged_node_seconds_has_no_nodes() -> None:
     """Values that are not finite are left out of the log."""
-    rows = [row(1, 10.0), Row(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}), row(3, 30.0), row(4, 40.0)]
+    rows = [row(1, 10.0), MetricsRow(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}), row(3, 30.0), row(4, 40.0)]
     assert [step.nodes for step in step_times(rows)] == [0.0, 2.0]
 
 
@@ -85,4 +85,4 @@ def test_wait_before_own_generation_is_no_part_of_its_step() -> None:
 
 
 def test_rows_without_generation_give_no_timing() -> None:
-    assert step_times([Row(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []
+    assert step_times([MetricsRow(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []

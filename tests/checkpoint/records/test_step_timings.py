@@ -13,19 +13,19 @@ from grpo_orch.checkpoint.records.metrics import (
     STALENESS,
     UNSERVED_S,
     WAIT_S,
-    Row,
+    MetricsRow,
     StepTiming,
     median_timing,
     step_timings,
 )
 
 
-def row(step: int, time_s: float, generate_s: float = 6.0, **values: float) -> Row:
+def row(step: int, time_s: float, generate_s: float = 6.0, **values: float) -> MetricsRow:
     logged = {GENERATE_S: generate_s, GENERATE_NODE_S: 2 * generate_s, PUBLISH_S: 1.0, STALENESS: 0.0}
-    return Row(0, step, time_s, 1, {**logged, **{f"orch/{name}": value for name, value in values.items()}})
+    return MetricsRow(0, step, time_s, 1, {**logged, **{f"orch/{name}": value for name, value in values.items()}})
 
 
-def timings(*rows: Row) -> list[StepTiming]:
+def timings(*rows: MetricsRow) -> list[StepTiming]:
     return [timing for _, timing in step_timings(rows)]
 
 
@@ -35,7 +35,7 @@ def test_steps_in_turns_leave_one_side_idle() -> None:
     found = timings(row(1, 0.0), row(2, 20.0, **values), row(3, 40.0))
     expected = StepTiming(20.0, 6.0, 11.0, 3.0, trainer_idle_s=8.0, fleet_idle_s=12.0, staleness=0.0)
     assert found == [expected]
-    assert (expected.in_turns_s, expected.overlapped_s) == (20.0, 14.0)
+    assert (expected.sequential_s, expected.overlapped_s) == (20.0, 14.0)
 
 
 def test_overlapped_step_is_idle_only_where_measured() -> None:
@@ -46,7 +46,7 @@ def test_overlapped_step_is_idle_only_where_measured() -> None:
 
 
 def test_steps_of_one_window_share_its_generation() -> None:
-    rows = [row(0, 0.0), row(1, 15.0, 8.0, staleness=2.0), Row(0, 2, 25.0, 1, {}), row(3, 40.0)]
+    rows = [row(0, 0.0), row(1, 15.0, 8.0, staleness=2.0), MetricsRow(0, 2, 25.0, 1, {}), row(3, 40.0)]
     ((first, timing),) = step_timings(rows)
     assert first is rows[1]
     assert (timing.step_s, timing.generate_s, timing.sync_s, timing.staleness) == (12.5, 4.0, 0.5, 2.0)
@@ -55,12 +55,12 @@ def test_steps_of_one_window_share_its_generation() -> None:
 
 def test_replayed_steps_and_restarts_have_no_timing() -> None:
     replayed = row(2, 10.0, 0.0, **{REPLAYED.removeprefix("orch/"): 1.0})
-    later = Row(0, 3, 500.0, 2, {GENERATE_S: 4.0, GENERATE_NODE_S: 4.0})
+    later = MetricsRow(0, 3, 500.0, 2, {GENERATE_S: 4.0, GENERATE_NODE_S: 4.0})
     assert timings(row(1, 0.0), replayed, later) == []
 
 
 def test_trainer_that_generates_itself_is_not_idle() -> None:
-    own = Row(0, 2, 10.0, 1, {GENERATE_S: 6.0, OWN_GENERATE_S: 6.0, GENERATE_NODE_S: 0.0})
+    own = MetricsRow(0, 2, 10.0, 1, {GENERATE_S: 6.0, OWN_GENERATE_S: 6.0, GENERATE_NODE_S: 0.0})
     (found,) = timings(row(1, 0.0), own, row(3, 20.0))
     assert (found.trainer_idle_s, found.fleet_idle_s, found.train_s, found.staleness) == (0.0, 0.0, 4.0, None)
 

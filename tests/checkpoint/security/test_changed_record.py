@@ -17,7 +17,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import Proof, UntrustedRun, read_vouched_run, vouch
+from grpo_orch.checkpoint.security.vouched import Proof, UntrustedRun, read_signed_run, sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.run_store import Store
@@ -47,23 +47,23 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def test_signed_record_is_read(store: Store) -> None:
-    vouch(store, SECRET)
-    assert read_vouched_run(store, SECRET) == record(store)
+    sign_run(store, SECRET)
+    assert read_signed_run(store, SECRET) == record(store)
 
 
 @pytest.mark.parametrize("what", ["changed", "another secret", "no proof", "another's proof", "not ascii"])
 def test_unsigned_record_is_refused(store: Store, what: str) -> None:
-    vouch(store, "other" if what == "another secret" else SECRET)
+    sign_run(store, "other" if what == "another secret" else SECRET)
     if what == "changed":
         store.put(layout.RUN, store.get(layout.RUN).replace(b'"name":"sim"', b'"name":"Sim"'))
     elif what == "no proof":
         store.delete([layout.PROOF])
     elif what == "another's proof":
-        vouch(store, SECRET, b"{}")
+        sign_run(store, SECRET, b"{}")
     elif what == "not ascii":
         store.put(layout.PROOF, to_json(Proof("é" * 64)))
     with pytest.raises(UntrustedRun, match=layout.RUN):
-        read_vouched_run(store, SECRET)
+        read_signed_run(store, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_unsigned_record_is_refused(store: Store, what: str) -> None:
     ],
 )
 def test_changed_run_json_stops_node_before_use(store: Store, tmp_path: Path, module: str) -> None:
-    vouch(store, SECRET)
+    sign_run(store, SECRET)
     store.put(layout.RUN, to_json(record(store, setup=f"touch {tmp_path}/done")))
     node = {
         "GRPO_ORCH_RUN": store.url,
@@ -100,7 +100,7 @@ def test_a_controller_vouches_for_the_run_that_it_knows(store: Store) -> None:
     stop.set()
     assert daemon.steer(store, "up", stop) == exit_codes.OK
     token = run_token(record(store).run_id)
-    assert read_vouched_run(store, token) == record(store)
+    assert read_signed_run(store, token) == record(store)
     assert kept_run_digest(store.url) == trust.run_digest(store.get(layout.RUN))
 
 
@@ -128,7 +128,7 @@ def test_machine_with_only_the_secret_verifies_by_proof(store: Store) -> None:
     token = run_token(record(store).run_id)
     documents.SECRET_MARK.write(store, token_mark(token))
     trust.known_run(store)  # of a version that did not vouch
-    vouch(store, token)
+    sign_run(store, token)
     trust.known_run(store)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time())))
     with pytest.raises(UntrustedRun):

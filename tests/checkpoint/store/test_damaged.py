@@ -11,7 +11,7 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Record
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.records.evaluations import kept
+from grpo_orch.checkpoint.records.evaluations import read_completions
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, to_json
 from grpo_orch.checkpoint.store.errors import Corrupt
@@ -68,4 +68,4 @@ def test_digits_in_a_text_are_no_integer() -> None:
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"{}", to_json([COMPLETION]).replace(b"stop", b"\xff")])
 def test_kept_completions_that_are_damaged_are_made_again(data: bytes) -> None:
     digest = "d" * 8
-    assert kept(store_with(layout.kept_part(digest, (0, 1, 1), 0, 1), data), digest) == {}
+    assert read_completions(store_with(layout.kept_part(digest, (0, 1, 1), 0, 1), data), digest) == {}

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow
 from grpo_orch.checkpoint.store import run_store
 from grpo_orch.checkpoint.store.run_store import Pace, Store, interval_of
 from grpo_orch.policies.tick.snapshot import Trainer
@@ -104,6 +104,6 @@ def test_trainers_overwrites_are_spaced_out(google: ThreadingHTTPServer, monkeyp
     slept.clear()
     writer = MetricsWriter(store)
     for step in (1, 2, 3):
-        writer.append(Row(0, step, 1.0, 1, {}))
+        writer.append(MetricsRow(0, step, 1.0, 1, {}))
     assert slept == [1.0, 2.0]
     assert google.puts.count("/bucket/run/metrics/0000/00000000.jsonl") == 3  # type: ignore[attr-defined]

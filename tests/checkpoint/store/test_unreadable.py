@@ -16,10 +16,10 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Journal
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import Export
 from grpo_orch.orchestrator.control.controller import Controller
@@ -39,7 +39,7 @@ names = itertools.count()
 NOW_S = 1000.0
 HEALTHY = PolicyVersion(0, 2)
 BEAT = Trainer("trainer-0-i1", 1, 0, 4, 10, "training", NOW_S, kl=0.1, stored_step=2, verdict=Verdict(step=4))
-ROWS = [Row(0, step, NOW_S + step, 1, {"kl": 0.1, "reward": 0.5}) for step in range(1, 5)]
+ROWS = [MetricsRow(0, step, NOW_S + step, 1, {"kl": 0.1, "reward": 0.5}) for step in range(1, 5)]
 MEMBERS = GatewayStatus(
     "g1",
     "0-4@1f2e",
@@ -160,7 +160,7 @@ def test_torn_row_is_reported_once_and_others_are_followed() -> None:
 def test_tick_continues_without_step_measurements() -> None:
     run = Steered()
     values = {metrics.GENERATE_S: 5e-324, metrics.GENERATE_NODE_S: 1.0}
-    run.store.put(ROWS_KEY, b"".join(to_json(Row(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))
+    run.store.put(ROWS_KEY, b"".join(to_json(MetricsRow(0, n, NOW_S + n, 1, values)) + b"\n" for n in range(1, 9)))
     documents.TRAINER.write(run.store, replace(BEAT, step=8))
     run.ticks()
     assert run.told() == ["metrics"]
@@ -170,19 +170,19 @@ def test_tick_continues_without_step_measurements() -> None:
 def test_a_trainer_that_starts_again_writes_over_a_torn_row() -> None:
     store = Store(f"memory://unreadable-{next(names)}")
     store.put(ROWS_KEY, OPTIONAL[ROWS_KEY][:-20])
-    MetricsWriter(store).append(Row(0, 5, NOW_S, 2, {"kl": 0.2}))
+    MetricsWriter(store).append(MetricsRow(0, 5, NOW_S, 2, {"kl": 0.2}))
     assert [row.step for row in metrics.read_metrics(store)] == [1, 2, 3, 5]
 
 
 def test_a_row_that_belongs_to_another_object_is_left_out() -> None:
     """Else one false step would blind the detectors to all later ones."""
     store = Store(f"memory://unreadable-{next(names)}")
-    store.put(ROWS_KEY, to_json(Row(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
+    store.put(ROWS_KEY, to_json(MetricsRow(0, 10**9, NOW_S, 1, {"kl": 0.1})) + b"\n" + OPTIONAL[ROWS_KEY])
     assert metrics.read_metrics(store) == ROWS
 
 
 def test_damaged_report_of_a_machine_hides_no_other() -> None:
-    store, unreadable = Store(f"memory://unreadable-{next(names)}"), Unreadable()
+    store, unreadable = Store(f"memory://unreadable-{next(names)}"), UnreadableDocuments()
     good = MachineReport("rollout-1-i1", 1, None, False)
     documents.machine(good.node).write(store, good)
     for data in (b"", to_json(good)):

@@ -13,7 +13,7 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.backends import Entry
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.errors import NotFound, NothingWhole
+from grpo_orch.checkpoint.store.errors import NotFound, NoIntactCheckpoint
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer, upkeep
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
@@ -166,7 +166,7 @@ def test_all_checkpoints_damaged_is_an_error_and_no_fresh_start(machine: Machine
     for step in (10, 20, 30, 40):
         machine.saves(step)
     machine.store.delete([machine.shared()[1]])
-    with pytest.raises(NothingWhole) as caught:
+    with pytest.raises(NoIntactCheckpoint) as caught:
         restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None)
     told = str(caught.value)
     lost = machine.shared()[1]
@@ -179,7 +179,7 @@ def test_all_checkpoints_damaged_is_an_error_and_no_fresh_start(machine: Machine
 
 def test_timeline_with_lost_start_does_not_start_over(machine: Machine, tmp_path: Path) -> None:
     error = "continues from 0-10, and the store has neither it nor an older checkpoint"
-    with pytest.raises(NothingWhole, match=error):
+    with pytest.raises(NoIntactCheckpoint, match=error):
         restore_newest(machine.store, lineage((Fork(1, "0-10"),), 1), tmp_path / "restored", None)
     assert restore_newest(machine.store, lineage((Fork(1, None),), 1), tmp_path / "restored", None) is None
     assert restore_newest(machine.store, lineage((), 0), tmp_path / "restored", None) is None

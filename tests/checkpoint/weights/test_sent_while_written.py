@@ -13,7 +13,7 @@ import pytest
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks
-from grpo_orch.checkpoint.stream.chunks import Sending
+from grpo_orch.checkpoint.stream.chunks import ChunkUpload
 from grpo_orch.checkpoint.weights import scratch
 from grpo_orch.checkpoint.weights.scratch import Tensor
 from tests.budget import HANG_S
@@ -78,8 +78,8 @@ def test_first_bytes_are_sent_while_last_tensors_are_pending(
         assert store.first.wait(HANG_S)
 
     new = tensors(weights(*[share] * NUMBER), arrived)
-    with Sending(store, "root", stored={}) as sending:
-        scratch.rewrite(path, new, base, changes, POOL, sending.grown)
+    with ChunkUpload(store, "root", stored={}) as sending:
+        scratch.rewrite(path, new, base, changes, POOL, sending.send_prefix)
         [sent] = sending.finish([("file", changes if share else path)])
     assert b"".join(chunks.parts(store, "root", sent)) == (changes if share else path).read_bytes()
     assert changes.exists() == bool(share)
@@ -89,11 +89,11 @@ def test_a_delta_that_turns_out_not_to_pay_has_hardly_travelled(store: Arrivals,
     path, changes, told = tmp_path / "weights", tmp_path / "delta", dict[Path, int]()
     base = scratch.rewrite(path, tensors(weights(*[0.0] * NUMBER)), "", changes, POOL).digest
     late = tensors(weights(*[0.3] * (NUMBER // 2), *[1.0] * (NUMBER // 2)))
-    with Sending(store, "root", stored={}) as sending:
+    with ChunkUpload(store, "root", stored={}) as sending:
 
         def grown(file: Path, size_bytes: int) -> None:
             told[file] = size_bytes
-            sending.grown(file, size_bytes)
+            sending.send_prefix(file, size_bytes)
 
         written = scratch.rewrite(path, late, base, changes, POOL, grown)
         [sent] = sending.finish([("file", path)])
@@ -110,8 +110,8 @@ def test_failing_store_ends_the_upload_and_its_threads(store: Arrivals, tmp_path
 
     def publish() -> None:
         new = tensors(weights(*[0.0] * NUMBER), away)
-        with Sending(store, "root", stored={}) as sending:
-            scratch.rewrite(path, new, "", tmp_path / "delta", POOL, sending.grown)
+        with ChunkUpload(store, "root", stored={}) as sending:
+            scratch.rewrite(path, new, "", tmp_path / "delta", POOL, sending.send_prefix)
             sending.finish([("file", path)])
 
     with pytest.raises(StoreUnavailable):

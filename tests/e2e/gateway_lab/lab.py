@@ -26,7 +26,7 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.security import identity
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -111,7 +111,7 @@ class Lab:
             rollout=RolloutSpec(vllm=VLLM, env=ENV),
         )
         documents.create_run(self._store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
-        vouch(self._store, TOKEN)
+        sign_run(self._store, TOKEN)
         version = PolicyVersion.parse("0-0")
         made = manifest.publish(
             self._store, layout.policy(version, (0, 1, 1)), folder / "policy", version, now_s=0.0

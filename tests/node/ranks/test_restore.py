@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.manifest import files_below
@@ -34,7 +34,7 @@ def test_eight_processes_read_a_checkpoint_once(moto: S3Server, tmp_path: Path) 
     store = Store(moto.url("ranks"), options=moto.options())
     spec = run_spec(store.url, tmp_path, grpo={"max_steps": 6}, model="none", accelerators="H100:8")
     documents.create_run(store, RunRecord(documents.SCHEMA, "id", time.time(), spec))
-    vouch(store, TOKEN)
+    sign_run(store, TOKEN)
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "model.safetensors").write_bytes(os.urandom(WEIGHTS_BYTES))

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.security import identity
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.run_store import Store
@@ -121,7 +121,7 @@ class Lab:
         flags = {"dtype": "float32", "enforce_eager": True, "kv-cache-memory-bytes": 67108864}
         spec = spec_of(folder, flags, ("x.y",))
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "test", 0.0, spec))
-        vouch(self.store, TOKEN)
+        sign_run(self.store, TOKEN)
         tls, headers = identity.client_context(TOKEN), {"Authorization": f"Bearer {TOKEN}"}
         self.http = httpx.Client(headers=headers, timeout=HANG_S, verify=tls)
         self.gateway = self.start("grpo_orch.orchestrator.gateway")

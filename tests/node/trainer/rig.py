@@ -17,7 +17,7 @@ import torch
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
 from grpo_orch.checkpoint.records.metrics import read_metrics
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
@@ -163,7 +163,7 @@ class Rig:
         made = run_spec(self.store.url, tiny, **spec) if ready is None else ready
         self.spec = replace(made, storage=self.store.url)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
-        vouch(self.store, TOKEN)
+        sign_run(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
 
     def env(self, attempt: int = 1, timeline: int = 0) -> NodeEnv:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from grpo_orch.checkpoint.records import rollouts
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, Row, read_metrics
+from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow, read_metrics
 from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import Completion
@@ -34,7 +34,7 @@ def test_resumed_trainer_reads_only_the_row_of_its_step() -> None:
     store = Told("memory://goes-on")
     writer = MetricsWriter(store)
     for step in range(50, STEPS + 1, 50):
-        writer.append(Row(0, step, float(step), 1, {"reward": step / STEPS, "eval_reward": 0.5}))
+        writer.append(MetricsRow(0, step, float(step), 1, {"reward": step / STEPS, "eval_reward": 0.5}))
     store.read.clear()
     callback = MetricsCallback(store, StepCosts(), 0, 2)
     state: Any = SimpleNamespace(global_step=STEPS)
@@ -63,7 +63,7 @@ def at(step: int) -> Any:
 
 def test_first_row_of_timeline_counts_unused_windows() -> None:
     store = Store("memory://unused-in-first-row")
-    MetricsWriter(store).append(Row(0, 6, 6.0, 1, {}))
+    MetricsWriter(store).append(MetricsRow(0, 6, 6.0, 1, {}))
     completion = Completion(0, [1, 2, 3], [0.0] * 3, "stop", "0-5", "n")
     for step in (5, 6, 7):
         rollouts.write_rollout(store, Rollout(1, f"0-{step}", "0-5", 0, "", [completion]), (0, 1, 1))

@@ -54,7 +54,7 @@ class Diverged:
     beat: Trainer
     verdict: Verdict
     stored: list[PolicyVersion]  # before the next timeline began
-    rows: dict[int, metrics.Row]
+    rows: dict[int, metrics.MetricsRow]
     next_code: int
 
 

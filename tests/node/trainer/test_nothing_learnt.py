@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsWriter, Row
+from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsWriter, MetricsRow
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.pitfalls import UNREWARDED_MAX
 from grpo_orch.policies.detect.symptoms import NO_VARIANCE
@@ -74,7 +74,7 @@ def test_rewards_are_counted_up_to_the_first(
 ) -> None:
     writer = MetricsWriter(store)
     for step, values in enumerate(rows, 1):
-        writer.append(Row(0, step, 0.0, 1, values))
+        writer.append(MetricsRow(0, step, 0.0, 1, values))
     assert count_rewards(store) == counts
 
 

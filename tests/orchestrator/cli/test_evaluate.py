@@ -13,7 +13,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents, evaluations
 from grpo_orch.checkpoint.records.documents import write_fork
-from grpo_orch.checkpoint.records.evaluations import SCHEMA, Evaluated
+from grpo_orch.checkpoint.records.evaluations import SCHEMA, EvaluationResult
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Revision
@@ -72,7 +72,7 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
         verdicts = ["correct"] * right + ["wrong"] * 20 + ["unreadable"] * (80 - right)
         scores: list[float | None] = [1.0 if one == "correct" else 0.0 for one in verdicts]
         columns, tokens = {"right": scores}, [7] * len(scores)
-        made_of = Evaluated(SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3)
+        made_of = EvaluationResult(SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3)
         evaluations.evaluated(subject).write(store, made_of)
     return store
 
@@ -231,7 +231,7 @@ def evaluation(parent: Store, *steps: str, rows: int) -> tuple[Store, Evaluation
 def finish(store: Store, begun: Evaluation) -> None:
     """As its evaluator and its daemon do in the end."""
     for one in begun.subjects:
-        found = Evaluated(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
+        found = EvaluationResult(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
         evaluations.evaluated(one.name).write(store, found)
     unpin(begun)
 

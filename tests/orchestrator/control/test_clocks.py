@@ -60,7 +60,7 @@ def test_certain_outcome_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None
     own = own_lease(1, time.time() - HOUR_S, NOW_S)
     assert own.host == socket.gethostname()
     assert is_held(lambda: own, waited.append)
-    assert not is_held(lambda: replace(own, pid_started="another"), waited.append)
+    assert not is_held(lambda: replace(own, process_started="another"), waited.append)
     assert not is_held(lambda: None, waited.append)
     monkeypatch.setattr(time, "time", lambda: NOW_S)
     assert not is_held(lambda: elsewhere(-48 * HOUR_S), waited.append)

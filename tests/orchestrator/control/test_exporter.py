@@ -14,7 +14,7 @@ from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from grpo_orch.checkpoint.records.metrics import Row, StepTiming
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.control import exporter as exporting
 from grpo_orch.orchestrator.control.exporter import Exporter, Seen
 from grpo_orch.policies.model.vocabulary import Role
@@ -32,7 +32,7 @@ def lived(exporter: Exporter) -> World:
         world.tick()
         events = [event for _, _, events in world.history[known:] for event in events]
         snapshot = world.snapshot()
-        row = Row(0, 7, 1.0, 1, {"kl": 0.25, "reward": 0.5})
+        row = MetricsRow(0, 7, 1.0, 1, {"kl": 0.25, "reward": 0.5})
         exporter.ticked(before, events, Seen(world.state, snapshot, row, TIMING, 0.125))
         if loses and world.steps >= 4.0:
             loses = False

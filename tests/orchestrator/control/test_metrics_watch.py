@@ -17,10 +17,10 @@ from grpo_orch.checkpoint.records.metrics import (
     GENERATE_S,
     STALENESS,
     MetricsWriter,
-    Row,
+    MetricsRow,
     point_of,
 )
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.control import metrics_watch
@@ -84,7 +84,7 @@ class Run:
         beat = self.beat
         for step in range(first, last + 1, self.logging_steps):
             values = {"kl": kl, "reward": 0.5, "grad_norm": 1.0, **more}
-            self.writer.append(Row(beat.timeline, step, float(step), beat.attempt, values))
+            self.writer.append(MetricsRow(beat.timeline, step, float(step), beat.attempt, values))
         stored_step = max(0, last // 50 * 50 - 50)
         self.beat = replace(beat, step=last, activity="training", stored_step=stored_step)
 
@@ -102,7 +102,7 @@ class Run:
         for first, last, kl in stretches:
             for step in range(first, last + 1, self.logging_steps):
                 values = {"kl": kl, "reward": 0.5, "grad_norm": 1.0}
-                detector = follow(detector, point_of(Row(0, step, 0.0, 1, values)), LIMIT)
+                detector = follow(detector, point_of(MetricsRow(0, step, 0.0, 1, values)), LIMIT)
         return detector.verdict
 
 
@@ -113,7 +113,7 @@ def test_detector_that_raises_is_reported_and_watching_continues(monkeypatch: py
         return follow(detector, point, LIMIT)
 
     monkeypatch.setattr(metrics_watch, "follow", raises_at_seven)
-    run, unreadable = Run(), Unreadable()
+    run, unreadable = Run(), UnreadableDocuments()
     run.watch = MetricsWatch(run.store, KlPolicy(limit=LIMIT), 1, unreadable)
     run.trains(1, 30, 0.01)
     assert run.looks().verdict.step == 30
@@ -289,7 +289,7 @@ def test_newest_timing_is_of_the_newest_complete_step() -> None:
     assert run.watch.newest_timing() is None
     for step in range(1, 5):
         values = {GENERATE_S: 2.0 + step, GENERATE_NODE_S: 2.0, STALENESS: 1.0}
-        run.writer.append(Row(0, step, 10.0 * step, 1, values))
+        run.writer.append(MetricsRow(0, step, 10.0 * step, 1, values))
     run.beat = replace(run.beat, step=4)
     run.watch.look(run.beat, run.forks)
     found = run.watch.newest_timing()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.checkpoint.records.metrics import NONFINITE, Row
+from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsRow
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.orchestrator.traces import read
 from grpo_orch.orchestrator.traces.read import NotATrace, Trace, read_traces
@@ -62,7 +62,7 @@ def test_nan_is_distinguished_from_nothing_logged() -> None:
     in_json = '{"step": 1, "kl": NaN, "loss": 1%s, "grad_norm": null, "reward": 0.5}\n' % ("0" * 400)
     in_python = "{'kl': nan, 'loss': 'inf', 'grad_norm': None, 'reward': np.float64(0.5)}\n"
     ours = to_json(
-        Row(0, 1, 1e9, 1, {"reward": 0.5, **{f"{NONFINITE}{n}": 1.0 for n in ("kl", "loss", "grad_norm")}})
+        MetricsRow(0, 1, 1e9, 1, {"reward": 0.5, **{f"{NONFINITE}{n}": 1.0 for n in ("kl", "loss", "grad_norm")}})
     )
     in_a_table = "step,kl,loss,grad_norm,reward,entropy\n1,nan,-inf,NaN,0.5,\n"
     for text in (in_json, in_python, in_a_table):
@@ -95,8 +95,8 @@ def test_rows_of_one_step_share_a_point() -> None:
 
 
 def test_new_timeline_replaces_abandoned_steps() -> None:
-    rows = [Row(0, 1, 1.0, 1, {"kl": 0.1}), Row(0, 2, 1.0, 1, {"kl": 9.0}), Row(0, 3, 1.0, 1, {"kl": 9.0})]
-    rows += [Row(1, 2, 1.0, 1, {"kl": 0.2})]
+    rows = [MetricsRow(0, 1, 1.0, 1, {"kl": 0.1}), MetricsRow(0, 2, 1.0, 1, {"kl": 9.0}), MetricsRow(0, 3, 1.0, 1, {"kl": 9.0})]
+    rows += [MetricsRow(1, 2, 1.0, 1, {"kl": 0.2})]
     text = b"\n".join(map(to_json, rows)).decode()
     assert points(text) == (Point(1, {"kl": 0.1}), Point(2, {"kl": 0.2}))
 

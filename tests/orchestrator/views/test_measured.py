@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now, step_split
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import Rates, view_of
@@ -76,8 +76,8 @@ def test_machine_rate_is_tokens_counted_between_statuses() -> None:
     assert rates.by_machine == {}
 
 
-def row(step: int, time_s: float, attempt: int = 1, **values: float) -> Row:
-    return Row(0, step, time_s, attempt, {f"orch/{name}": value for name, value in values.items()})
+def row(step: int, time_s: float, attempt: int = 1, **values: float) -> MetricsRow:
+    return MetricsRow(0, step, time_s, attempt, {f"orch/{name}": value for name, value in values.items()})
 
 
 def test_a_steps_time_is_split_into_all_of_it() -> None:

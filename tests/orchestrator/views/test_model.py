@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.store.document import Unreadable
+from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views import screen as notes
@@ -94,7 +94,7 @@ def test_fetches_of_nodes_are_shown_and_in_the_json() -> None:
     world = World()
     world.starts()
     world.beats(41, 0)
-    beat = documents.TRAINER.read(world.store, Unreadable())
+    beat = documents.TRAINER.read(world.store, UnreadableDocuments())
     assert beat is not None
     restoring = Stage(CHECKPOINT, 1, 2)
     documents.TRAINER.write(world.store, replace(beat, activity="restoring", stage=restoring))

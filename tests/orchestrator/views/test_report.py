@@ -14,7 +14,7 @@ from matplotlib import image
 from rich.console import Console
 
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.model import HealthView
 from grpo_orch.orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
@@ -225,9 +225,9 @@ def count(path: Path, colour: tuple[int, int, int]) -> int:
     return int((pixels == np.array(colour)).all(axis=2).sum())
 
 
-def rows(**metrics: float) -> list[Row]:
+def rows(**metrics: float) -> list[MetricsRow]:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return [Row(0, step, T0 + step, 1, {k: v * step for k, v in named.items()}) for step in range(1, 31)]
+    return [MetricsRow(0, step, T0 + step, 1, {k: v * step for k, v in named.items()}) for step in range(1, 31)]
 
 
 def test_a_run_is_plotted(world: World, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_all_series_are_drawn_and_missing_ones_are_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("logged", [[], rows(unknown=1.0), rows(reward=1.0)[:1]])
-def test_a_run_with_little_logged_is_plotted(logged: list[Row], tmp_path: Path) -> None:
+def test_a_run_with_little_logged_is_plotted(logged: list[MetricsRow], tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plot(logged, 0.5, path, title="little")
     pixels = image.imread(path)
@@ -281,7 +281,7 @@ def test_abandoned_steps_are_grey_and_the_fork_is_marked(rolled_back: World, tmp
 
 def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) -> None:
     calm, path = rows(kl=0.01), tmp_path / "plot.png"
-    runaway = [Row(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
+    runaway = [MetricsRow(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
 
     def blue_lines(lost: AbandonedRows) -> int:
         """Over how many lines of pixels the KL goes."""

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_orch.checkpoint.records import documents, metrics
-from grpo_orch.checkpoint.records.metrics import Row
+from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views import report
 from grpo_orch.orchestrator.views.measurements import WeightsView, newest_weights, weights_view
 from grpo_orch.orchestrator.views.screen import Screen
@@ -19,7 +19,7 @@ from tests.generators.views_world import T0, World, report_of, run_view
 MIB = 2**20
 
 
-def logged(step: int, policies: int, sent_mib: float, publish_s: float) -> Row:
+def logged(step: int, policies: int, sent_mib: float, publish_s: float) -> MetricsRow:
     values = {
         metrics.PUBLISHED: float(policies),
         metrics.PUBLISHED_BYTES: sent_mib * MIB * policies,
@@ -27,7 +27,7 @@ def logged(step: int, policies: int, sent_mib: float, publish_s: float) -> Row:
         metrics.PUBLISH_S: publish_s * policies,
         metrics.ENCODE_S: 0.25 * policies,
     }
-    return Row(0, step, T0 + step, 1, values)
+    return MetricsRow(0, step, T0 + step, 1, values)
 
 
 SPREADS = [
@@ -38,7 +38,7 @@ SPREADS = [
 
 
 def test_newest_weights_are_shown_for_one_policy() -> None:
-    rows = [logged(10, 1, 500.0, 9.0), logged(20, 10, 20.0, 3.0), Row(0, 21, T0 + 21, 1, {"reward": 1.0})]
+    rows = [logged(10, 1, 500.0, 9.0), logged(20, 10, 20.0, 3.0), MetricsRow(0, 21, T0 + 21, 1, {"reward": 1.0})]
     assert newest_weights(rows, SPREADS) == WeightsView(
         10, 1000.0 * MIB, 20.0 * MIB, 3.0, 0.25, 3, 2, 3.0, 30 * MIB, 1.5, 6.0, 9.0
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, Row, split
+from grpo_orch.checkpoint.records.metrics import GENERATE_S, PARTS, TRAINING, MetricsRow, split
 from grpo_orch.orchestrator import web
 from grpo_orch.orchestrator.web.curves import split_table, table
 from grpo_orch.orchestrator.web.pages import MONEY_POINTS
@@ -18,7 +18,7 @@ from tests.orchestrator.web.test_site import ask, run_of
 
 
 def test_a_spike_of_one_step_shows_among_ten_thousand() -> None:
-    rows = [Row(0, step, float(step), 1, {"kl": 9.0 if step == 4321 else 0.1}) for step in range(10_000)]
+    rows = [MetricsRow(0, step, float(step), 1, {"kl": 9.0 if step == 4321 else 0.1}) for step in range(10_000)]
     found = table(rows, "step", 500)
     assert len(found["x"]) == len(found["kl"]) == 500
     highs = [(high or 0.0, x or 0.0) for high, x in zip(found["kl_high"], found["x"], strict=True)]
@@ -34,19 +34,19 @@ def test_every_part_of_a_step_has_a_colour() -> None:
 
 
 def test_few_steps_are_all_shown_as_logged() -> None:
-    rows = [Row(0, step, 100.0 * step, 1, {"reward": step / 4}) for step in (1, 2, 4)]
+    rows = [MetricsRow(0, step, 100.0 * step, 1, {"reward": step / 4}) for step in (1, 2, 4)]
     found = table(rows, "time", 500)
     assert found["x"] == [100.0, 200.0, 400.0]
     assert found["reward"] == found["reward_low"] == found["reward_high"] == [0.25, 0.5, 1.0]
     assert table([], "step", 500)["kl_high"] == []
 
 
-def at(row: Row) -> float:
+def at(row: MetricsRow) -> float:
     return float(row.step)
 
 
 def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
-    rows = [Row(0, step, 8.0 * step, 1, {GENERATE_S: 6.0 if step > 5000 else 2.0}) for step in range(10_000)]
+    rows = [MetricsRow(0, step, 8.0 * step, 1, {GENERATE_S: 6.0 if step > 5000 else 2.0}) for step in range(10_000)]
     found = split_table(split(rows), at, 500)
     seconds = found["seconds"]
     assert len(found["x"]) == 500 == len(seconds[TRAINING])
@@ -56,7 +56,7 @@ def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
 
 
 def test_rows_of_several_steps_are_shown_per_step() -> None:
-    rows = [Row(0, step, 8.0 * step, 1, {GENERATE_S: 20.0}) for step in (0, 5, 10)]
+    rows = [MetricsRow(0, step, 8.0 * step, 1, {GENERATE_S: 20.0}) for step in (0, 5, 10)]
     found = split_table(split(rows), at, 500)
     assert (found["seconds"]["generating"], found["seconds"][TRAINING]) == ([4.0, 4.0], [4.0, 4.0])
     assert found["steps"] == 10

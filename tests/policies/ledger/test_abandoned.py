@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import TOKENS, Row
+from grpo_orch.checkpoint.records.metrics import TOKENS, MetricsRow
 from grpo_orch.policies.ledger.accounting import Abandoned, abandoned, split_by_line
 from grpo_orch.policies.model.state import Rollback
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, RollbackStage
 
 
-def steps(timeline: int, first: int, last: int) -> list[Row]:
+def steps(timeline: int, first: int, last: int) -> list[MetricsRow]:
     """Each of ten tokens more than the one before it."""
     return [
-        Row(timeline, step, 100.0 * timeline + step, 1, {TOKENS: 10.0 * step}) for step in range(first, last + 1)
+        MetricsRow(timeline, step, 100.0 * timeline + step, 1, {TOKENS: 10.0 * step}) for step in range(first, last + 1)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import TOKENS_DISCARDED, Row
+from grpo_orch.checkpoint.records.metrics import TOKENS_DISCARDED, MetricsRow
 from grpo_orch.policies.ledger.accounting import (
     DAEMON,
     GATEWAY,
@@ -54,9 +54,9 @@ def history(*events: Event) -> list[tuple[int, float, tuple[Event, ...]]]:
     return [(number, float(number), (event,)) for number, event in enumerate(events, start=1)]
 
 
-def steps(*times_s: float, discarded: dict[int, int] | None = None) -> list[Row]:
+def steps(*times_s: float, discarded: dict[int, int] | None = None) -> list[MetricsRow]:
     lost = {step: {TOKENS_DISCARDED: float(tokens)} for step, tokens in (discarded or {}).items()}
-    return [Row(0, step, time_s, 1, lost.get(step, {})) for step, time_s in enumerate(times_s, start=1)]
+    return [MetricsRow(0, step, time_s, 1, lost.get(step, {})) for step, time_s in enumerate(times_s, start=1)]
 
 
 def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0", name: str = "kill") -> Fault:
@@ -235,7 +235,7 @@ def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
     log = steps(10, 20, 75, 40, 50)
     assert [step.step for step in surviving_rows(log)] == [1, 2, 3]
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
-    assert [step.step for step in surviving_rows([*steps(10, 20, 30), Row(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
+    assert [step.step for step in surviving_rows([*steps(10, 20, 30), MetricsRow(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
 
 
 def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
@@ -244,7 +244,7 @@ def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
 
 
 @pytest.mark.parametrize("log", [[], steps(10)])
-def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[Row]) -> None:
+def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[MetricsRow]) -> None:
     assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
 
 

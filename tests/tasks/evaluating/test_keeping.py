@@ -53,7 +53,7 @@ def test_stored_parts_are_not_requested_again(store: Store) -> None:
     first, second = Fleet(fails_at=4), Fleet()
     with pytest.raises(GenerationFailed):
         keeping(store, first).complete(batch())
-    assert evaluations.count_kept(store) == 4
+    assert evaluations.count_completions(store) == 4
     found = keeping(store, second, attempt=2).complete(batch())
     assert second.asked == [4, 5]
     assert [one.token_ids for one in found.completions] == [[index] for index in range(6)]
@@ -76,5 +76,5 @@ def test_torn_part_is_made_again_and_nothing_is_left(store: Store) -> None:
     fleet = Fleet()
     keeping(store, fleet, attempt=2).complete(batch())
     assert 0 < len(fleet.asked) < 6
-    evaluations.drop_kept(store)
+    evaluations.delete_completions(store)
     assert store.entries("evaluated") == []

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.gpus import DRIVER_HINT, DriverFailed
@@ -149,7 +149,7 @@ def ended(spec: RunSpec, folder: Path, node: str, module: str) -> subprocess.Com
     """A machine's process that has ended by itself."""
     store = Store(f"file://{folder}/store")
     documents.create_run(store, RunRecord(documents.SCHEMA, "test", 0.0, replace(spec, storage=store.url)))
-    vouch(store, "token")
+    sign_run(store, "token")
     told = {"RUN": store.url, "NODE": node, "TOKEN": "token", "ATTEMPT": "1", "WORKDIR": str(folder)}
     return subprocess.run(
         [sys.executable, "-m", module],

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
@@ -353,7 +353,7 @@ def test_the_folder_of_run_yaml_is_where_it_is_on_this_machine(
         workdir="/home/me/run",
     )
     documents.create_run(store, RunRecord(documents.SCHEMA, "r", 0.0, spec))
-    vouch(store, "secret")
+    sign_run(store, "secret")
     monkeypatch.chdir(tmp_path)
     assert read_run_here(store, "secret").spec == replace(spec, workdir=found or str(tmp_path))
 

@@ -18,7 +18,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.vouched import vouch
+from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.policies.model.gpus import VISIBLE
 from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, NOTICE, WORKDIR_ENV
 from grpo_orch.policies.serving.gateway_status import MemberStatus
@@ -42,7 +42,7 @@ class Machine(Rig):
         plain = spec_of(self.folder)
         spec = replace(plain, storage=self.store.url, rollout=replace(plain.rollout, recovery="exact"))
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "t", 0.0, spec))
-        vouch(self.store, TOKEN)
+        sign_run(self.store, TOKEN)
         self.workdir.mkdir()
         self.env |= {NODE_ENV: NODE, ATTEMPT_ENV: "1", WORKDIR_ENV: str(self.workdir), VISIBLE: "0,1"}
         self.gateway()

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_orch.checkpoint.records import documents, evaluations
-from grpo_orch.checkpoint.records.evaluations import Evaluated, Scored
+from grpo_orch.checkpoint.records.evaluations import EvaluationResult, ScoredSample
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.policies.evaluation.evaluation_spec import as_run
@@ -79,11 +79,11 @@ def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
     return run_evaluation(rig.env(attempt), run, rig.store, rig.heartbeat(attempt), leaving)
 
 
-def found(rig: Rig, subject: str) -> tuple[Evaluated, list[Scored]]:
+def found(rig: Rig, subject: str) -> tuple[EvaluationResult, list[ScoredSample]]:
     summary = evaluations.evaluated(subject).read(rig.store)
     assert summary is not None
     lines = rig.store.get(layout.samples(subject)).splitlines()
-    return summary, [msgspec.json.decode(line, type=Scored) for line in lines]
+    return summary, [msgspec.json.decode(line, type=ScoredSample) for line in lines]
 
 
 def greedy(model: Any, tiny: Path, prompts: list[str]) -> list[str]:
@@ -149,10 +149,10 @@ def test_killed_evaluator_continues_from_stored_results(trained: Rig, tiny: Path
             if made == 2 and not killed:
                 time.sleep(1.5 * KEEP_S)  # what comes next is stored with what came before, or that already is
             if made == 3 and not killed:
-                until("some are stored", lambda: evaluations.count_kept(rig.store))
+                until("some are stored", lambda: evaluations.count_completions(rig.store))
                 first.kill()
                 first.wait()
-                killed.append(evaluations.count_kept(rig.store))
+                killed.append(evaluations.count_completions(rig.store))
 
         rig.gateway.on_completion = kill
         first = rig.start_trainer(argv=argv)

@@ -92,15 +92,15 @@ def test_cost_of_a_controller_outlives_its_relaunch_and_end(world: World) -> Non
     assert [one.from_s for one in again.before] == [first.at_s]
     assert again.before[0].until_s == again.at_s
     an_hour_on_s = again.at_s + 3600.0
-    usd = sum(one.usd for one in documents.controller_stays(world.store, an_hour_on_s))
+    usd = sum(one.usd for one in documents.controller_rentals(world.store, an_hour_on_s))
     assert usd == pytest.approx(again.price_usd_per_h * (an_hour_on_s - first.at_s) / 3600)
     documents.forget_controller(world.store, an_hour_on_s)
     documents.forget_controller(world.store, an_hour_on_s + 9e9)  # a second `down`
     assert documents.CONTROLLER.read(world.store) is None
-    kept = documents.controller_stays(world.store, an_hour_on_s + 9e9)
+    kept = documents.controller_rentals(world.store, an_hour_on_s + 9e9)
     assert sum(one.usd for one in kept) == pytest.approx(usd)
     made.launch("resume")
-    assert len(documents.controller_stays(world.store, an_hour_on_s)) == 3
+    assert len(documents.controller_rentals(world.store, an_hour_on_s)) == 3
 
 
 NO_CAPACITY = CloudRefused(Refusal.NO_CAPACITY, "no capacity")
@@ -115,12 +115,12 @@ def test_a_launch_that_was_refused_costs_nothing(world: World) -> None:
             made.launch("up")
     noted = documents.CONTROLLER.read(world.store)
     assert noted is not None  # `resume` and `down` still know that the run is to have one
-    assert (documents.controller_stays(world.store, 9e9), noted.usd_per_h) == ((), 0.0)
+    assert (documents.controller_rentals(world.store, 9e9), noted.usd_per_h) == ((), 0.0)
     world.sky.fails = None
     made.launch("resume")
     launched = documents.CONTROLLER.read(world.store)
     assert launched is not None
-    (stay,) = documents.controller_stays(world.store, launched.at_s + 3600.0)
+    (stay,) = documents.controller_rentals(world.store, launched.at_s + 3600.0)
     assert stay.usd == pytest.approx(launched.usd_per_h)
     assert stay.usd > 0
     # Its machine is taken away, and no other is to be had: it has cost until then.
@@ -128,7 +128,7 @@ def test_a_launch_that_was_refused_costs_nothing(world: World) -> None:
     world.sky.fails = NO_CAPACITY
     with pytest.raises(CloudRefused):
         made.launch("resume")
-    (gone,) = documents.controller_stays(world.store, 9e9)
+    (gone,) = documents.controller_rentals(world.store, 9e9)
     assert gone.from_s == launched.at_s
     assert gone.until_s < launched.at_s + HANG_S
 
@@ -144,7 +144,7 @@ def test_possible_machine_costs_until_known_gone(world: World, fails: CloudRefus
     noted = documents.CONTROLLER.read(world.store)
     assert noted is not None
     assert noted.usd_per_h > 0
-    assert documents.controller_stays(world.store, 9e9)[-1].until_s == 9e9
+    assert documents.controller_rentals(world.store, 9e9)[-1].until_s == 9e9
 
 
 def test_controller_gets_the_folder_and_ships_its_own_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
