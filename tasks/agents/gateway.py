@@ -48,7 +48,7 @@ BODY_BYTES_MAX = 16 << 20  # limit for an agent's request
 WITHOUT_TURN_MAX = 1000
 # Clients time out when no byte arrives for a while; OpenAI's after 600 s. So a slow request gets a keep-alive at
 # this interval: whitespace before a JSON document, or an SSE comment.
-PATIENT_S = 20.0
+KEEPALIVE_S = 20.0
 FORWARDED_HEADERS = (hdrs.CONTENT_TYPE, hdrs.ACCEPT)
 LOOPBACK = "127.0.0.1"
 MODELS = "/v1/models"
@@ -217,7 +217,7 @@ class OpenedSession:
         return self._waiting > 0
 
     @property
-    def own_s(self) -> float:
+    def agent_time_s(self) -> float:
         """Seconds since the agent's start during which it did not wait for the model."""
         is_idle = self._since_s is None or self.is_waiting
         return self._own_s + (0.0 if is_idle else time.monotonic() - (self._since_s or 0.0))
@@ -239,7 +239,7 @@ class OpenedSession:
 
         Enter it only while the gateway has a request, not while the agent sends it or reads the response.
         """
-        self._own_s = self.own_s
+        self._own_s = self.agent_time_s
         self._waiting += 1
         try:
             yield
@@ -262,7 +262,7 @@ class Forwarder:
         patient_s: how long a client waits without a byte.
     """
 
-    def __init__(self, gateway: Gateway, patient_s: float = PATIENT_S) -> None:
+    def __init__(self, gateway: Gateway, patient_s: float = KEEPALIVE_S) -> None:
         self._gateway, self._patient_s = gateway, patient_s
         self._sessions: dict[str, OpenedSession] = {}
         self._port = 0

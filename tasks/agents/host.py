@@ -51,7 +51,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class AgentTask:
     """Describes one session's agent. `run` is a command; empty for the function that the host imported."""
 
     base_url: str
@@ -64,7 +64,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentResult:
     """How an agent ended.
 
     Args:
@@ -74,7 +74,7 @@ class Ended:
     """
 
     reward: float | None = None
-    why: str = ""
+    reason: str = ""
     output: str = ""
 
 
@@ -149,7 +149,7 @@ def _keep(descriptor: int, function: Callable[..., Any] | None) -> NoReturn:
         os.set_inheritable(descriptor, False)
         trainer = socket.socket(fileno=descriptor)
         trainer.sendall(b"%d\n" % os.getpid())
-        order = msgspec.json.decode(_read_line(trainer), type=Order)
+        order = msgspec.json.decode(_read_line(trainer), type=AgentTask)
         folder = tempfile.mkdtemp(prefix="agent-")
         try:
             ended = _Keeper(trainer, order, folder).run(function)
@@ -177,12 +177,12 @@ def _read_line(trainer: socket.socket) -> bytes:
 class _Keeper:
     """Runs one agent and terminates the processes that it started."""
 
-    def __init__(self, trainer: socket.socket, order: Order, folder: str) -> None:
+    def __init__(self, trainer: socket.socket, order: AgentTask, folder: str) -> None:
         self._trainer, self._order, self._folder = trainer, order, folder
         self._output, self._result = bytearray(), bytearray()
         self._status: int | None = None
 
-    def run(self, function: Callable[..., Any] | None) -> Ended:
+    def run(self, function: Callable[..., Any] | None) -> AgentResult:
         adopt_orphans()
         output, output_end = os.pipe()
         result, result_end = os.pipe()
@@ -237,22 +237,22 @@ class _Keeper:
             while _read_some(end, buffer, max_bytes):
                 pass
 
-    def _ended(self, last: str, *, was_stopped: bool) -> Ended:
+    def _ended(self, last: str, *, was_stopped: bool) -> AgentResult:
         output = self._output.decode(errors="replace")
         if was_stopped:
-            return Ended(None, "it was ended", output)
+            return AgentResult(None, "it was ended", output)
         code = os.waitstatus_to_exitcode(self._status or 0)
         if self._order.run:
             report = _parse_last_line(last)
         else:
             report = _parse_report(self._result.decode(errors="replace"))
         if code == 0 and (report or self._order.run):
-            return Ended(
+            return AgentResult(
                 report.get("reward"), _escape_surrogates(str(report.get("why", "")))[:ERROR_CHARS], output
             )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         last = last[:ERROR_CHARS]
-        return Ended(None, f"it ended with {how}" + (f": {last}" if last else ""), output)
+        return AgentResult(None, f"it ended with {how}" + (f": {last}" if last else ""), output)
 
 
 def _read_some(end: int, buffer: bytearray, max_bytes: int) -> bool:
@@ -301,7 +301,7 @@ def _check_reward(reward: Any) -> dict[str, Any]:
 
 
 def _run_agent(
-    order: Order, function: Callable[..., Any] | None, folder: str, ends: tuple[int, int, int]
+    order: AgentTask, function: Callable[..., Any] | None, folder: str, ends: tuple[int, int, int]
 ) -> NoReturn:
     """Turn this forked process into the agent. It does not return."""
     code, agent_pid = 1, os.getpid()
@@ -337,7 +337,7 @@ def _run_agent(
         os._exit(code)
 
 
-def _limit(order: Order) -> None:
+def _limit(order: AgentTask) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if order.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
@@ -345,13 +345,13 @@ def _limit(order: Order) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _variables(order: Order, folder: str) -> dict[str, str]:
+def _variables(order: AgentTask, folder: str) -> dict[str, str]:
     row = json.dumps(order.row)
     variables = {"OPENAI_BASE_URL": order.base_url, "OPENAI_API_KEY": order.api_key, "TMPDIR": folder}
     return variables | ({ROW: row} if len(row) < ROW_IN_ENV_BYTES else {})
 
 
-def _call(function: Callable[..., Any], order: Order) -> dict[str, Any]:
+def _call(function: Callable[..., Any], order: AgentTask) -> dict[str, Any]:
     """Call the user's function. Seed the random numbers so that a rerun of the session repeats them."""
     random.seed(order.seed)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from grpo_orch.tasks.agents.host import GRACE_S, Ended, Order
+from grpo_orch.tasks.agents.host import GRACE_S, AgentResult, AgentTask
 from grpo_orch.tasks.machine.launching import without_ranks
 
 log = structlog.get_logger()
 
 STARTS = 3  # attempts to start a session's keeper
-AGAIN_S = 1.0  # between two attempts
+RETRY_S = 1.0  # between two attempts
 START_S = 300.0  # limit for importing the agent's module, which is slow on a busy machine
 END_S = GRACE_S + 30.0  # limit for a keeper to terminate its agent's processes
 ANSWER_BYTES = 1 << 20
@@ -37,7 +37,7 @@ PACKAGE_ROOT = Path(__file__).parents[3]
 HIDDEN_PREFIX = "GRPO_ORCH_"  # of variables that agents must not see, such as the run's token
 
 
-class NoAgent(Exception):
+class AgentStartError(Exception):
     """Raised when the agent cannot be started; the message gives the reason."""
 
 
@@ -64,7 +64,7 @@ class AgentHost:
         *,
         fork_s: float = START_S,
         end_s: float = END_S,
-        again_s: float = AGAIN_S,
+        again_s: float = RETRY_S,
     ) -> None:
         self._path, self._command = (run, []) if isinstance(run, str) else ("", list(run))
         self._workdir, self._memory_bytes, self._python = workdir, memory_bytes, python
@@ -89,12 +89,12 @@ class AgentHost:
                     self.process = _start(theirs, self._path, self._workdir, self._python, self._open_files)
                 except OSError as error:
                     self._close()
-                    raise NoAgent(f"its interpreter does not start: {error}") from error
+                    raise AgentStartError(f"its interpreter does not start: {error}") from error
             self._control.settimeout(START_S)
             why = self._first_line(self._control)
             if why:
                 self._close()
-                raise NoAgent(why)
+                raise AgentStartError(why)
             self._control.settimeout(None)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class AgentHost:
         seed: int,
         stop: asyncio.Event,
         began: Callable[[], None] = lambda: None,
-    ) -> Ended:
+    ) -> AgentResult:
         """Run a session's agent and return how it ended. Raises NoAgent.
 
         Setting `stop` or cancelling the call terminates the agent and every process that it started.
@@ -118,7 +118,7 @@ class AgentHost:
         Args:
             began: called once the agent has a process.
         """
-        order = Order(base_url, api_key, row, seed, str(self._workdir), self._command, self._memory_bytes)
+        order = AgentTask(base_url, api_key, row, seed, str(self._workdir), self._command, self._memory_bytes)
         why = "its host ended"
         for _ in range(STARTS):
             try:
@@ -138,11 +138,11 @@ class AgentHost:
             finally:
                 writer.close()
             await asyncio.sleep(self._again_s)  # an agent killed the host, or the process limit is reached
-        return Ended(None, f"no process could be started for it: {why}")
+        return AgentResult(None, f"no process could be started for it: {why}")
 
     async def _wait_for_end(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keeper: int, stop: asyncio.Event
-    ) -> Ended:
+    ) -> AgentResult:
         """Return what the keeper reports once its agent has ended, or was terminated because of `stop`."""
         answer = asyncio.ensure_future(_read_line(reader))
         stopping = asyncio.ensure_future(stop.wait())
@@ -155,11 +155,11 @@ class AgentHost:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(keeper, signal.SIGKILL)
             elif answer.result():
-                return msgspec.json.decode(answer.result(), type=Ended)
+                return msgspec.json.decode(answer.result(), type=AgentResult)
         finally:
             answer.cancel()
             stopping.cancel()
-        return Ended(None, "its process was killed")
+        return AgentResult(None, "its process was killed")
 
     def fork(self) -> socket.socket:
         """Have the host fork a keeper and return the socket to it. Raises NoAgent, OSError."""
@@ -176,7 +176,7 @@ class AgentHost:
                     continue
             ours.setblocking(False)
             return ours
-        raise NoAgent("its host does not stay alive")
+        raise AgentStartError("its host does not stay alive")
 
     def _first_line(self, control: socket.socket) -> str:
         data = b""

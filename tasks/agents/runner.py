@@ -24,10 +24,10 @@ from grpo_orch.policies.model.spec import OnBadReward
 from grpo_orch.policies.serving.sessions import OpenSession, Trace
 from grpo_orch.policies.serving.wire import Batch, Completion
 from grpo_orch.tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
-from grpo_orch.tasks.agents.host import Ended
-from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
-from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NobodyServes
-from grpo_orch.tasks.completions.rollout_source import LOOK_S, Call, RolloutSource, SessionRequest
+from grpo_orch.tasks.agents.host import AgentResult
+from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
+from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NoNodeServing
+from grpo_orch.tasks.completions.rollout_source import CHECK_INTERVAL_S, Call, RolloutSource, SessionRequest
 from grpo_orch.tasks.rewards.guard import BadReward
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
@@ -69,10 +69,10 @@ class AgentRunner:
         host: AgentHost,
         limits: Limits,
         heartbeat: Heartbeat,
-        may_go_on: Callable[[], None],
+        check_stop: Callable[[], None],
     ) -> None:
         self._gateway, self._host, self._limits = gateway, host, limits
-        self._heartbeat, self._may_go_on = heartbeat, may_go_on
+        self._heartbeat, self._may_go_on = heartbeat, check_stop
         self._forwarder = Forwarder(gateway)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
@@ -103,13 +103,13 @@ class AgentRunner:
         """
         return self._complete(batch, lambda _: None, self._heartbeat.say, self._may_go_on)
 
-    def complete_aside(
-        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    def complete_in_background(
+        self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
         """Like `complete`, for calls from another thread. Raises GenerationFailed, Fenced, StoreError."""
-        return self._complete(batch, arrived, say, self._heartbeat.check)
+        return self._complete(batch, on_completion, report_activity, self._heartbeat.check)
 
-    def go_on(self, _batch: Batch, error: NobodyServes) -> None:
+    def resume(self, _batch: Batch, error: NoNodeServing) -> None:
         """Raise `error`: the trainer's own model cannot run sessions."""
         raise error
 
@@ -131,7 +131,7 @@ class AgentRunner:
         job = self._submit(self._sessions(batch, ended))
         try:
             while True:
-                is_done = bool(wait([job], LOOK_S).done)
+                is_done = bool(wait([job], CHECK_INTERVAL_S).done)
                 with contextlib.suppress(Empty):
                     while True:
                         sessions.append(ended.get_nowait())
@@ -195,7 +195,7 @@ class AgentRunner:
             if trace.policy != batch.policy.label:
                 wrong = f"session {request.session} is of policy {trace.policy}, not {batch.policy.label}"
                 raise GenerationFailed(wrong)
-            failed = f"{ended.why} (beyond its limit: {trace.limit})" if ended.why and trace.limit else ended.why
+            failed = f"{ended.reason} (beyond its limit: {trace.limit})" if ended.reason and trace.limit else ended.reason
             if failed:
                 self._report(request.session, failed, ended.output)
             return Session(
@@ -212,7 +212,7 @@ class AgentRunner:
         self._report(request.session, failed, ended.output)
         return Session(request.index, request.session, batch.policy.label, [], None, failed)
 
-    async def _run_agent(self, request: SessionRequest, opened: OpenedSession) -> tuple[Ended, bool]:
+    async def _run_agent(self, request: SessionRequest, opened: OpenedSession) -> tuple[AgentResult, bool]:
         """Run a session's agent; return how it ended and whether it exceeded its time limit."""
         stop = asyncio.Event()
         clock = asyncio.ensure_future(self._stop_when_over(opened, stop))
@@ -220,14 +220,14 @@ class AgentRunner:
             ended = await self._host.run(
                 opened.base_url, opened.key, request.row, request.seed, stop, opened.begin
             )
-        except NoAgent as error:
+        except AgentStartError as error:
             raise GenerationFailed(f"trainer.agent: {error}") from error
         finally:
             clock.cancel()
         is_late = stop.is_set() and not opened.lost.is_set()
         if is_late:
             why = f"it took longer than {self._limits.time_s:g} s of its own (trainer.agent.time_s)"
-            ended = Ended(None, why, ended.output)
+            ended = AgentResult(None, why, ended.output)
         return ended, is_late
 
     def _report(self, session: str, why: str, output: str) -> None:
@@ -238,7 +238,7 @@ class AgentRunner:
 
     async def _stop_when_over(self, opened: OpenedSession, stop: asyncio.Event) -> None:
         """Set `stop` once the session has used up its time or is lost."""
-        while not opened.lost.is_set() and (left_s := self._limits.time_s - opened.own_s) > 0:
+        while not opened.lost.is_set() and (left_s := self._limits.time_s - opened.agent_time_s) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(opened.lost.wait(), CLOCK_S if opened.is_waiting else min(left_s, CLOCK_S))
         stop.set()

@@ -38,14 +38,14 @@ from grpo_orch.tasks.storing.heartbeat import Heartbeat
 log = structlog.get_logger()
 
 RETRY_S = 0.5  # between attempts to reach a gateway
-SILENT_S = 10.0  # the gateway reports several times a second; after this silence it is gone
-SAY_WAITING_S = 10.0
+SILENCE_TIMEOUT_S = 10.0  # the gateway reports several times a second; after this silence it is gone
+LOG_WAITING_S = 10.0
 PIECE_SIZE = 256 * 1024  # bytes of a batch per write
 FATAL_STATUS = frozenset({400, 401, 403, 413, 415, 422})  # the gateway understood; a retry will not help
 
 _decoder = msgspec.json.Decoder(BatchLine)
-NOBODY = ""  # the node of a completion that no node made
-NOTHING = Progress(tokens=0, discarded=0, members=0, waiting=0)
+NO_NODE = ""  # the node of a completion that no node made
+NO_PROGRESS = Progress(tokens=0, discarded=0, members=0, waiting=0)
 
 
 class GenerationFailed(Exception):
@@ -65,7 +65,7 @@ class Generated:
     wait_s: float  # seconds in which no node could serve
 
 
-class NobodyServes(Exception):
+class NoNodeServing(Exception):
     """No rollout node was available for `patience_s` of the batch.
 
     Args:
@@ -79,12 +79,12 @@ class NobodyServes(Exception):
         super().__init__(f"no rollout node is there for {len(made)} finished and {len(cut)} begun completions")
         self.made, self.cut, self.discarded, self.wait_s = made, cut, discarded, wait_s
 
-    def after(self, earlier: list[Generated]) -> NobodyServes:
+    def after(self, earlier: list[Generated]) -> NoNodeServing:
         """Return the same error with the earlier, finished parts of the batch added."""
         made = [completion for part in earlier for completion in part.completions]
         discarded = sum(part.discarded for part in earlier)
         wait_s = sum(part.wait_s for part in earlier)
-        return NobodyServes([*made, *self.made], self.cut, discarded + self.discarded, wait_s + self.wait_s)
+        return NoNodeServing([*made, *self.made], self.cut, discarded + self.discarded, wait_s + self.wait_s)
 
 
 class GatewayClient:
@@ -105,13 +105,13 @@ class GatewayClient:
         # One client for all batches, because creating one takes 25 ms. The gateway runs next to the trainer, so
         # ignore the environment's proxies.
         headers = {"Authorization": f"Bearer {token}"}
-        timeout = httpx.Timeout(SILENT_S, connect=5.0)
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=5.0)
         tls = identity.client_context(token)
         self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=tls)
         self._heartbeat = heartbeat
         self._say: Callable[[str], None] = heartbeat.say
 
-    def complete(self, batch: Batch, arrived: Callable[[Completion], None] = lambda _: None) -> Generated:
+    def complete(self, batch: Batch, on_completion: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; call `arrived` with each finished completion.
 
         A batch above the gateway's limits, such as an evaluation, is sent in parts. An empty prompt is refused
@@ -124,8 +124,8 @@ class GatewayClient:
         made: list[Generated] = []
         for piece in split_batches(sendable):
             try:
-                made.append(self._complete(replace(batch, requests=piece), arrived))
-            except NobodyServes as unserved:
+                made.append(self._complete(replace(batch, requests=piece), on_completion))
+            except NoNodeServing as unserved:
                 raise unserved.after(made) from None
         found = {completion.index: completion for part in made for completion in part.completions}
         label = batch.policy.label
@@ -135,18 +135,18 @@ class GatewayClient:
             sum(part.wait_s for part in made),
         )
 
-    def complete_aside(
-        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    def complete_in_background(
+        self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
         """Complete a batch in a thread next to the trainer's.
 
         Reports to `say` instead of the heartbeat; only a newer trainer interrupts it.
         """
         background = copy.copy(self)
-        background._say, background._interrupt = say, lambda: None
-        return background.complete(batch, arrived)
+        background._say, background._interrupt = report_activity, lambda: None
+        return background.complete(batch, on_completion)
 
-    def go_on(self, _batch: Batch, unserved: NobodyServes) -> None:
+    def resume(self, _batch: Batch, unserved: NoNodeServing) -> None:
         """Raise `unserved`. Never called for a batch without `patience_s`."""
         raise unserved
 
@@ -235,7 +235,7 @@ class GatewayCall:
         self._discarded = 0  # over the finished connections
         self._wait_s = 0.0
         self._counted_s = self._progress_s = self._logged_s = clock()
-        self._latest = NOTHING  # of this connection
+        self._latest = NO_PROGRESS  # of this connection
         self._lost = (0, 0)  # of the previous connection: tokens reported as discarded, tokens in flight
         self._moves = 0  # kept across connections, because a new connection is no progress
         self._finished_tokens = 0  # of this connection
@@ -282,7 +282,7 @@ class GatewayCall:
         self._count_wait()
         self._count_losses()
         self._lost = self._latest.discarded, max(0, self._latest.tokens - self._finished_tokens)
-        self._latest, self._finished_tokens, self.served = NOTHING, 0, False
+        self._latest, self._finished_tokens, self.served = NO_PROGRESS, 0, False
         self._cut.clear()
 
     def _count_losses(self) -> None:
@@ -301,7 +301,7 @@ class GatewayCall:
 
     def is_log_due(self) -> bool:
         """Return whether to log again that the batch waits, at most once in SAY_WAITING_S."""
-        is_due = self._counted_s - self._logged_s >= SAY_WAITING_S
+        is_due = self._counted_s - self._logged_s >= LOG_WAITING_S
         if is_due:
             self._logged_s = self._counted_s
         return is_due
@@ -318,7 +318,7 @@ class GatewayCall:
             raise GatewayLost("it ended the batch with completions missing")
         self._count_losses()
         discarded = self._discarded + self._latest.discarded
-        raise NobodyServes(list(self.done.values()), self._cut, discarded, self._wait_s)
+        raise NoNodeServing(list(self.done.values()), self._cut, discarded, self._wait_s)
 
     def _check(self, completion: Completion) -> None:
         wanted = self.batch.policy.label
@@ -340,7 +340,7 @@ class GatewayCall:
 
 
 def _refused(request: CompletionRequest, policy: str) -> Completion:
-    return Completion(request.index, [], [], REFUSED, policy, NOBODY, "the prompt is empty")
+    return Completion(request.index, [], [], REFUSED, policy, NO_NODE, "the prompt is empty")
 
 
 def body_of(batch: Batch) -> bytes:

@@ -15,7 +15,7 @@ import structlog
 
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest
 from grpo_orch.policies.tick.snapshot import OWN_GENERATION
-from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
@@ -23,14 +23,14 @@ log = structlog.get_logger()
 
 # Completions that one process makes at once. More need more KV-cache memory and all wait for the longest; fewer
 # leave the GPU idle. Halved until they fit.
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 # When the trainer's model fails, the wait for nodes doubles before each retry; after TRIES failures it lasts until
 # the deadline. A driver or a full memory may recover, a model without `generate` does not.
 TRIES = 3
-RETRY_LEAST_S = 60.0
+RETRY_MIN_S = 60.0
 
 
-class OwnTurn(Exception):
+class TrainerMustGenerate(Exception):
     """The trainer's own model must make a share of the completions, in all processes, and then retry the batch."""
 
 
@@ -46,19 +46,19 @@ class Share:
         return replace(self, batch=replace(self.batch, requests=self.batch.requests[number::processes]))
 
 
-class AsksGateway(Protocol):
+class GatewayCompleter(Protocol):
     """The gateway's client."""
 
     def complete(self, batch: Batch) -> Generated:
         """Raises GenerationFailed, NobodyServes, Fenced, LeaveNow, StoreError."""
 
-    def complete_aside(
-        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    def complete_in_background(
+        self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
         """Raises GenerationFailed, NobodyServes, Fenced, StoreError."""
 
 
-class Drought:
+class NodeShortage:
     """Complete batches through the gateway or, during a shortage of nodes, with the trainer's own model.
 
     Args:
@@ -71,17 +71,17 @@ class Drought:
 
     def __init__(
         self,
-        gateway: AsksGateway,
+        gateway: GatewayCompleter,
         after_s: float,
-        may_go_on: Callable[[], None],
+        check_stop: Callable[[], None],
         heartbeat: Heartbeat,
         costs: StepCosts,
     ) -> None:
-        self._gateway, self._may_go_on, self._heartbeat, self._costs = gateway, may_go_on, heartbeat, costs
+        self._gateway, self._may_go_on, self._heartbeat, self._costs = gateway, check_stop, heartbeat, costs
         self._after_s = after_s
         self._patience_s: float | None = after_s  # None: only nodes can make the batch
         self._failed = 0  # failed tries in a row since a node served
-        self._at_once = AT_ONCE
+        self._at_once = MAX_CONCURRENT
         self._batch: Batch | None = None
         self._made: dict[int, Completion] = {}  # completions of the batch, by index
         self._begun: dict[int, Completion] = {}  # the same, partial
@@ -99,9 +99,9 @@ class Drought:
         if missing:
             try:
                 generated = self._gateway.complete(replace(batch, requests=missing, patience_s=self._patience_s))
-            except NobodyServes as unserved:
+            except NoNodeServing as unserved:
                 self._keep_partial(unserved)
-                raise OwnTurn from unserved
+                raise TrainerMustGenerate from unserved
             self._note_served()
             self._keep(generated.completions)
             self._discarded += generated.discarded
@@ -110,18 +110,18 @@ class Drought:
         completions = [self._made[request.index] for request in batch.requests]
         return Generated(completions, self._discarded, self._wait_s)
 
-    def complete_aside(
-        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    def complete_in_background(
+        self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
         """Let nodes complete the batch, in a thread.
 
         Raises NobodyServes after `patience_s` without a node; GenerationFailed, Fenced, StoreError.
         """
-        generated = self._gateway.complete_aside(replace(batch, patience_s=self._patience_s), arrived, say)
+        generated = self._gateway.complete_in_background(replace(batch, patience_s=self._patience_s), on_completion, report_activity)
         self._note_served()
         return generated
 
-    def go_on(self, batch: Batch, unserved: NobodyServes) -> None:
+    def resume(self, batch: Batch, unserved: NoNodeServing) -> None:
         """Resume a batch from its partial result; the trainer makes the rest if no node appears."""
         self._turn_to(batch)
         self._keep_partial(unserved)
@@ -148,18 +148,18 @@ class Drought:
             self._begun.pop(completion.index, None)
         self._costs.made_itself(took_s, training=training)
 
-    def does_not_fit(self) -> None:
+    def halve_share(self) -> None:
         """Halve the next shares, because this one exceeded the memory that training leaves free."""
         if self._at_once == 1:
-            self.cannot("one completion takes more memory than there is beside what is trained")
+            self.record_failure("one completion takes more memory than there is beside what is trained")
         self._at_once = max(1, self._at_once // 2)
 
-    def cannot(self, why: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Record that the trainer's model failed: wait for nodes, then retry, up to TRIES failures in a row."""
         self._failed += 1
-        again_s = max(self._after_s, RETRY_LEAST_S) * 2**self._failed
+        again_s = max(self._after_s, RETRY_MIN_S) * 2**self._failed
         self._patience_s = again_s if self._failed < TRIES else None
-        log.warning("trainer_cannot_generate", why=why, tries=self._failed, again_after_s=self._patience_s)
+        log.warning("trainer_cannot_generate", why=reason, tries=self._failed, again_after_s=self._patience_s)
 
     def _note_served(self) -> None:
         self._patience_s, self._failed = self._after_s, 0
@@ -173,7 +173,7 @@ class Drought:
             self._made, self._begun, self._discarded, self._wait_s = {}, {}, 0, 0.0
         self._batch = batch
 
-    def _keep_partial(self, unserved: NobodyServes) -> None:
+    def _keep_partial(self, unserved: NoNodeServing) -> None:
         self._keep(unserved.made)
         for partial in unserved.cut:
             earlier = self._begun.get(partial.index)

@@ -41,12 +41,12 @@ class RefusedPrompt:
     row: int | None
     tokens: int
     limit_tokens: int | None
-    why: str
+    reason: str
 
     def __str__(self) -> str:
         which = f"prompt {self.number} of the call" if self.row is None else f"row {self.row} of the dataset"
         if self.limit_tokens is None:
-            return f"{which}, {self.tokens} tokens: {self.why}"
+            return f"{which}, {self.tokens} tokens: {self.reason}"
         return f"{which} has {self.tokens} tokens, and the nodes take sequences of {self.limit_tokens}"
 
 
@@ -77,7 +77,7 @@ class RefusedPrompts:
                 row=prompt.row,
                 tokens=prompt.tokens,
                 limit=prompt.limit_tokens,
-                why=prompt.why,
+                why=prompt.reason,
             )
         if refused and self._rule == "fail":
             raise BadPrompts(f"policies.on_bad_prompt is fail: {refused[0]}")

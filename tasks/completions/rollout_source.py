@@ -28,18 +28,18 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from grpo_orch.policies.serving.seeds import request_seed
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.node_shortage import OwnTurn
-from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
+from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-LOOK_S = 0.25  # how often to check whether the trainer must exit, while it waits for a call
+CHECK_INTERVAL_S = 0.25  # how often to check whether the trainer must exit, while it waits for a call
 
 
-class Completes(Protocol):
+class Completer(Protocol):
     """A source of completions: the gateway, or the trainer's own model."""
 
     def complete(self, batch: Batch) -> Generated:
@@ -49,11 +49,11 @@ class Completes(Protocol):
         """
 
 
-class CompletesAside(Completes, Protocol):
+class BackgroundCompleter(Completer, Protocol):
     """A source that can also make completions in the background."""
 
-    def complete_aside(
-        self, batch: Batch, arrived: Callable[[Completion], None], say: Callable[[str], None]
+    def complete_in_background(
+        self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
         """Complete the batch in a thread.
 
@@ -61,7 +61,7 @@ class CompletesAside(Completes, Protocol):
         Raises GenerationFailed, NobodyServes, Fenced.
         """
 
-    def go_on(self, batch: Batch, unserved: NobodyServes) -> None:
+    def resume(self, batch: Batch, unserved: NoNodeServing) -> None:
         """Resume, in the next request, a batch that a thread began and that no node could finish."""
 
 
@@ -211,7 +211,7 @@ class _BackgroundBatch:
             if not begun.made.done():
                 begun.made.set_exception(error)
 
-    def give_up(self, unserved: NobodyServes) -> None:
+    def give_up(self, unserved: NoNodeServing) -> None:
         """Stop for lack of nodes: each unfinished call keeps its partial result, the first also the losses."""
         losses = unserved.discarded, unserved.wait_s
         for start, end, begun in zip(self._starts, self._starts[1:], self._begun, strict=False):
@@ -224,7 +224,7 @@ class _BackgroundBatch:
                     ]
                     for completions in (unserved.made, unserved.cut)
                 )
-                begun.made.set_exception(NobodyServes(made, cut, *losses))
+                begun.made.set_exception(NoNodeServing(made, cut, *losses))
                 losses = 0, 0.0
 
     def _finish(self, position: int, discarded: int, wait_s: float) -> None:
@@ -295,7 +295,7 @@ class RolloutSource:
     def __init__(
         self,
         store: Store,
-        gateway: Completes,
+        gateway: Completer,
         heartbeat: Heartbeat,
         costs: StepCosts,
         refused: RefusedPrompts,
@@ -304,7 +304,7 @@ class RolloutSource:
         run_seed: int,
         deadline_s: float,
         recovery: Recovery = "continue",
-        may_go_on: Callable[[], None] = lambda: None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._gateway = gateway
@@ -315,7 +315,7 @@ class RolloutSource:
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._recovery = recovery
-        self._may_go_on = may_go_on
+        self._may_go_on = check_stop
         self._at = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
         self._asked_s = 0.0  # duration of the current call's requests that ended in OwnTurn
@@ -391,8 +391,8 @@ class RolloutSource:
             threading.Thread(target=self._work, args=(together, ref), name=name, daemon=True).start()
 
     @property
-    def _aside(self) -> CompletesAside:
-        return cast(CompletesAside, self._gateway)
+    def _aside(self) -> BackgroundCompleter:
+        return cast(BackgroundCompleter, self._gateway)
 
     def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
         """Announce the prompts of a step's next evaluation calls, with `samples` completions per prompt.
@@ -442,17 +442,17 @@ class RolloutSource:
         requests: list[CompletionRequest],
         digest: str,
         policies: Policies,
-        unserved: NobodyServes | None = None,
+        unserved: NoNodeServing | None = None,
     ) -> _Generated:
         """Make the call while the trainer waits, starting from the partial result in `unserved`, if any."""
         began_s = time.monotonic()
         try:
             batch = self._batch(call, requests, policies(call.policy))
             if unserved is not None:
-                self._aside.go_on(batch, unserved)
+                self._aside.resume(batch, unserved)
             published_s = time.monotonic()
             generated = self._gateway.complete(batch)
-        except OwnTurn:  # the call is retried, and its wait is reported at the end
+        except TrainerMustGenerate:  # the call is retried, and its wait is reported at the end
             self._asked_s += time.monotonic() - published_s
             raise
         finally:
@@ -474,8 +474,8 @@ class RolloutSource:
         together = _BackgroundBatch(begun, policy, self._stored_early)
         try:
             batch = self._batch(begun[0].call, together.requests(self._run_seed), policy)
-            together.end(self._aside.complete_aside(batch, together.take, begun[0].activity.report))
-        except NobodyServes as unserved:
+            together.end(self._aside.complete_in_background(batch, together.take, begun[0].activity.report))
+        except NoNodeServing as unserved:
             together.give_up(unserved)
         except BaseException as error:  # noqa: BLE001  # else the trainer would wait forever
             together.fail(error)
@@ -497,13 +497,13 @@ class RolloutSource:
         began_s = looked_s = time.monotonic()
         unserved_s, unserved = 0.0, None
         try:
-            while not wait([begun.made], LOOK_S).done:
+            while not wait([begun.made], CHECK_INTERVAL_S).done:
                 self._may_go_on()
                 self._heartbeat.say(begun.activity.now)
                 before_s, looked_s = looked_s, time.monotonic()
                 unserved_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
-        except NobodyServes as error:
+        except NoNodeServing as error:
             unserved = error
         finally:
             waited_s = time.monotonic() - began_s

@@ -82,7 +82,7 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
     started = check_turns(turns, data.firsts, config.num_generations, start.limited)
     check_rewards(rewards, trainer_spec.reward_funcs, data.firsts, config, start.limited, started)
     selected = data.rows if rows is None else data.rows.select(range(min(rows, len(data.rows))))
-    own_generation = OwnGeneration(start.env.node, start.may_go_on) if generates_itself(spec) else None
+    own_generation = OwnGeneration(start.env.node, start.check_stop) if generates_itself(spec) else None
     client = FleetClient(_source(start, config, own_generation))
     set_seed(config.seed)
     try:

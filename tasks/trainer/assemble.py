@@ -28,9 +28,9 @@ from grpo_orch.policies.sizing.training import own_generation_obstacle
 from grpo_orch.policies.weights.adapters import QUANTISED, engine_type, why_whole
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.agents.gateway import Gateway
-from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
+from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
-from grpo_orch.tasks.completions.node_shortage import Drought
+from grpo_orch.tasks.completions.node_shortage import NodeShortage
 from grpo_orch.tasks.completions.gateway_client import GatewayClient
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
@@ -81,7 +81,7 @@ from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 
-Source = OwnGeneration | Drought | GatewayClient | AgentRunner
+Source = OwnGeneration | NodeShortage | GatewayClient | AgentRunner
 FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 SAMPLES_RETRY_S = 30.0  # nothing depends on samples, so do not wait longer
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
@@ -114,7 +114,7 @@ def assemble(
         start.spec, Path(env.workdir) / SPOOL, evaluates=start.spec.trainer.eval_dataset is not None
     )
     refused = RefusedPrompts(start.spec.policies.on_bad_prompt, start.costs)
-    own = OwnGeneration(env.node, start.may_go_on)
+    own = OwnGeneration(env.node, start.check_stop)
     source = _source(start, own, config)
     client = FleetClient(_rollouts(start, refused, config.seed, source))
     client.foresees = source is not own
@@ -123,7 +123,7 @@ def assemble(
     refused.row_of = functools.partial(row_of, trainer)
     own.attach(trainer)
     first = trainer.is_world_process_zero()
-    if isinstance(source, Drought):
+    if isinstance(source, NodeShortage):
         client.own_share = OwnShare(source if first else None, own)
     publisher = (own if source is own else policy_publisher(start, trainer)) if first else None
     client.attach(trainer, publisher, env.timeline)
@@ -160,7 +160,7 @@ def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
     after_s = start.spec.rollout.own_generation_after_s
     if after_s is None or own_generation_obstacle(start.spec):
         return gateway
-    return Drought(gateway, after_s, start.may_go_on, start.heartbeat, start.costs)
+    return NodeShortage(gateway, after_s, start.check_stop, start.heartbeat, start.costs)
 
 
 def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
@@ -171,13 +171,13 @@ def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
         AgentHost(agent.run, start.workdir, memory_bytes, agent.python),
         Limits(agent.time_s, agent.turns, agent.tokens or config.max_completion_length),
         start.heartbeat,
-        start.may_go_on,
+        start.check_stop,
     )
     if config.process_index == 0:
         try:
             with start.limited("trainer.agent: importing it"):
                 runner.start()
-        except NoAgent as error:
+        except AgentStartError as error:
             raise BadSpec(f"trainer.agent: {agent.run}: {error}") from error
     return runner
 
@@ -196,7 +196,7 @@ def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Sour
         run_seed=run_seed,
         deadline_s=start.spec.rollout.deadline_s,
         recovery=start.spec.rollout.recovery,
-        may_go_on=start.may_go_on,
+        may_go_on=start.check_stop,
     )
 
 

@@ -39,7 +39,7 @@ class Start:
         """Return the folder of run.yaml, to which its paths are relative."""
         return Path(self.spec.workdir)
 
-    def may_go_on(self) -> None:
+    def check_stop(self) -> None:
         """Raise Fenced or LeaveNow if the trainer must exit."""
         self.heartbeat.check()
         self.leaving.check()

@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.canary import Canary
 from grpo_orch.policies.serving.wire import PolicyRef
-from grpo_orch.tasks.completions.node_shortage import OwnTurn
+from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
@@ -49,7 +49,7 @@ class _WeightsFirst(Exception):
 
 _INSTEAD: dict[type[Exception], Instead] = {
     LeaveNow: Instead.LEAVING,
-    OwnTurn: Instead.OWN_TURN,
+    TrainerMustGenerate: Instead.OWN_TURN,
     _WeightsFirst: Instead.WEIGHTS_FIRST,
 }
 
@@ -208,7 +208,7 @@ class FleetClient:
                 policies=self._policy,
                 **of_window,
             )
-        except (LeaveNow, OwnTurn, _WeightsFirst) as interruption:
+        except (LeaveNow, TrainerMustGenerate, _WeightsFirst) as interruption:
             return _INSTEAD[type(interruption)]
         if training:
             self._turn = self._turn[0], self._turn[1] + 1

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_orch.policies.serving.wire import Completion
-from grpo_orch.tasks.completions.node_shortage import Drought, Share
+from grpo_orch.tasks.completions.node_shortage import NodeShortage, Share
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.heartbeat import Fenced
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
@@ -23,7 +23,7 @@ class OwnShare:
         own: generates with this process's model.
     """
 
-    def __init__(self, drought: Drought | None, own: OwnGeneration) -> None:
+    def __init__(self, drought: NodeShortage | None, own: OwnGeneration) -> None:
         self._drought, self._own = drought, own
 
     def make(self, accelerator: Any, *, training: bool) -> None:
@@ -40,9 +40,9 @@ class OwnShare:
         self._drought.take(gathered, time.monotonic() - began_s, training=training)
         failures = [failure for _, failure in parts if failure is not None]
         if errors := [failure for failure in failures if failure]:
-            self._drought.cannot(errors[0])
+            self._drought.record_failure(errors[0])
         elif failures:
-            self._drought.does_not_fit()
+            self._drought.halve_share()
 
     def _part(self, share: Share) -> tuple[list[Completion], str | None]:
         """Return the completions and None, or no completions and the error: empty if memory ran out."""

@@ -61,7 +61,7 @@ class World:
             by=by,
             run_seed=42,
             deadline_s=HANG_S,
-            may_go_on=may_go_on,
+            check_stop=may_go_on,
         )
 
     def complete(

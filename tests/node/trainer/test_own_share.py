@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.node_shortage import Drought, Share
+from grpo_orch.tasks.completions.node_shortage import NodeShortage, Share
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.heartbeat import Fenced
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
@@ -62,12 +62,12 @@ class Broken:
 )
 def test_trainer_survives_any_error_of_own_generation_probe(error: Exception, said: list[str]) -> None:
     told = Told()
-    share = OwnShare(cast(Drought, told), cast(OwnGeneration, Broken(error)))
+    share = OwnShare(cast(NodeShortage, told), cast(OwnGeneration, Broken(error)))
     share.make(Accelerator(cpu=True), training=True)
     assert (told.made, told.said) == ([], said)
 
 
 def test_a_trainer_that_was_replaced_ends() -> None:
-    share = OwnShare(cast(Drought, Told()), cast(OwnGeneration, Broken(Fenced())))
+    share = OwnShare(cast(NodeShortage, Told()), cast(OwnGeneration, Broken(Fenced())))
     with pytest.raises(Fenced):
         share.make(Accelerator(cpu=True), training=True)

@@ -16,8 +16,8 @@ import msgspec
 import psutil
 import pytest
 
-from grpo_orch.tasks.agents.host import Ended
-from grpo_orch.tasks.agents.processes import AgentHost, NoAgent
+from grpo_orch.tasks.agents.host import AgentResult
+from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from tests.budget import until
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def hosts() -> Iterator[list[AgentHost]]:
 
 async def run(
     host: AgentHost, row: dict[str, Any] | None = None, stop_after_s: float | None = None, seed: int = 7
-) -> Ended:
+) -> AgentResult:
     stop = asyncio.Event()
     if stop_after_s is not None:
         asyncio.get_running_loop().call_later(stop_after_s, stop.set)
@@ -68,7 +68,7 @@ def host_of(
 )
 async def test_agent_outcomes(hosts: list[AgentHost], agent: str, reward: float | None, why: str) -> None:
     ended = await run(host_of(hosts, agent))
-    assert (ended.reward, ended.why) == (reward, why)
+    assert (ended.reward, ended.reason) == (reward, why)
     assert len(ended.output) < 20_000
     if agent == "talks":
         assert ended.output.endswith("the end\n")
@@ -79,7 +79,7 @@ async def test_agent_outcomes(hosts: list[AgentHost], agent: str, reward: float 
 async def test_hanging_agent_is_killed_with_what_it_started(hosts: list[AgentHost], tmp_path: Path) -> None:
     row = {"folder": str(tmp_path)}
     ended = await run(host_of(hosts, "hangs"), row, stop_after_s=SHORT_S)
-    assert ended.why == "it was ended"
+    assert ended.reason == "it was ended"
     assert await gone(tmp_path)
 
 
@@ -95,7 +95,7 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
     host = host_of(hosts, "kills_keeper")
     for _ in range(2):
         ended = await run(host, {"folder": str(tmp_path), "host": kills_host})
-        assert ended.why == "its process was killed"
+        assert ended.reason == "its process was killed"
     if not kills_host:
         assert await gone(tmp_path)
     for pid in filter(psutil.pid_exists, pids(tmp_path)):
@@ -104,7 +104,7 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
 
 async def test_agent_that_stops_its_keeper_is_killed(hosts: list[AgentHost], tmp_path: Path) -> None:
     ended = await run(host_of(hosts, "stops_keeper", end_s=SHORT_S), {"folder": str(tmp_path)}, stop_after_s=5.0)
-    assert ended.why == "its process was killed"
+    assert ended.reason == "its process was killed"
     assert await gone(tmp_path)
 
 
@@ -139,7 +139,7 @@ async def test_agent_has_as_many_files_as_before(hosts: list[AgentHost]) -> None
 
 async def test_memory_is_limited(hosts: list[AgentHost]) -> None:
     ended = await run(host_of(hosts, "eats", memory_bytes=1 << 30))
-    assert ended.why.startswith("MemoryError")
+    assert ended.reason.startswith("MemoryError")
 
 
 async def test_environment_has_no_secret_of_the_run(
@@ -184,19 +184,19 @@ async def test_command(hosts: list[AgentHost], script: str, reward: float | None
     if why == "expected":  # the key is no number: what is tried is that both rows are the same
         assert "key" in ended.output
     else:
-        assert (ended.reward, ended.why) == (reward, why)
+        assert (ended.reward, ended.reason) == (reward, why)
 
 
 async def test_missing_command_is_named(hosts: list[AgentHost]) -> None:
     ended = await run(host_of(hosts, ["no-such-program"]))
-    assert "no-such-program" in ended.why
+    assert "no-such-program" in ended.reason
 
 
 @pytest.mark.parametrize(
     ("path", "says"), [("no_such_module.f", "ModuleNotFoundError"), ("rig_agents.Row2", "Row2")]
 )
 def test_agent_that_cannot_be_imported_is_named(path: str, says: str) -> None:
-    with pytest.raises(NoAgent, match=says):
+    with pytest.raises(AgentStartError, match=says):
         AgentHost(path, HERE).start()
 
 
@@ -211,15 +211,15 @@ def test_function_of_another_environment_uses_its_interpreter(tmp_path: Path, ho
         "    print(sys.prefix, importlib.util.find_spec('pytest'))\n"
         "    return 0.25\n"
     )
-    with pytest.raises(NoAgent, match="only_there"):
+    with pytest.raises(AgentStartError, match="only_there"):
         AgentHost("only_there.solve", tmp_path).start()
     hosts.append(AgentHost("only_there.solve", tmp_path, python="env/bin/python"))
     ended = asyncio.run(run(hosts[-1]))
-    assert ended == Ended(0.25, "", f"{tmp_path}/env None\n")
+    assert ended == AgentResult(0.25, "", f"{tmp_path}/env None\n")
 
 
 def test_missing_interpreter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NoAgent, match=r"its interpreter does not start: .*env/bin/python"):
+    with pytest.raises(AgentStartError, match=r"its interpreter does not start: .*env/bin/python"):
         AgentHost("rig_agents.plain", tmp_path, python="env/bin/python").start()
 
 

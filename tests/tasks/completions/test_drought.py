@@ -8,8 +8,8 @@ import pytest
 
 from grpo_orch.policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions import node_shortage
-from grpo_orch.tasks.completions.node_shortage import Drought, OwnTurn, Share
-from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.node_shortage import NodeShortage, TrainerMustGenerate, Share
+from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
@@ -40,7 +40,7 @@ class Gateway:
         self.asked.append(([one.index for one in batch.requests], batch.patience_s))
         if not self.there:
             made, cut, self.made, self.cut = self.made, self.cut, [], []
-            raise NobodyServes([finished(index, NODE) for index in made], cut, discarded=5, wait_s=2.0)
+            raise NoNodeServing([finished(index, NODE) for index in made], cut, discarded=5, wait_s=2.0)
         return Generated([finished(one.index, NODE) for one in batch.requests], discarded=1, wait_s=0.5)
 
     def complete_aside(self, batch: Batch, *_: Any) -> Generated:
@@ -64,14 +64,14 @@ class World:
     def __init__(self) -> None:
         self.gateway, self.heard, self.costs = Gateway(), Heard(), StepCosts()
         self.ends: Exception | None = None
-        self.drought = Drought(self.gateway, AFTER_S, self._may_go_on, cast(Heartbeat, self.heard), self.costs)
+        self.drought = NodeShortage(self.gateway, AFTER_S, self._may_go_on, cast(Heartbeat, self.heard), self.costs)
 
     def _may_go_on(self) -> None:
         if self.ends is not None:
             raise self.ends
 
     def share(self, asked: Batch, processes: int = 1) -> Share:
-        with pytest.raises(OwnTurn):
+        with pytest.raises(TrainerMustGenerate):
             self.drought.complete(asked)
         return self.drought.share(processes)
 
@@ -82,7 +82,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(node_shortage, "AT_ONCE", 2)
+    monkeypatch.setattr(node_shortage, "MAX_CONCURRENT", 2)
     return World()
 
 
@@ -151,14 +151,14 @@ def test_new_batch_starts_empty_and_each_process_has_a_part(world: World) -> Non
 
 
 def test_too_large_part_is_halved_down_to_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_shortage, "AT_ONCE", 4)
+    monkeypatch.setattr(node_shortage, "MAX_CONCURRENT", 4)
     world = World()
     sizes = []
     for _ in range(3):
         share = world.share(batch())
         sizes.append(len(share.batch.requests))
         world.drought.take([], 1.0, training=True)
-        world.drought.does_not_fit()
+        world.drought.halve_share()
     assert sizes == [4, 2, 1]
     world.gateway.there = True
     world.drought.complete(batch())
@@ -169,7 +169,7 @@ def fail(world: World, asked: Batch) -> None:
     """Have the trainer's model fail at a share."""
     world.share(asked)
     world.drought.take([], 1.0, training=True)
-    world.drought.cannot("the model says no")
+    world.drought.record_failure("the model says no")
 
 
 def test_failed_generation_is_tried_later_and_at_the_next_step(world: World) -> None:
@@ -211,15 +211,15 @@ def test_evaluation_costs_no_step_anything(world: World) -> None:
 def test_batch_of_a_thread_is_made_here_once_no_node_serves(world: World) -> None:
     asked = batch(count=3)
     world.gateway.made, world.gateway.cut = [0], [begun(1, 4)]
-    with pytest.raises(NobodyServes) as nobody:
-        world.drought.complete_aside(asked, lambda _: None, lambda _: None)
-    world.drought.go_on(asked, nobody.value)
+    with pytest.raises(NoNodeServing) as nobody:
+        world.drought.complete_in_background(asked, lambda _: None, lambda _: None)
+    world.drought.resume(asked, nobody.value)
     share = world.share(asked)
     assert (indices(share), share.begun) == ([1, 2], [begun(1, 4)])
     world.take(share)
     assert [one.node for one in world.drought.complete(asked).completions] == [NODE, TRAINER, TRAINER]
     assert world.gateway.asked == [([0, 1, 2], AFTER_S), ([1, 2], 0.0)]
     world.gateway.there = True
-    world.drought.complete_aside(batch(first_seed=200), lambda _: None, lambda _: None)
-    world.drought.complete_aside(batch(first_seed=300), lambda _: None, lambda _: None)
+    world.drought.complete_in_background(batch(first_seed=200), lambda _: None, lambda _: None)
+    world.drought.complete_in_background(batch(first_seed=300), lambda _: None, lambda _: None)
     assert [patience_s for _, patience_s in world.gateway.asked[2:]] == [0.0, AFTER_S]

@@ -12,8 +12,8 @@ from grpo_orch.checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, ST
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Batch, Completion, PolicyRef
-from grpo_orch.tasks.completions.node_shortage import OwnTurn
-from grpo_orch.tasks.completions.gateway_client import Generated, NobodyServes
+from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
+from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
@@ -124,12 +124,12 @@ def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatc
             now_s[0] += 0.1 if self.batches else 0.4
             made = super().complete(batch)
             if len(self.batches) == 1:
-                raise OwnTurn
+                raise TrainerMustGenerate
             return Generated(made.completions, 0, wait_s=0.3)
 
     costs = StepCosts()
     rollouts = source(store, Nodes(), costs)
-    with pytest.raises(OwnTurn):
+    with pytest.raises(TrainerMustGenerate):
         asked(rollouts, [[1]], training=True)
     asked(rollouts, [[1]], training=True)
     told = costs.take()
@@ -142,7 +142,7 @@ class Comes(Gateway):
     """Has no node for what is begun, and has one when the trainer waits for it."""
 
     def complete_aside(self, *_: object) -> Generated:
-        raise NobodyServes([], [], 0, 0.0)
+        raise NoNodeServing([], [], 0, 0.0)
 
     def go_on(self, *_: object) -> None: ...
 
