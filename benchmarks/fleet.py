@@ -35,7 +35,7 @@ from benchmarks.contest.compare import contenders, steer
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
-from grpo_orch.orchestrator.clouds.protocol import Order
+from grpo_orch.orchestrator.clouds.protocol import LaunchOrder
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, World
 from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
@@ -70,7 +70,7 @@ def tick_ms(nodes: int) -> float:
     controller, clock = world.newest.controller, world.newest.clock
     found = [_serving(slot_of(Role.ROLLOUT, place), clock.now_s()) for place in range(nodes)]
     for node in found:
-        world.cloud.launch(Order(node.id, node.role, node.market, node.attempt, {}))
+        world.cloud.launch(LaunchOrder(node.id, node.role, node.market, node.attempt, {}))
     state = controller.state
     controller.state = replace(
         state,

@@ -63,7 +63,7 @@ def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
     for offer in offers:
         retry = "" if offer.until_s is None else f", again in {duration(max(0.0, offer.until_s - now_s))}"
         price = "unknown" if offer.usd_per_h is None else usd(offer.usd_per_h)
-        why = plain("; ".join(part for part in (offer.place, offer.why) if part))
+        why = plain("; ".join(part for part in (offer.place, offer.reason) if part))
         times = duration(offer.start_s), duration(offer.lifetime_s)
         table.add_row(kind_of(offer.role, offer.market), f"{offer.status}{retry}", price, *times, why)
     return table
@@ -72,8 +72,8 @@ def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
 def _horizon(comparison: Comparison) -> str:
     step = f", a step is worth {comparison.worth_usd:.3f} USD" if comparison.worth_usd else ""
     ahead = f", chosen by {comparison.difference_usd:.2f} USD" if comparison.runner_up is not None else ""
-    if comparison.lacks:
-        return f", over {duration(max(0.0, comparison.horizon_s))}: {comparison.lacks}"
+    if comparison.unknown:
+        return f", over {duration(max(0.0, comparison.horizon_s))}: {comparison.unknown}"
     return f", over {duration(max(0.0, comparison.horizon_s))}{step}{ahead}"
 
 
@@ -81,9 +81,9 @@ def _candidates(comparison: Comparison) -> Table:
     table = _table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change", "deadline")
     for rank, candidate in enumerate(comparison.candidates):
         loss = f"{candidate.loss_usd(comparison.worth_usd, comparison.horizon_s):.2f}"
-        figures = ("",) * 4 if comparison.lacks else _figures(candidate)
+        figures = ("",) * 4 if comparison.unknown else _figures(candidate)
         table.add_row(
-            "" if rank else "->", candidate.name, "" if comparison.lacks else loss, *figures, _late(candidate)
+            "" if rank else "->", candidate.name, "" if comparison.unknown else loss, *figures, _late(candidate)
         )
     if comparison.reference is not None:
         table.add_row("", f"{comparison.reference.name}, in a shortage", "", *_figures(comparison.reference), "")

@@ -31,7 +31,7 @@ Node = Annotated[str, typer.Argument(help="A rollout node or an engine of it, na
 def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """List the members, as the gateway last wrote them to the store."""
     store, _ = open_run(target)
-    status = GatewayWatch(store, believe_first=True).look()
+    status = GatewayWatch(store, trust_first=True).observe()
     members = [] if status is None else describe(status.members, status.changes, status.policy)
     if output is Output.JSON:
         print_json([asdict(member) for member in members])

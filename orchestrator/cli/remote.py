@@ -166,5 +166,5 @@ def _refuse_ended(controller: RemoteController, store: Store) -> None:
     """Raise Stop if the remote daemon has exited for good and the run is not over."""
     if has_daemon(store) or not controller.has_ended() or has_daemon(store) or _is_over(store):
         return
-    details = f"its last log lines: {controller.last_words()}; see `sky logs {controller.cluster}`"
+    details = f"its last log lines: {controller.last_log_line()}; see `sky logs {controller.cluster}`"
     raise Stop(f"the daemon on {controller.cluster} exited before the run ended; {details}", exit_codes.FAILED)

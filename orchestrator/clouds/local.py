@@ -29,7 +29,7 @@ import psutil
 
 from grpo_orch.checkpoint.store.codec import from_json
 from grpo_orch.checkpoint.store.errors import Corrupt
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, LaunchOrder
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import (
@@ -72,7 +72,7 @@ class LocalCloud:
                 machines[path.parent.name] = self._machine(path.parent)
         return machines
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         """See `Cloud.launch`."""
         self._check_capacity(order)
         folder = self.folder / order.node
@@ -119,8 +119,8 @@ class LocalCloud:
                 market,
                 "processes on this machine",
                 self._price(role, market),
-                most_usd_per_h=self._price(role, market),
-                other_market_most_usd_per_h=self._price(role, market.other),
+                max_usd_per_h=self._price(role, market),
+                other_market_max_usd_per_h=self._price(role, market.other),
             )
             for role, _, _ in wanted_slots(self._spec)
             for market in (market_of(role, self._spec),)
@@ -148,7 +148,7 @@ class LocalCloud:
     def close(self) -> None:
         """See `Cloud.close`. Nothing runs in the background."""
 
-    def _start(self, order: Order, folder: Path, python: str, gpus: dict[str, str]) -> None:
+    def _start(self, order: LaunchOrder, folder: Path, python: str, gpus: dict[str, str]) -> None:
         environment = {
             **os.environ,
             **order.environment,
@@ -200,7 +200,7 @@ class LocalCloud:
             attempt=record.attempt,
             exit_code=record.exit_code,
             exit_reason=record.reason,
-            why=why,
+            reason=why,
             notice=(folder / "work" / NOTICE).exists(),
             market=market,
             price_usd_per_h=self._price(role, market),
@@ -214,7 +214,7 @@ class LocalCloud:
         prices: Prices = rehearse.trainer_prices if role is Role.TRAINER else rehearse.rollout_prices
         return prices.spot_usd_per_h if market is Market.SPOT else prices.on_demand_usd_per_h
 
-    def _check_capacity(self, order: Order) -> None:
+    def _check_capacity(self, order: LaunchOrder) -> None:
         path = self.folder / "no_capacity.json"
         if not path.exists():
             return

@@ -14,9 +14,9 @@ from grpo_orch.policies.tick.snapshot import Machine
 class CloudRefused(Exception):
     """A launch was refused. `refusal` is the kind of refusal; `left`: the launch created a machine anyway."""
 
-    def __init__(self, refusal: Refusal, message: str, *, left: bool = False) -> None:
+    def __init__(self, refusal: Refusal, message: str, *, machine_exists: bool = False) -> None:
         super().__init__(message)
-        self.refusal, self.left = refusal, left
+        self.refusal, self.machine_exists = refusal, machine_exists
 
 
 class CloudUnavailable(Exception):
@@ -24,7 +24,7 @@ class CloudUnavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LaunchOrder:
     """One machine and the work to run on it.
 
     `environment` holds secrets and is never stored; its `redaction.NAMES_ENV` lists the names of the user's
@@ -48,8 +48,8 @@ class Offer:
     description: str
     price_usd_per_h: float
     other_market_usd_per_h: float | None = None  # spot, if `market` is on demand; None: unavailable there
-    most_usd_per_h: float = 0.0  # of the most expensive candidate
-    other_market_most_usd_per_h: float | None = None  # the same there; None: unavailable or unknown
+    max_usd_per_h: float = 0.0  # of the most expensive candidate
+    other_market_max_usd_per_h: float | None = None  # the same there; None: unavailable or unknown
 
 
 class Cloud(Protocol):
@@ -58,7 +58,7 @@ class Cloud(Protocol):
     def machines(self) -> dict[str, Machine]:
         """Return every machine of this run that exists or is recorded as lost. Raises CloudUnavailable."""
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         """Ensure that the machine exists and that attempt `order.attempt` of its work was started.
 
         Idempotent. Raises CloudRefused, CloudUnavailable.

@@ -23,12 +23,12 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
-from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal, role_of
 from grpo_orch.policies.tick.snapshot import (
     Action,
-    AskToStop,
+    RequestStop,
     Confirm,
     Export,
     Launch,
@@ -114,7 +114,7 @@ class Actuator:
                 log.warning("action_expired", action=type(action).__name__, subject=subject)
             except CloudRefused as error:
                 reason = self._redact(str(error))
-                self._refused[subject] = LaunchRefused(subject, error.refusal, reason, error.left)
+                self._refused[subject] = LaunchRefused(subject, error.refusal, reason, error.machine_exists)
             except (CloudUnavailable, StoreError) as error:
                 self._not_before_s[key] = self._clock() + self._unavailable_wait_s
                 log.warning("action_delayed", action=type(action).__name__, subject=subject, error=str(error))
@@ -156,13 +156,13 @@ class Actuator:
             case Launch():
                 role = role_of(action.slot)
                 environment = self._environment_of(action)
-                order = Order(action.node, role, action.market, action.attempt, environment, action.pool)
+                order = LaunchOrder(action.node, role, action.market, action.attempt, environment, action.pool)
                 self._cloud.launch(order)
             case Terminate():
                 self._cloud.terminate(action.node)
             case Confirm():
                 self._cloud.confirm(action.node)
-            case AskToStop():
+            case RequestStop():
                 documents.request_stop(self._store, action.node, action.attempt, time.time())
             case WriteFork():
                 documents.write_fork(self._store, action.fork)

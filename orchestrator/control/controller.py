@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import Steadiness
-from grpo_orch.policies.control.decide import decide, done
+from grpo_orch.policies.control.decide import decide, is_done
 from grpo_orch.policies.model.events import CommandTaken, DataSetAside, Event
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
@@ -61,7 +61,7 @@ class Controller:
         Args:
             now_s: seconds since the epoch, on a clock that is never set (`run_clock`).
         """
-        steady_s = self._steadiness.look(now_s)
+        steady_s = self._steadiness.observe(now_s)
         try:
             return self._tick(now_s, steady_s)
         except StoreError:
@@ -78,7 +78,7 @@ class Controller:
 
     def _tick(self, now_s: float, steady_s: float) -> Decision:
         self._settle(now_s)
-        snapshot = self._observer.look(now_s, self._actuator.collect(), self.state, steady_s)
+        snapshot = self._observer.observe(now_s, self._actuator.collect(), self.state, steady_s)
         if snapshot.machines is None:
             self.interrupt()
         self.seen = snapshot
@@ -86,7 +86,7 @@ class Controller:
         if decision.events:
             self.record(now_s, decision.events)
         self._actuator.submit(decision.actions, self.fence)
-        self.finished = not decision.actions and done(self.state, snapshot)
+        self.finished = not decision.actions and is_done(self.state, snapshot)
         if decision.reason != self._reason:
             self._reason = decision.reason
             log.info("tick", reason=decision.reason)

@@ -80,7 +80,7 @@ def main() -> int:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(home.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
-        return steer(store, sys.argv[2], stop, *map(int, sys.argv[3:5]))
+        return control_run(store, sys.argv[2], stop, *map(int, sys.argv[3:5]))
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
@@ -107,7 +107,7 @@ def log_as_json() -> None:
     )
 
 
-def steer(
+def control_run(
     store: Store,
     reason: str,
     stop: threading.Event,

@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 
 TTL_S = 15.0
 RENEW_S = 2.0
-LOOKS, LOOK_EVERY_S = 13, 0.5  # three renewals
+LEASE_CHECKS, LEASE_CHECK_EVERY_S = 13, 0.5  # three renewals
 NO_SKEW_S = 86400.0  # maximum difference between two hosts' clocks
 
 
@@ -43,7 +43,7 @@ class LeaseWatch:
         self._since_s = 0.0
         self._is_renewed = False  # since the first look
 
-    def look(self, lease: Lease | None, now_s: float) -> bool:
+    def observe(self, lease: Lease | None, now_s: float) -> bool:
         """Return whether the holder of `lease`, as just read, lives. Compares clocks until a renewal is seen."""
         if lease is None or lease.host == socket.gethostname():
             self._lease = None
@@ -63,13 +63,13 @@ def is_held(read: Callable[[], Lease | None], wait: Callable[[float], object] = 
     lease; its exceptions are passed on.
     """
     watch = LeaseWatch()
-    for _ in range(LOOKS):
+    for _ in range(LEASE_CHECKS):
         lease, now_s = read(), time.time()
         if lease is None or lease.host == socket.gethostname() or now_s - lease.renewed_at_s > NO_SKEW_S:
-            return watch.look(lease, now_s)
-        if watch.look(lease, now_s):
+            return watch.observe(lease, now_s)
+        if watch.observe(lease, now_s):
             return True
-        wait(LOOK_EVERY_S)
+        wait(LEASE_CHECK_EVERY_S)
     return False
 
 

@@ -29,13 +29,13 @@ from grpo_orch.policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.tick.snapshot import Trainer, Watched
+from grpo_orch.policies.tick.snapshot import Trainer, ControllerVerdict
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-OBJECTS_PER_LOOK = 4  # a hundred rows each, which take 20 ms
+OBJECTS_PER_READ = 4  # a hundred rows each, which take 20 ms
 RECENT_ROWS = 500  # the newest rows, for the measured shape of a step
 TIMED_ROWS = 40  # the newest rows, searched for a timed step
 SAVED_MAX = 64  # above this every second saved state is dropped, so older ones are further apart
@@ -87,7 +87,7 @@ class MetricsWatch:
         self._attempt: tuple[str, int] | None = None  # of the last trainer that was seen training
         self._stored_step = 0  # its newest stored checkpoint at that time
 
-    def look(self, trainer: Trainer | None, forks: Sequence[Fork]) -> Watched | None:
+    def observe(self, trainer: Trainer | None, forks: Sequence[Fork]) -> ControllerVerdict | None:
         """Return the verdict at the newest row of the newest timeline.
 
         Returns None before the first heartbeat, and while earlier rows remain to be read. Raises StoreError; the
@@ -111,7 +111,7 @@ class MetricsWatch:
         if not self._read_on(reached):
             return None
         pitfalls, self._pitfalls = tuple(self._pitfalls), []
-        return Watched(timeline, self._state.detector.verdict, pitfalls)
+        return ControllerVerdict(timeline, self._state.detector.verdict, pitfalls)
 
     def newest_row(self) -> MetricsRow | None:
         """Return the last row that was read, or None."""
@@ -155,7 +155,7 @@ class MetricsWatch:
 
     def _read_on(self, reached: int | None) -> bool:
         """Read the next objects, up to step `reached` of the current timeline. Returns whether all are read."""
-        remaining = OBJECTS_PER_LOOK
+        remaining = OBJECTS_PER_READ
         for part in self._line:
             timeline = _timeline_of(part)
             if timeline < self._state.timeline:

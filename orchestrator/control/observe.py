@@ -73,7 +73,7 @@ class GatewayWatch:
         self,
         store: Store,
         *,
-        believe_first: bool = False,
+        trust_first: bool = False,
         clock: Callable[[], float] = awake_or_asleep_s,
         unreadable: UnreadableDocuments | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class GatewayWatch:
         self._unreadable = unreadable or UnreadableDocuments()
         self._clock = clock
         self._status: GatewayStatus | None = None
-        self._looked_at_s = clock() if believe_first else -math.inf
+        self._looked_at_s = clock() if trust_first else -math.inf
         self._written_after_s = -math.inf
         self._precedence: Precedence | None = None  # of the gateway's trainer
         self._listed_at_s = -math.inf
@@ -90,7 +90,7 @@ class GatewayWatch:
         self._fresh_at_s = -math.inf  # the last fresh look
 
     @property
-    def heard_s(self) -> float:
+    def contact_s(self) -> float:
         """Seconds for which every look was fresh; 0 if the last one was not."""
         return 0.0 if self._fresh_since_s is None else self._clock() - self._fresh_since_s
 
@@ -99,7 +99,7 @@ class GatewayWatch:
         """Seconds since the last fresh look; infinite if there was none."""
         return self._clock() - self._fresh_at_s
 
-    def look(self) -> GatewayStatus | None:
+    def observe(self) -> GatewayStatus | None:
         """Return the newest status of the run's gateway, or None when it may be older than FRESH_S.
 
         Raises StoreError when the store cannot be read.
@@ -168,7 +168,7 @@ class TrainerWatch:
         self._last_stage: Stage | None = None  # when it last made progress
         self.moved_at_s = self.stepped_at_s = -math.inf
 
-    def look(self, now_s: float) -> Trainer | None:
+    def observe(self, now_s: float) -> Trainer | None:
         """Return the newest heartbeat with the time at which it was first seen. Raises StoreError."""
         heartbeat = documents.TRAINER.read(self._store, self._unreadable)
         if heartbeat is not None and (self._heartbeat is None or heartbeat.step != self._heartbeat.step):
@@ -191,7 +191,7 @@ class CommandWatch:
         self._found: tuple[Command, ...] = ()
         self._listed_at_s = -math.inf
 
-    def look(self, state: RunState) -> tuple[Command, ...]:
+    def observe(self, state: RunState) -> tuple[Command, ...]:
         """Return the commands that are not taken yet. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
@@ -210,7 +210,7 @@ class ControllerCosts:
         self._past_rentals: tuple[ControllerRental, ...] = ()
         self._read_at_s = -math.inf
 
-    def look(self) -> tuple[float, float]:
+    def observe(self) -> tuple[float, float]:
         """Return the USD spent on this and earlier machines, and the current USD per hour. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._read_at_s >= RENTALS_EVERY_S:
@@ -254,7 +254,7 @@ class Observer:
         self._prices = prices(cloud)
         self._has_pools = spec.cloud == "sky"
 
-    def look(
+    def observe(
         self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float = math.inf
     ) -> Snapshot:
         """Return a snapshot. Raises StoreError when the store cannot be read.
@@ -265,23 +265,23 @@ class Observer:
             state: decides which optional sources are read.
             steady_s: for how long the controller has observed without a gap; 0 if the cloud does not answer.
         """
-        status = self._gateway.look()
+        status = self._gateway.observe()
         machines = self._machines()
-        trainer = self._trainer.look(now_s)
-        commands = self._commands.look(state)
+        trainer = self._trainer.observe(now_s)
+        commands = self._commands.observe(state)
         needs_target = _needs_target(state, machines, commands)
-        watched = self._watch(trainer, partial(self._metrics.look, trainer, state.forks))
+        watched = self._watch(trainer, partial(self._metrics.observe, trainer, state.forks))
         has_budget = self._has_budget or state.money.cap_usd is not None  # a user may set one later
         needs_prices = has_budget or may_fall_back(self._spec)
         return Snapshot(
             now_s=now_s,
             machines=machines,
             members=None if status is None else {member.node: member for member in status.members},
-            coming={} if status is None else {joining.node: joining for joining in status.coming},
+            joining={} if status is None else {joining.node: joining for joining in status.coming},
             gateway=Gateway(
                 None if status is None else status.boot_id,
                 0.0 if status is None else status.up_s,
-                self._gateway.heard_s,
+                self._gateway.contact_s,
                 self._gateway.silent_s,
             ),
             trainer=trainer,
@@ -289,11 +289,11 @@ class Observer:
             stepped_at_s=self._trainer.stepped_at_s,
             refused=refused,
             commands=commands,
-            watched=watched,
-            prices=self._prices.look() if needs_prices else None,
+            verdict=watched,
+            prices=self._prices.observe() if needs_prices else None,
             pools=self._prices.pools() if self._has_pools else (),
             prices_trouble=self._prices.trouble(),
-            controller=ControllerCost(*self._controller.look()) if has_budget else ControllerCost(),
+            controller=ControllerCost(*self._controller.observe()) if has_budget else ControllerCost(),
             measured=Measured(
                 self._watch(trainer, self._metrics.step_shape), self._watch(trainer, self._metrics.own_step)
             ),

@@ -32,7 +32,7 @@ class Prices:
         self._requested_at_s = -REFRESH_S
         self._request: threading.Thread | None = None
 
-    def look(self) -> Mapping[str, float] | None:
+    def observe(self) -> Mapping[str, float] | None:
         """Return the latest prices; None before the first answer. Does not wait."""
         self._refresh()
         return self._known
@@ -80,6 +80,6 @@ class Prices:
 
 def _prices_of(offer: Offer) -> Iterator[tuple[str, float]]:
     """Yield the highest price of each kind in an offer, on both markets."""
-    yield kind_of(offer.role, offer.market), offer.most_usd_per_h
-    if offer.other_market_most_usd_per_h is not None:
-        yield kind_of(offer.role, offer.market.other), offer.other_market_most_usd_per_h
+    yield kind_of(offer.role, offer.market), offer.max_usd_per_h
+    if offer.other_market_max_usd_per_h is not None:
+        yield kind_of(offer.role, offer.market.other), offer.other_market_max_usd_per_h

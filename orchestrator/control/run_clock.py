@@ -42,7 +42,7 @@ class Steadiness:
         self._since_s: float | None = None
         self._looked_at_s = 0.0
 
-    def look(self, now_s: float) -> float:
+    def observe(self, now_s: float) -> float:
         """Record a tick. Returns the seconds since the first tick of the unbroken sequence."""
         if self._since_s is None or now_s - self._looked_at_s > GAP_S:
             self._since_s = now_s

@@ -44,7 +44,7 @@ from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.costs.store_costs import GB, Place
-from grpo_orch.policies.fleet.deadline import BOOT_S, Course, nodes_for, time_of
+from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
 from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, most_kept
 from grpo_orch.policies.model.spec import (
     ALTERNATIVES,
@@ -207,7 +207,7 @@ def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: floa
     if shape is None or steps is None:
         return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, kept=None)
     start_s = now_s + BOOT_S
-    course = Course(start_s, start_s, deadline_s, BOOT_S, 0, steps)
+    course = DeadlineProgress(start_s, start_s, deadline_s, BOOT_S, 0, steps)
     nodes = max(1, pays, nodes_for(course, shape, most))
     kept = course.end_s(shape, nodes) <= deadline_s
     end_s = course.end_s(shape, nodes if kept else most)

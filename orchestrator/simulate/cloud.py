@@ -9,7 +9,7 @@ from random import Random
 
 from grpo_orch.checkpoint.records.metrics import MetricsWriter
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, Weather, Zone
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore, Trouble
 from grpo_orch.policies.model.node_contract import TIMELINE_ENV
@@ -280,7 +280,7 @@ class SimulatedCloud:
             for node, box in self.boxes.items()
         }
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         """As `Cloud.launch`. Raises CloudRefused, CloudUnavailable."""
         box, timeline = self.boxes.get(order.node), int(order.environment.get(TIMELINE_ENV, "0"))
         if box is None:
@@ -324,7 +324,7 @@ class SimulatedCloud:
     def of(self, role: Role) -> list[Box]:
         return [box for box in self.boxes.values() if box.role is role]
 
-    def _buy(self, order: Order, timeline: int) -> None:
+    def _buy(self, order: LaunchOrder, timeline: int) -> None:
         refuses_role = self.refusing_rollouts and order.role is Role.ROLLOUT
         if self.refusing or refuses_role or (self.refusing_spot and order.market is Market.SPOT):
             raise CloudRefused(Refusal.NO_CAPACITY, "no capacity")
@@ -356,7 +356,7 @@ class SimulatedCloud:
         else:
             box.taken_at_s = taken_at_s
 
-    def _zone_for(self, order: Order) -> tuple[Zone | None, float]:
+    def _zone_for(self, order: LaunchOrder) -> tuple[Zone | None, float]:
         """Return the zone of a new machine and the seconds lost to refusals. Raises CloudRefused.
 
         The zone is None for on-demand machines outside pools.

@@ -17,7 +17,7 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Fenced, Journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
-from grpo_orch.orchestrator.clouds.protocol import Cloud, Order
+from grpo_orch.orchestrator.clouds.protocol import Cloud, LaunchOrder
 from grpo_orch.orchestrator.control import prices as pricing
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.orchestrator.control.controller import Controller, Decide
@@ -97,7 +97,7 @@ class Safety:
             best = choose_start(checkpoints, state.forks, state.timeline, before_step)
             self.check(best is None, f"the run pauses without a rollback target, but {best} was suitable")
 
-    def check_launch(self, daemon: SimulatedDaemon, order: Order) -> None:
+    def check_launch(self, daemon: SimulatedDaemon, order: LaunchOrder) -> None:
         self._check_may_act(daemon, f"launch {order.node}.{order.attempt}")
         if order.node in self._world.cloud.boxes:
             return
@@ -302,7 +302,7 @@ class _InstantPrices(pricing.Prices):
         self._known = simulated.most_usd_per_h
         self._simulated = simulated
 
-    def look(self) -> Mapping[str, float]:
+    def observe(self) -> Mapping[str, float]:
         assert self._known is not None
         return self._known
 
@@ -319,7 +319,7 @@ class _ControllerCloud:
     def machines(self) -> dict[str, Machine]:
         return self._world.cloud.machines()
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         self._world.safety.check_launch(self._daemon, order)
         self._world.cloud.launch(order)
 

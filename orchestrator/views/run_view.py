@@ -15,7 +15,7 @@ from types import MappingProxyType
 from grpo_orch.checkpoint.records.documents import Lease
 from grpo_orch.checkpoint.records.metrics import MetricsRow, logged, median_timing, step_times, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.control.lease import LOOK_EVERY_S, LOOKS, NO_SKEW_S, TTL_S
+from grpo_orch.orchestrator.control.lease import LEASE_CHECK_EVERY_S, LEASE_CHECKS, NO_SKEW_S, TTL_S
 from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
@@ -37,7 +37,7 @@ from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.policies.costs.steps import optimum, shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
-from grpo_orch.policies.fleet.deadline import course_of, nodes_for, time_of
+from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of
 from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
 from grpo_orch.policies.model.buying import probe_wait_s
 from grpo_orch.policies.model.phases import TERMINAL_RUN
@@ -164,7 +164,7 @@ def _deadline(reader: Reader, heartbeat: Trainer | None, now_s: float, eta_s: fl
     if reader.state.phase is RunPhase.FINISHED and reader.path:
         return DeadlineView(time_of(deadline), None, None, None, None, reader.path[-1].time_s)
     end_s = None if eta_s is None else now_s + eta_s
-    course = course_of(reader.state, reader.spec, heartbeat, now_s)
+    course = deadline_progress(reader.state, reader.spec, heartbeat, now_s)
     if course is None:
         return DeadlineView(time_of(deadline), None, None, None, end_s)
     shape = shape_of(step_times(reader.path[-RECENT_ROWS:]))
@@ -278,7 +278,7 @@ def _daemon(reader: Reader, now_s: float) -> DaemonView:
     lease = reader.lease
     if lease is None:
         return DaemonView(alive=False)
-    return DaemonView(reader.lease_watch.look(lease, now_s), lease.host, lease.pid)
+    return DaemonView(reader.lease_watch.observe(lease, now_s), lease.host, lease.pid)
 
 
 def _step_s(rows: Sequence[MetricsRow]) -> float | None:
@@ -304,11 +304,11 @@ class Looker:
         self.gateway: GatewayStatus | None = None  # as of the last look; None without a recent status
         self.rates = Rates()
         self._time = RunTime()
-        self._watch = GatewayWatch(store, believe_first=True, unreadable=self.reader.unreadable)
+        self._watch = GatewayWatch(store, trust_first=True, unreadable=self.reader.unreadable)
 
     def look(self) -> RunView:
         """Return the current view of the run. Raises StoreError."""
-        self.gateway = self._watch.look()
+        self.gateway = self._watch.observe()
         self.rates.see(self.gateway)
         self.reader.refresh()
         return described(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
@@ -321,10 +321,10 @@ class Looker:
         """
         self.reader.refresh()
         now_s = self._now_s()
-        for _ in range(LOOKS):
+        for _ in range(LEASE_CHECKS):
             if self.reader.state.phase in TERMINAL_RUN or self._time.is_settled(self.reader.lease):
                 break
-            wait(LOOK_EVERY_S)
+            wait(LEASE_CHECK_EVERY_S)
             self.reader.refresh()
             now_s = self._now_s()
         return now_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from grpo_orch.policies.control.lifecycle import run_lifecycle
 from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
-from grpo_orch.policies.control.rollback.stages import steer_timeline
+from grpo_orch.policies.control.rollback.stages import control_timeline
 from grpo_orch.policies.control.stopping import release_machines, stop_requests
 from grpo_orch.policies.fleet.budget import Spending
 from grpo_orch.policies.fleet.market import breakers, offers
@@ -46,9 +46,9 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     """
     tick = Tick(state, snapshot, spec)
     update_node_phases(tick)
-    steer_timeline(tick)
+    control_timeline(tick)
     run_lifecycle(tick)
-    steer_fleet(tick)
+    control_fleet(tick)
     report(tick)
     actions = actions_of(tick.state, snapshot)
     is_steady = not tick.events and not _is_busy(tick)
@@ -60,7 +60,7 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     )
 
 
-def steer_fleet(tick: Tick) -> None:
+def control_fleet(tick: Tick) -> None:
     """Run market, plan and reconcile for a live run; otherwise release all machines."""
     if tick.state.phase in LIVE_RUN:
         replace_overdue(tick)
@@ -83,7 +83,7 @@ def _plan_fleet(tick: Tick) -> None:
     tick.reasons += changes.notes
 
 
-def done(state: RunState, snapshot: Snapshot) -> bool:
+def is_done(state: RunState, snapshot: Snapshot) -> bool:
     """Whether the run is finished: it has ended, it is exported, and the cloud lists no machine of it."""
     has_ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
     return has_ended and not state.nodes and snapshot.machines is not None and not snapshot.machines

@@ -7,7 +7,7 @@ MARGIN = 1.25  # the time for a checkpoint varies with the load of trainer and s
 END_S = 1.0  # for the processes to end
 
 
-def leave_by_s(told_at_s: float, lasts_s: float, closing_s: float | None) -> float | None:
+def leave_by_s(notice_at_s: float, lasts_s: float, store_s: float | None) -> float | None:
     """Return when to stop training, so that a checkpoint is in the store when the notice expires.
 
     Args:
@@ -17,14 +17,14 @@ def leave_by_s(told_at_s: float, lasts_s: float, closing_s: float | None) -> flo
 
     Returns None if the notice is too short. It then trains on, because completions are stored with each step.
     """
-    if closing_s is None:
-        return told_at_s + lasts_s / 2
-    if closing_s + END_S > lasts_s:
+    if store_s is None:
+        return notice_at_s + lasts_s / 2
+    if store_s + END_S > lasts_s:
         return None
-    return max(told_at_s, told_at_s + lasts_s - MARGIN * closing_s - END_S)
+    return max(notice_at_s, notice_at_s + lasts_s - MARGIN * store_s - END_S)
 
 
-def is_worth_storing(again_s: float, closing_s: float | None, *, machine_stays: bool) -> bool:
+def is_worth_storing(repeat_s: float, store_s: float | None, *, machine_stays: bool) -> bool:
     """Whether to store a checkpoint before the trainer ends.
 
     Args:
@@ -32,4 +32,4 @@ def is_worth_storing(again_s: float, closing_s: float | None, *, machine_stays: 
         closing_s: how long saving and storing takes; None if never measured.
         machine_stays: whether the machine would be kept only for this. A preempted one costs the same either way.
     """
-    return not machine_stays or closing_s is None or again_s >= closing_s
+    return not machine_stays or store_s is None or repeat_s >= store_s

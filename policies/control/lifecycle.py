@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from grpo_orch.policies.control.rollback.begin import begin_by_hand
+from grpo_orch.policies.control.rollback.begin import begin_user_rollback
 from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.model import exit_codes
@@ -66,7 +66,7 @@ def _commands(tick: Tick) -> None:
         elif command.kind == BUDGET:
             tick.emit(BudgetSet(command.changes["usd"]), f"budget.usd is now {command.changes['usd']:.2f}")
         elif command.kind == "rollback":
-            begin_by_hand(tick, command)
+            begin_user_rollback(tick, command)
 
 
 def _unreadable(tick: Tick) -> None:

@@ -29,7 +29,7 @@ def update_node_phases(tick: Tick) -> None:
     """Update every node's phase from the snapshot."""
     for refused in tick.snapshot.refused:
         node = tick.node(refused.node)
-        if node is not None and node.phase is NodePhase.REQUESTED and refused.left:
+        if node is not None and node.phase is NodePhase.REQUESTED and refused.machine_exists:
             reason = f"its launch failed and left a machine: {refused.message}"
             tick.move(node, NodePhase.TERMINATING, reason, Refusal.NEVER_SERVED)
         elif node is not None and node.phase is NodePhase.REQUESTED:
@@ -71,7 +71,7 @@ def _was_released_unbought(tick: Tick, node: Node) -> bool:
 def _machine_absent(tick: Tick, node: Node, machine: Machine | None) -> None:
     if node.phase is NodePhase.REQUESTED and machine is None:
         return  # the launch is requested again until the machine exists or is refused
-    reason = machine.why if machine and machine.why else "the cloud no longer has it"
+    reason = machine.reason if machine and machine.reason else "the cloud no longer has it"
     if node.phase is NodePhase.TERMINATING:
         reason = "terminated"
     cost_usd = node.cost_usd(tick.snapshot.now_s)
@@ -139,7 +139,7 @@ def replace_overdue(tick: Tick) -> None:
         if node.phase not in (NodePhase.REQUESTED, NodePhase.BOOTING) or node.attempt_ended_at_s is not None:
             continue
         limit_s = tick.spec.policies.boot_timeout_s
-        if (coming := tick.snapshot.coming.get(node.id)) is not None:
+        if (coming := tick.snapshot.joining.get(node.id)) is not None:
             _replace_if_stuck(tick, node, coming)
             continue
         if node.role is Role.TRAINER and tick.snapshot.members is None and _has_worked(tick, node):

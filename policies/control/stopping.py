@@ -12,7 +12,7 @@ from grpo_orch.policies.model.phases import LIVE_NODE, UNTRAINED_ROLLBACK
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 from grpo_orch.policies.tick.draft import Tick
-from grpo_orch.policies.tick.snapshot import AskToStop, Snapshot
+from grpo_orch.policies.tick.snapshot import RequestStop, Snapshot
 
 REPORTED_USD_MIN = 0.01  # smaller amounts are not reported
 DOWN = "down"
@@ -77,14 +77,14 @@ def stop_immediately(tick: Tick) -> None:
             tick.move(node, NodePhase.TERMINATING, "immediate stop requested")
 
 
-def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[AskToStop]:
+def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[RequestStop]:
     """Return the request to the node's trainer to end; empty once the trainer reports that it is leaving."""
     if state.phase not in (RunPhase.STOPPING, RunPhase.PARKED) or node.role is not Role.TRAINER:
         return []
     if node.phase is not NodePhase.DRAINING or node.attempt_ended_at_s is not None:
         return []
     beat = snapshot.heartbeat_of(node)
-    return [] if beat is not None and beat.leaving else [AskToStop(node.id, node.attempt)]
+    return [] if beat is not None and beat.leaving else [RequestStop(node.id, node.attempt)]
 
 
 def _may_store(tick: Tick, node: Node, *, is_affordable: bool) -> bool:

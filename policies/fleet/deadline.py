@@ -29,11 +29,11 @@ BOOT_S = 300.0  # of a rollout node, before one has served
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class DeadlineProgress:
     """A run's progress towards its deadline. Times: seconds since the epoch; `step` is less than `steps`."""
 
     now_s: float
-    begun_s: float  # when its trainer first trained
+    started_s: float  # when its trainer first trained
     deadline_s: float
     change_s: float  # from a request until a node works
     step: int
@@ -46,7 +46,7 @@ class Course:
     @property
     def target_s(self) -> float:
         """When the run should end: the deadline less the reserve."""
-        whole_s = max(0.0, self.deadline_s - self.begun_s)
+        whole_s = max(0.0, self.deadline_s - self.started_s)
         return self.deadline_s - min(CHANGES * self.change_s, RESERVE_SHARE * whole_s)
 
     @property
@@ -56,8 +56,8 @@ class Course:
 
     def expected(self, in_s: float = 0.0) -> float:
         """Return the steps that even progress has made by now, or `in_s` seconds later."""
-        whole_s = self.target_s - self.begun_s
-        passed = (self.now_s + in_s - self.begun_s) / whole_s if whole_s > 0 else 1.0
+        whole_s = self.target_s - self.started_s
+        passed = (self.now_s + in_s - self.started_s) / whole_s if whole_s > 0 else 1.0
         return self.steps * min(1.0, max(0.0, passed))
 
     @property
@@ -79,7 +79,7 @@ class Course:
         return end_s - LATE_SHARE * (end_s - self.now_s) > self.deadline_s
 
 
-def nodes_for(course: Course, shape: StepShape, max_nodes: int, spare: float = 0.0) -> int:
+def nodes_for(progress: DeadlineProgress, shape: StepShape, max_nodes: int, spare: float = 0.0) -> int:
     """Return how many nodes finish the remaining steps in time; 0 if not even `max_nodes` do.
 
     Args:
@@ -88,13 +88,13 @@ def nodes_for(course: Course, shape: StepShape, max_nodes: int, spare: float = 0
         max_nodes: upper limit.
         spare: a share of each step's time to leave unused.
     """
-    if course.is_late(shape, max_nodes):
+    if progress.is_late(shape, max_nodes):
         return 0
-    needed = shape.nodes((1 - spare) * course.step_s)
+    needed = shape.nodes((1 - spare) * progress.step_s)
     return max_nodes if needed >= max_nodes else max(1, math.ceil(needed))
 
 
-def course_of(state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: float) -> Course | None:
+def deadline_progress(state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: float) -> DeadlineProgress | None:
     """Return the run's progress towards its deadline; None without one, or while no trainer trains.
 
     A trainer that restores does not report its step, and without `grpo.max_steps` the number of remaining steps
@@ -106,7 +106,7 @@ def course_of(state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: fl
     if trainer.timeline != state.timeline or trainer.step >= trainer.max_steps:
         return None
     change_s = min(boot_s(state), spec.policies.boot_timeout_s)
-    return Course(now_s, begun_s, time_of(deadline), change_s, trainer.step, trainer.max_steps)
+    return DeadlineProgress(now_s, begun_s, time_of(deadline), change_s, trainer.step, trainer.max_steps)
 
 
 def boot_s(state: RunState) -> float:
@@ -115,15 +115,15 @@ def boot_s(state: RunState) -> float:
     return next((kind.boot_s for kind in kinds if kind is not None and kind.boot_s is not None), BOOT_S)
 
 
-def nodes_in_time(course: Course | None, shape: StepShape, max_nodes: int, present: int) -> int:
+def nodes_in_time(progress: DeadlineProgress | None, shape: StepShape, max_nodes: int, present: int) -> int:
     """Return how many rollout nodes the deadline needs; 0: it sets no minimum.
 
     Fewer than `present`, the nodes that exist or are wanted, only once they leave SPARE_SHARE of each step's time.
     """
-    if course is None:
+    if progress is None:
         return 0
-    needed = nodes_for(course, shape, max_nodes)
-    return min(present, nodes_for(course, shape, max_nodes, SPARE_SHARE)) if 0 < needed < present else needed
+    needed = nodes_for(progress, shape, max_nodes)
+    return min(present, nodes_for(progress, shape, max_nodes, SPARE_SHARE)) if 0 < needed < present else needed
 
 
 def time_of(deadline: str) -> float:

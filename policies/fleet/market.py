@@ -32,7 +32,7 @@ from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 from grpo_orch.policies.tick.snapshot import Snapshot
 
 # Priors. Public traces of four spot nodes have 3 to 11 losses a day: .03 to .11 a node-hour.
-LOSSES_AN_HOUR = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
+LOSSES_PER_H = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
 SUCCESS = {Market.SPOT: 0.7, Market.ON_DEMAND: 0.95}
 PRIOR_NODE_HOURS = 10.0  # the prior weighs as much as this many observed hours
 PRIOR_LAUNCHES = 2.0
@@ -78,7 +78,7 @@ class HalfLives:
 class PoolRates:
     """Expected rates of a pool, and the launches from which they are estimated."""
 
-    losses_an_hour: float
+    losses_per_h: float
     success: float
     launches: int = 0
     succeeded: int = 0
@@ -101,7 +101,7 @@ class Choice:
             f", chosen although it rests for {self.rests_s:.0f} s, because all pools do" if self.rests_s else ""
         )
         price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
-        return f"in {self.offer.pool}{price}: {rates.losses_an_hour:.2f} losses an hour, {tried}{rests}"
+        return f"in {self.offer.pool}{price}: {rates.losses_per_h:.2f} losses an hour, {tried}{rests}"
 
 
 class Placement:
@@ -132,7 +132,7 @@ class Placement:
 
 def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, half: HalfLives) -> PoolRates:
     """Return the expected rates of a pool. `present_h`: total hours of the machines that are in it now."""
-    losses = LOSSES_AN_HOUR[pool.market] * PRIOR_NODE_HOURS
+    losses = LOSSES_PER_H[pool.market] * PRIOR_NODE_HOURS
     hours = PRIOR_NODE_HOURS + present_h
     arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays if record else ():
@@ -171,7 +171,7 @@ def _rest_after(count: int) -> float:
 
 def cost(offer: PoolOffer, rates: PoolRates, hours_to_serve: float) -> float:
     """Return the effective USD a node-hour of work, by the module's formula."""
-    return offer.usd_per_h * (1 + rates.losses_an_hour * hours_to_serve) / rates.success
+    return offer.usd_per_h * (1 + rates.losses_per_h * hours_to_serve) / rates.success
 
 
 def choose(
@@ -231,7 +231,7 @@ class Offer:
     until_s: float | None = None  # when it may be requested again
     start_s: float = 0.0  # expected from request to work
     lifetime_s: float = math.inf  # expected, of a machine that works
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Offers:
             return pools is not None
         return all(node.pool is not None for role in Role for node in self._state.live(role))
 
-    def most_usd_per_h(self, role: Role, market: Market) -> float:
+    def max_usd_per_h(self, role: Role, market: Market) -> float:
         """Maximum price of a machine, without its disk; 0: unknown."""
         return (self._snapshot.prices or {}).get(kind_of(role, market), 0.0)
 
@@ -302,7 +302,7 @@ class Offers:
         spending = Spending(self._state, self._snapshot, self._spec)
         terms = self.terms(role, market, partial(spending.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
-        losses_an_hour = LOSSES_AN_HOUR[market] if rates is None else rates.losses_an_hour
+        losses_an_hour = LOSSES_PER_H[market] if rates is None else rates.losses_per_h
         status, until_s, reason = self._status(role, market, spending, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
         start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour

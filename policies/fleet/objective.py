@@ -71,7 +71,7 @@ class Comparison:
     horizon_s: float
     candidates: tuple[Candidate, ...]
     reference: Candidate | None = None  # the cost of a step with on-demand nodes, bought only in a shortage
-    lacks: str = ""  # the unknown that was replaced by a guess; the resulting numbers are not shown
+    unknown: str = ""  # the unknown that was replaced by a guess; the resulting numbers are not shown
 
     @property
     def best(self) -> Candidate:
@@ -94,8 +94,8 @@ class Comparison:
         """`3 on spot at 2.10 USD/h: 0.83 USD a step; 2 on spot: 0.91; 2 on demand: 1.10`."""
         others = [candidate for candidate in (self.runner_up, self.reference) if candidate is not None]
         shown = (self.best, *others)
-        if self.lacks:
-            return f"{' rather than '.join(candidate.name for candidate in shown)}: {self.lacks}"
+        if self.unknown:
+            return f"{' rather than '.join(candidate.name for candidate in shown)}: {self.unknown}"
         if any(candidate.step_s is None for candidate in shown):
             return "; ".join(candidate.sentence for candidate in shown)
         return "; ".join(

@@ -20,9 +20,9 @@ from functools import cached_property
 
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
 from grpo_orch.policies.fleet.budget import Spending, caps_of
-from grpo_orch.policies.fleet.deadline import Course, course_of, nodes_in_time
+from grpo_orch.policies.fleet.deadline import DeadlineProgress, deadline_progress, nodes_in_time
 from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
-from grpo_orch.policies.fleet.market import LOSSES_AN_HOUR, Offers, market_of, may_fall_back
+from grpo_orch.policies.fleet.market import LOSSES_PER_H, Offers, market_of, may_fall_back
 from grpo_orch.policies.fleet.objective import (
     NOISE_SHARE,
     Candidate,
@@ -123,12 +123,12 @@ class _Facts:
         return self.snapshot.now_s
 
     @cached_property
-    def course(self) -> Course | None:
-        return course_of(self.state, self.spec, self.snapshot.trainer, self.now_s)
+    def progress(self) -> DeadlineProgress | None:
+        return deadline_progress(self.state, self.spec, self.snapshot.trainer, self.now_s)
 
     @property
     def is_behind(self) -> bool:
-        return self.course is not None and self.course.is_behind
+        return self.progress is not None and self.progress.is_behind
 
     @cached_property
     def held(self) -> list[Node]:
@@ -141,7 +141,7 @@ class _Facts:
         """USD an hour of an on-demand rollout node: the average seen, else the maximum; 0: unknown."""
         live = [*self.spot, *self.fallback]
         seen = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
-        return sum(seen) / len(seen) if seen else self.market.most_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
+        return sum(seen) / len(seen) if seen else self.market.max_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
 
     @cached_property
     def may_use_both(self) -> bool:
@@ -209,10 +209,10 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
     now, market = rollouts_wanted(facts.state, facts.spec), _own_market(facts)
     if shape is None or not prices.known or replicas.min >= replicas.max:
         return now, None
-    if facts.spec.policies.fleet.deadline is not None and facts.course is None:
+    if facts.spec.policies.fleet.deadline is not None and facts.progress is None:
         return now, None  # the run's progress is unknown at this moment
-    low = max(1, replicas.min, nodes_in_time(facts.course, shape, replicas.max, now))
-    lifetime_s = 3600 / LOSSES_AN_HOUR[market]
+    low = max(1, replicas.min, nodes_in_time(facts.progress, shape, replicas.max, now))
+    lifetime_s = 3600 / LOSSES_PER_H[market]
     sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
     horizon_s = min(sized_s, lifetime_s) if sized_s >= SIZE_SETTLE_S else 0.0  # 0: the last change has not settled
     start_s = facts.market.start_s(Role.ROLLOUT, market)
@@ -234,7 +234,7 @@ def _size(facts: _Facts) -> tuple[int, Comparison | None]:
 
 
 def _size_reason(facts: _Facts) -> str:
-    shape, course = facts.snapshot.measured.step, facts.course
+    shape, course = facts.snapshot.measured.step, facts.progress
     assert shape is not None
     now, max_nodes = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
     needed = nodes_in_time(course, shape, max_nodes, now)
@@ -269,7 +269,7 @@ def _fallback_to_return(facts: _Facts) -> Comparison | None:
     if facts.snapshot.machines is None or not facts.fallback:
         return None
     held = facts.held
-    if not held or (facts.course is not None and not facts.course.is_safe):
+    if not held or (facts.progress is not None and not facts.progress.is_safe):
         return None
     count, max_count = len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held))
     counts = range(_fallback_min(facts, len(held)), min(count, max_count) + 1)
@@ -311,13 +311,13 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
 
 
 def _mark_guess(facts: _Facts, compared: Comparison) -> Comparison:
-    return compared if facts.snapshot.measured.step is not None else replace(compared, lacks=NOT_MEASURED)
+    return compared if facts.snapshot.measured.step is not None else replace(compared, unknown=NOT_MEASURED)
 
 
 def _shortage_s(facts: _Facts, present: int) -> float:
     """Return for how long on-demand nodes would have helped a working trainer; 0: they would not, or may not."""
     trainers = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
-    lifetime_s, spot_since_s = 3600 / LOSSES_AN_HOUR[Market.SPOT], facts.state.shortages.spot_since_s
+    lifetime_s, spot_since_s = 3600 / LOSSES_PER_H[Market.SPOT], facts.state.shortages.spot_since_s
     if not trainers or not facts.may_buy_fallback or present >= rollouts_wanted(facts.state, facts.spec):
         return 0.0
     if facts.is_spot_too_expensive:
@@ -345,7 +345,7 @@ def _fallback_min(facts: _Facts, spot: int) -> int:
     shape, replicas = facts.snapshot.measured.step, facts.spec.rollout.replicas
     needed = 0
     if shape is not None:
-        needed = nodes_in_time(facts.course, shape, replicas.max, spot + len(facts.fallback))
+        needed = nodes_in_time(facts.progress, shape, replicas.max, spot + len(facts.fallback))
     return max(0, min(max(1, replicas.min, needed), max(1, replicas.max)) - spot)
 
 
@@ -391,7 +391,7 @@ def _retries_spot(facts: _Facts) -> bool:
         return False
     if any(facts.waited_s(node.since_s) < FALLBACK_MIN_S for node in facts.fallback):
         return False
-    if len(rollouts) == 1 and facts.course is not None and not facts.course.is_safe:
+    if len(rollouts) == 1 and facts.progress is not None and not facts.progress.is_safe:
         return False
     if not facts.market.are_pools_known or not facts.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
         return False
@@ -423,7 +423,7 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
         step_s = own_s if math.isfinite(own_s) else None
         candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
     compared = compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
-    return compared if facts.prices.beside_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
+    return compared if facts.prices.beside_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
 
 
 def _restart_usd(facts: _Facts, node: Node) -> float:
@@ -431,7 +431,7 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 
     Where a price is unknown, a node counts as much as the trainer, so the trainer waits longer before it parks.
     """
-    usd, node_usd = facts.prices.beside_usd_per_h, facts.market.most_usd_per_h(Role.ROLLOUT, _own_market(facts))
+    usd, node_usd = facts.prices.beside_usd_per_h, facts.market.max_usd_per_h(Role.ROLLOUT, _own_market(facts))
     if usd <= 0 or node_usd <= 0:
         usd = node_usd = usd if usd > 0 else 1.0
     boot_s = facts.market.start_s(Role.TRAINER, node.market)
@@ -541,7 +541,7 @@ def _without_trainer(facts: _Facts) -> Comparison | None:
     usd = nodes * (facts.prices.node_usd_per_h or 1.0)
     candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_limit_s(facts) / 3600)]
     compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
-    return compared if facts.prices.node_usd_per_h > 0 else replace(compared, lacks=NOT_PRICED)
+    return compared if facts.prices.node_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
 
 
 def _trainerless_since_s(facts: _Facts) -> float | None:

@@ -6,7 +6,7 @@ Each topic has a state. It is journalled when the state differs from the last re
 from __future__ import annotations
 
 from grpo_orch.policies.fleet.budget import Spending, caps_of
-from grpo_orch.policies.fleet.deadline import course_of
+from grpo_orch.policies.fleet.deadline import deadline_progress
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     CapacityMissing,
@@ -111,7 +111,7 @@ def _missing(tick: Tick, role: Role, since_s: float) -> None:
 
 def _deadline(tick: Tick) -> None:
     """Report a deadline that has passed or is out of reach. The run continues at the most economical pace."""
-    course = course_of(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
+    course = deadline_progress(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
         return
     shape, max_nodes = tick.snapshot.measured.step, tick.spec.rollout.replicas.max

@@ -40,7 +40,7 @@ class Machine:
     state: MachineState
     attempt: int = 1
     exit_code: int | None = None
-    why: str = ""
+    reason: str = ""
     notice: bool = False  # it has a preemption notice
     market: Market = Market.ON_DEMAND
     price_usd_per_h: float = 0.0
@@ -82,7 +82,7 @@ class LaunchRefused:
     node: str
     refusal: Refusal
     message: str
-    left: bool = False
+    machine_exists: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ControllerVerdict:
     """The verdict of the controller's own detectors on a timeline's stored rows."""
 
     timeline: int
@@ -114,7 +114,7 @@ class Gateway:
 
     boot_id: str | None = None
     age_s: float = 0.0
-    heard_s: float = math.inf
+    contact_s: float = math.inf
     silent_s: float = math.inf
 
 
@@ -159,14 +159,14 @@ class Snapshot:
     now_s: float
     machines: Mapping[str, Machine] | None = None
     members: Mapping[str, MemberStatus] | None = None
-    coming: Mapping[str, JoiningNode] = field(default_factory=dict)  # known joining nodes
+    joining: Mapping[str, JoiningNode] = field(default_factory=dict)  # known joining nodes
     gateway: Gateway = Gateway()
     trainer: Trainer | None = None
     trainer_moved_at_s: float = -math.inf  # last progress of its machine's downloads and uploads
     stepped_at_s: float = -math.inf  # when its present step was first seen
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
-    watched: Watched | None = None
+    verdict: ControllerVerdict | None = None
     # Maximum price an hour by `kind_of`. None: not known yet, or not needed.
     prices: Mapping[str, float] | None = None
     # Where machines may be bought, on either market. Empty: there is no choice; None: not known yet.
@@ -211,7 +211,7 @@ class Snapshot:
 
         After both were cut off, the gateway may be back first.
         """
-        return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway.heard_s)
+        return 0.0 if self.members is None else min(self.silent_s(since_s), self.gateway.contact_s)
 
     def machine_silent_s(self, since_s: float) -> float:
         """Return the silence of the trainer's whole machine, the gateway included."""
@@ -245,7 +245,7 @@ class Confirm:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToStop:
+class RequestStop:
     """Ensure that the trainer of that attempt is requested to store its state and end. Idempotent."""
 
     node: str
@@ -266,7 +266,7 @@ class Export:
     version: str  # PolicyVersion as text
 
 
-Action = Launch | Terminate | Confirm | AskToStop | WriteFork | Export
+Action = Launch | Terminate | Confirm | RequestStop | WriteFork | Export
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ class SkyUser(Run):
 
     def steer(self, store: Store, reason: str) -> None:
         self._stop = threading.Event()
-        self._daemon = threading.Thread(target=daemon.steer, args=(store, reason, self._stop), daemon=True)
+        self._daemon = threading.Thread(target=daemon.control_run, args=(store, reason, self._stop), daemon=True)
         self._daemon.start()
 
     def is_steered(self) -> bool:

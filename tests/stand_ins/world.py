@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from grpo_orch.orchestrator.simulate.work import stored
-from grpo_orch.policies.control.decide import decide, done
+from grpo_orch.policies.control.decide import decide, is_done
 from grpo_orch.policies.control.rollback.choice import choose_start
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.detect.divergence import Health, Verdict
@@ -59,7 +59,7 @@ from grpo_orch.policies.model.vocabulary import (
 from grpo_orch.policies.serving.gateway_status import MemberStatus
 from grpo_orch.policies.tick.snapshot import (
     Action,
-    AskToStop,
+    RequestStop,
     Command,
     Confirm,
     Export,
@@ -72,7 +72,7 @@ from grpo_orch.policies.tick.snapshot import (
     Stored,
     Terminate,
     Trainer,
-    Watched,
+    ControllerVerdict,
     WriteFork,
 )
 
@@ -251,7 +251,7 @@ class World:
             trainer_moved_at_s=self.moved_at_s,
             refused=refused,
             commands=tuple(self.commands),
-            watched=self._watched(state.timeline),
+            verdict=self._watched(state.timeline),
             store=Stored(
                 checkpoints=tuple(self.checkpoints) if self.looking else None,
                 ever_stored=bool(self.checkpoints),
@@ -284,7 +284,7 @@ class World:
             return False  # the controller died between intent and action
         for action in decision.actions:
             self.act(action)
-        return not decision.actions and done(self.state, snapshot)
+        return not decision.actions and is_done(self.state, snapshot)
 
     def act(self, action: Action) -> None:
         match action:
@@ -315,7 +315,7 @@ class World:
                 node = self.state.nodes.get(action.node)
                 if node is None or self.now_s - node.since_s >= self.ends_in_s:
                     self.machines.pop(action.node, None)
-            case AskToStop():
+            case RequestStop():
                 if self.stops_at_s is None:
                     self.stops_at_s = self.now_s + self.storing_s
             case WriteFork():
@@ -393,7 +393,7 @@ class World:
             self.exit(trainer.node, exit_codes.OK if activity == "done" else exit_codes.DIVERGED)
 
     def lose(self, node: str) -> None:
-        self.machines[node] = replace(self.machines[node], state=MachineState.GONE, why="preempted")
+        self.machines[node] = replace(self.machines[node], state=MachineState.GONE, reason="preempted")
 
     def exit(self, node: str, code: int, reason: str = "") -> None:
         self.machines[node] = replace(self.machines[node], exit_code=code, exit_reason=reason)
@@ -484,11 +484,11 @@ class World:
             return Verdict(Health.WATCH, step, onset, None, ("KL 9",))
         return Verdict(Health.TRIPPED, step, onset, trip, ("KL 9",))
 
-    def _watched(self, timeline: int) -> Watched | None:
+    def _watched(self, timeline: int) -> ControllerVerdict | None:
         """What the controller's own detectors say, from the same rows."""
         if self.beat is None or self.beat.timeline != timeline:
             return None
-        return Watched(timeline, self._verdict(timeline))
+        return ControllerVerdict(timeline, self._verdict(timeline))
 
     def _works(self, machine: Machine) -> bool:
         booted = self.booted_at_s.get((machine.node, machine.attempt), self.now_s)

@@ -17,7 +17,7 @@ import structlog
 from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds.local import lines_of
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from grpo_orch.orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
 from grpo_orch.orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
@@ -87,7 +87,7 @@ class SkyCloud:
             machines[node] = _machine(node, entry, self._watch.reports.by_node.get(node))
         return machines
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         """See `Cloud.launch`."""
         name = self._prefix + order.node
         with self._clusters.call(name):
@@ -109,7 +109,7 @@ class SkyCloud:
                     self._clusters.record(cluster)
             except Exception as error:
                 classified = self._failed.classify(name, error)
-                if entry is None and not (isinstance(classified, CloudRefused) and classified.left):
+                if entry is None and not (isinstance(classified, CloudRefused) and classified.machine_exists):
                     self._clusters.forget(name)  # the next scan finds what remains of it
                 if classified is error:
                     raise
@@ -169,7 +169,7 @@ class SkyCloud:
     def _resources(self, role: Role) -> dict[str, Any]:
         return self._spec.trainer.resources if role is Role.TRAINER else self._spec.rollout.resources
 
-    def _work_for(self, order: Order) -> Work:
+    def _work_for(self, order: LaunchOrder) -> Work:
         if order.pool is None:
             return work_for(order, self._spec, self._project_wheel(), self._region_for(order))
         pinned = resources_in(self._resources(order.role), order.role, order.pool)
@@ -184,7 +184,7 @@ class SkyCloud:
         try:
             others = self._sky.offers(resources, spot=market is not Market.SPOT)
         except CloudRefused:
-            return Offer(role, market, description, best.price_usd_per_h, most_usd_per_h=most)
+            return Offer(role, market, description, best.price_usd_per_h, max_usd_per_h=most)
         other_least, other_most = others[0].price_usd_per_h, others[-1].price_usd_per_h
         if names_markets(resources):  # a launch may fall back to the other market
             most = max(most, other_most)
@@ -236,7 +236,7 @@ class SkyCloud:
                 self._wheel = build_wheel(run_dir(self._record.run_id) / "wheel")
         return self._wheel
 
-    def _region_for(self, order: Order) -> str | None:
+    def _region_for(self, order: LaunchOrder) -> str | None:
         """Return the region of the run's machines: private addresses do not work across regions.
 
         Raises CloudUnavailable for a rollout node while no machine of the run is up; the trainer comes first.
@@ -294,7 +294,7 @@ def _machine(node: str, entry: KnownCluster, report: MachineReport | None) -> Ma
         attempt=attempt,
         exit_code=exit_code,
         exit_reason=report.exit_reason if report and report.attempt == attempt else "",
-        why=entry.lost,
+        reason=entry.lost,
         notice=bool(report and report.notice),
         market=Market.SPOT if entry.cluster.spot else Market.ON_DEMAND,
         price_usd_per_h=entry.cluster.price_usd_per_h or 0.0,
@@ -343,7 +343,7 @@ class FailedLaunches:
         if cluster is None:
             return error
         self._clusters.record(cluster)
-        return CloudRefused(error.refusal, str(error), left=True)
+        return CloudRefused(error.refusal, str(error), machine_exists=True)
 
 
 # Quotas of zero. AWS and GCP report them.

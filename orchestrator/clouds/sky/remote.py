@@ -23,7 +23,7 @@ import yaml
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import ControllerMachine, RunRecord
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from grpo_orch.orchestrator.clouds.sky.records import SkyOffer, controller_name, nodes_name
 from grpo_orch.orchestrator.clouds.sky.work import Work, places, region_of, script, work_for
@@ -111,7 +111,7 @@ class RemoteController:
         """Yield the lines of the machine's log. Raises KeyError if SkyPilot has no record of the machine."""
         return self._sky.log(self.cluster, follow=follow)
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Return the last non-empty line of the machine's log. Raises KeyError as `log` does."""
         lines = deque((line for line in self.log(follow=False) if line), maxlen=1)
         return lines[0] if lines else "no output"
@@ -153,7 +153,7 @@ class RemoteController:
             **settings,
             **secret_environment(all_secrets(self._record.spec, os.environ)),
         }
-        order = Order(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
+        order = LaunchOrder(self.cluster, Role.TRAINER, Market.ON_DEMAND, 1, environment)
         wheel = build_wheel(run_dir(self._record.run_id) / "wheel")
         work = work_for(order, self._record.spec, wheel, None)
         return replace(

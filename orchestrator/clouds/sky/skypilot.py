@@ -68,7 +68,7 @@ from grpo_orch.orchestrator.clouds.sky.records import (
 from grpo_orch.orchestrator.clouds.sky.work import Work
 from grpo_orch.policies.model.vocabulary import Refusal
 
-LOOK_TIMEOUT_S = 60.0  # for SkyPilot's records
+QUERY_TIMEOUT_S = 60.0  # for SkyPilot's records
 FIRST_TIMEOUT_S = 300.0  # for the first answer of a new server: minutes on busy cores
 CHECK_TIMEOUT_S = 120.0  # for queries of clouds and catalogs
 
@@ -135,7 +135,7 @@ class SkyPilot:
         """Whether the cloud has machines of a cluster that is being launched. None: unknown."""
         try:
             # SkyPilot records a cluster before its cloud has a machine.
-            if (record := _record(name, LOOK_TIMEOUT_S)) is None:
+            if (record := _record(name, QUERY_TIMEOUT_S)) is None:
                 return False
             instances = _instances_of(record.handle)
             return None if instances is tuple else bool(query_cloud(instances))
@@ -255,7 +255,7 @@ class SkyPilot:
     def server(self) -> ApiServer:
         """Return the API server; start a local one first if needed."""
         call_cloud(_requests.ensure_server, CHECK_TIMEOUT_S)
-        info = call_cloud(server.get_api_server_status, LOOK_TIMEOUT_S)
+        info = call_cloud(server.get_api_server_status, QUERY_TIMEOUT_S)
         endpoint = server.redact_url_password(server.get_server_url())
         return ApiServer(endpoint, info.version or "unknown", server.is_api_server_local())
 
@@ -293,12 +293,12 @@ def _records(prefix: str) -> list[Any]:
     """Return SkyPilot's records of the clusters with this name prefix, even if others are unreadable."""
     pattern = f"{prefix}*"
     try:
-        return _status([pattern], LOOK_TIMEOUT_S)
+        return _status([pattern], QUERY_TIMEOUT_S)
     except CloudUnavailable as error:
         if not is_refusal(error) or not server.is_api_server_local():
             raise
     names = query_cloud(lambda: global_user_state.get_glob_cluster_names(pattern))
-    return read_separately(lambda part: _status(list(part), LOOK_TIMEOUT_S), names)
+    return read_separately(lambda part: _status(list(part), QUERY_TIMEOUT_S), names)
 
 
 def _status(names: list[str], timeout_s: float, refresh: Any = sky.StatusRefreshMode.NONE) -> list[Any]:

@@ -299,7 +299,7 @@ class Reports:
 
 log = structlog.get_logger()
 
-LOOK_EVERY_S = 5.0  # between scans of SkyPilot's records
+SCAN_EVERY_S = 5.0  # between scans of SkyPilot's records
 READ_EVERY_S = 1.0  # between reads of the machines' reports
 STALE_S = 60.0  # maximum age of the last successful scan
 
@@ -374,7 +374,7 @@ class Watch:
             except Exception as error:
                 self._scan_error = repr(error)
                 log.exception("cluster_scan_failed")
-            self._closed.wait(LOOK_EVERY_S)
+            self._closed.wait(SCAN_EVERY_S)
 
     def _read_loop(self) -> None:
         while not self._closed.wait(READ_EVERY_S):
@@ -393,8 +393,8 @@ class Watch:
 # it also fails for a busy one. While this process has no network the cloud cannot be queried, and nothing is
 # concluded.
 
-ASK_EVERY_S = 5.0  # between two checks of a machine
-ASK_TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s for a machine that does not answer
+QUERY_EVERY_S = 5.0  # between two checks of a machine
+QUERY_TIMEOUT_S = 120.0  # SkyPilot takes up to 40 s for a machine that does not answer
 CONNECT_S = 3.0  # enough to repeat two lost packets
 DEAD_AFTER_S = 8.0
 UNREACHED_MAX = 2  # consecutive failures of SkyPilot to reach a machine
@@ -423,7 +423,7 @@ class Suspicions:
 
         Raises CloudUnavailable.
         """
-        if time.monotonic() - self._asked_at_s.get(name, -ASK_EVERY_S) < ASK_EVERY_S:
+        if time.monotonic() - self._asked_at_s.get(name, -QUERY_EVERY_S) < QUERY_EVERY_S:
             return False
         self._asked_at_s[name] = time.monotonic()
         try:
@@ -451,7 +451,7 @@ class Suspicions:
 
     def _check_through_skypilot(self, name: str, entry: KnownCluster) -> bool:
         with timed("confirm", name):
-            cluster = self._sky.confirm(name, ASK_TIMEOUT_S)
+            cluster = self._sky.confirm(name, QUERY_TIMEOUT_S)
         if cluster is None:
             self._clusters.mark_lost(name, preempted_or_gone(entry.cluster))
             return False

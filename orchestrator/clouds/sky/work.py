@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from grpo_orch.checkpoint.security.redaction import secret_names
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.policies.model.spec import ALTERNATIVES, RolloutSpec, RunSpec, TrainerSpec, datasets_of
 from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 
@@ -48,7 +48,7 @@ class Work:
 
 
 def work_for(
-    order: Order, spec: RunSpec, wheel: Path, pinned: str | None, resources: dict[str, Any] | None = None
+    order: LaunchOrder, spec: RunSpec, wheel: Path, pinned: str | None, resources: dict[str, Any] | None = None
 ) -> Work:
     """Return the work of one node.
 

@@ -38,7 +38,7 @@ NOTHING_SMALLER = (
 WHOLE_NUMBER_KEYS = frozenset({"max_completion_length", "max_steps"})  # of the keys that a user may set
 
 
-def begin_by_hand(tick: Tick, command: Command) -> None:
+def begin_user_rollback(tick: Tick, command: Command) -> None:
     """Begin the rollback that a user requested. A run that has ended continues with it."""
     state = tick.state
     is_finished = state.phase is RunPhase.FINISHED

@@ -34,15 +34,15 @@ from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
 FENCE_WAIT_S = 120.0
 
 
-def steer_timeline(tick: Tick) -> None:
+def control_timeline(tick: Tick) -> None:
     """Journal the run's health, advance a rollback, and begin one if needed."""
     healthy = tick.state.healthy
     if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
         tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
     if tick.state.phase not in LIVE_RUN:
         return
-    note_health(tick)
-    note_pitfalls(tick)
+    report_health(tick)
+    report_pitfalls(tick)
     if tick.state.rollback is not None:
         _advance(tick, tick.state.rollback)
     if tick.state.rollback is None or tick.state.rollback.stage not in UNTRAINED_ROLLBACK:
@@ -100,7 +100,7 @@ def _served(tick: Tick) -> list[PolicyVersion]:
 # The detectors' verdict, journalled: the run diverges, may diverge, is healthy again, or has a pitfall.
 
 
-def note_health(tick: Tick) -> None:
+def report_health(tick: Tick) -> None:
     """Journal a change of the detectors' verdict."""
     state = tick.state
     if state.diverged is not None:
@@ -125,7 +125,7 @@ def _verdict(tick: Tick) -> tuple[Verdict | None, str]:
 
     The source is the trainer's detectors, unless they have none or only the controller's have tripped.
     """
-    beat, watched, timeline = tick.snapshot.trainer, tick.snapshot.watched, tick.state.timeline
+    beat, watched, timeline = tick.snapshot.trainer, tick.snapshot.verdict, tick.state.timeline
     by_trainer = beat.verdict if beat is not None and beat.timeline == timeline else None
     by_controller = watched.verdict if watched is not None and watched.timeline == timeline else None
     has_tripped = by_controller is not None and by_controller.health is Health.TRIPPED
@@ -134,9 +134,9 @@ def _verdict(tick: Tick) -> tuple[Verdict | None, str]:
     return by_trainer, "trainer"
 
 
-def note_pitfalls(tick: Tick) -> None:
+def report_pitfalls(tick: Tick) -> None:
     """Journal each pitfall once."""
-    watched = tick.snapshot.watched
+    watched = tick.snapshot.verdict
     for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
         last = tick.state.reports.get(f"{NOTICED} {found.kind}")
         if last is None or found.step > int(last.state):

@@ -98,7 +98,7 @@ def test_changed_run_json_stops_node_before_use(store: Store, tmp_path: Path, mo
 def test_a_controller_vouches_for_the_run_that_it_knows(store: Store) -> None:
     stop = threading.Event()
     stop.set()
-    assert daemon.steer(store, "up", stop) == exit_codes.OK
+    assert daemon.control_run(store, "up", stop) == exit_codes.OK
     token = run_token(record(store).run_id)
     assert read_signed_run(store, token) == record(store)
     assert kept_run_digest(store.url) == trust.run_digest(store.get(layout.RUN))
@@ -108,13 +108,13 @@ def test_a_controller_vouches_for_the_run_that_it_knows(store: Store) -> None:
 def test_a_controller_does_not_take_a_run_that_was_changed(store: Store, with_proof: bool) -> None:
     stop = threading.Event()
     stop.set()
-    daemon.steer(store, "up", stop)
+    daemon.control_run(store, "up", stop)
     entries = store.entries(layout.JOURNAL)
     store.put(layout.RUN, to_json(replace(record(store), created_at_s=time.time(), run_id="another")))
     if not with_proof:
         store.delete([layout.PROOF, layout.SECRET])
     starts: tuple[Callable[[], object], ...] = (
-        lambda: daemon.steer(store, "resume", stop),
+        lambda: daemon.control_run(store, "resume", stop),
         lambda: start_daemon(store, record(store), "resume"),
     )
     for start in starts:

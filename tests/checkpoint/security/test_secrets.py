@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Offer, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Offer, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky.work import work_for
 from grpo_orch.orchestrator.config.load import ConfigError, load
 from grpo_orch.orchestrator.config.rules import looks_like_secret
@@ -95,7 +95,7 @@ def test_secrets_named_in_run_yaml_are_required_others_optional(tmp_path: Path) 
 
 def test_secrets_of_any_name_reach_skypilot_separately(tmp_path: Path) -> None:
     environment = {"GRPO_ORCH_RUN": "s3://b/r", **secret_environment(all_secrets(run_spec(tmp_path), HERE))}
-    order = Order("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
+    order = LaunchOrder("trainer-0-i1", Role.TRAINER, Market.SPOT, 1, environment)
     work = work_for(order, run_spec(tmp_path), tmp_path / "0123" / "w.whl", None)
     assert work.secrets == {"LICENCE": LICENCE, "HF_TOKEN": HF}
     assert work.env[NAMES_ENV].split(",") == ["LICENCE", "HF_TOKEN"]
@@ -126,7 +126,7 @@ class OneLaunch:
         self._asked.set()
         return []
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         if order.role is Role.TRAINER:
             self.environment = order.environment
         self.refusing.set()
@@ -161,7 +161,7 @@ def test_a_launch_has_them_and_neither_store_nor_log_does(
     store, cloud = steered
     for name, value in HERE.items():
         monkeypatch.setenv(name, value)
-    daemon.steer(store, "up", cloud.stop)
+    daemon.control_run(store, "up", cloud.stop)
     assert cloud.environment.items() >= {"HF_TOKEN": HF, "WANDB_API_KEY": WANDB, "LICENCE": LICENCE}.items()
     assert "OTHER_TOKEN" not in cloud.environment
     refusals = [str(record.events) for record in journal.read(store) if "none with" in str(record.events)]
@@ -175,7 +175,7 @@ def test_daemon_without_a_secret_buys_nothing_and_names_it(
     store, cloud = steered
     monkeypatch.delenv("LICENCE", raising=False)
     cloud.refusing.set()
-    daemon.steer(store, "resume", cloud.stop)
+    daemon.control_run(store, "resume", cloud.stop)
     assert cloud.environment == {}
     assert "LICENCE is not set here" in str([record.events for record in journal.read(store)])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from grpo_orch.policies.tick.snapshot import Machine
 from tests.budget import until
@@ -40,13 +40,13 @@ def opened(world: CloudWorld) -> Cloud:
     return cloud
 
 
-def order(node: str = NODE, attempt: int = 1, exit_code: int | None = None) -> Order:
+def order(node: str = NODE, attempt: int = 1, exit_code: int | None = None) -> LaunchOrder:
     role = role_of(node)
     market = Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND
     environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt)}
     if exit_code is not None:
         environment |= {EXIT: str(exit_code), "STAND_IN_REASON": f"why {exit_code}"}
-    return Order(node, role, market, attempt, environment)
+    return LaunchOrder(node, role, market, attempt, environment)
 
 
 def seen(cloud: Cloud, wanted: Callable[[dict[str, Machine]], bool]) -> dict[str, Machine]:
@@ -83,7 +83,7 @@ def gone(cloud: Cloud, node: str = NODE) -> Machine:
 def test_a_launched_machine_appears_under_its_name(cloud: Cloud, world: CloudWorld) -> None:
     assert seen(cloud, lambda _: True) == {}
     machine = at_work(cloud, world)
-    assert (machine.node, machine.attempt, machine.exit_code, machine.why) == (NODE, 1, None, "")
+    assert (machine.node, machine.attempt, machine.exit_code, machine.reason) == (NODE, 1, None, "")
     assert (machine.market, machine.notice) == (Market.SPOT, False)
     assert world.exists(NODE)
     assert up(cloud).node in cloud.logged_nodes()
@@ -130,9 +130,9 @@ def test_terminate_returns_when_nothing_of_the_machine_is_left(cloud: Cloud, wor
 def test_dead_machine_stays_on_record_until_terminated(cloud: Cloud, world: CloudWorld) -> None:
     at_work(cloud, world)
     world.kill(NODE)
-    assert gone(cloud).why
+    assert gone(cloud).reason
     cloud.launch(order())  # asked for before the controller knew
-    assert gone(cloud).why
+    assert gone(cloud).reason
     assert not world.exists(NODE)
     cloud.terminate(NODE)
     assert cloud.machines() == {}
@@ -185,7 +185,7 @@ def test_a_name_can_be_used_again(cloud: Cloud, world: CloudWorld, ends: str) ->
     cloud.launch(order())
     until("so at the cloud", lambda: world.attempts(NODE) == [1, 1])
     machine = up(cloud)
-    assert (machine.attempt, machine.exit_code, machine.notice, machine.why) == (1, None, False, "")
+    assert (machine.attempt, machine.exit_code, machine.notice, machine.reason) == (1, None, False, "")
     assert world.exists(NODE)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.orchestrator.clouds.local import MARK, LocalCloud, carries_mark, machine_record, marked_processes
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.control.lease import process_started
 from grpo_orch.policies.model.linux import is_between_programs
 from grpo_orch.policies.model.spec import Prices, Rehearsal
@@ -33,8 +33,8 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalClou
     world.close()
 
 
-def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> Order:
-    return Order(node, role_of(node), Market.SPOT, attempt, environment)
+def order(node: str = "rollout-0-i1", attempt: int = 1, **environment: str) -> LaunchOrder:
+    return LaunchOrder(node, role_of(node), Market.SPOT, attempt, environment)
 
 
 def seen(cloud: LocalCloud, node: str, wanted: Callable[[Machine], bool]) -> Machine:
@@ -123,7 +123,7 @@ def test_a_preempted_machine_is_gone_with_everything_on_it(cloud: LocalCloud) ->
     seen(cloud, "rollout-0-i1", up)
     cloud.preempt("rollout-0-i1", "preempted")
     machine = cloud.machines()["rollout-0-i1"]
-    assert (machine.state, machine.why) == (MachineState.GONE, "preempted")
+    assert (machine.state, machine.reason) == (MachineState.GONE, "preempted")
     assert marked_processes(cloud.folder / "rollout-0-i1") == []
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from grpo_orch.orchestrator.clouds.local import LocalCloud, gpus_here, kill_all, marked_processes
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, role_of
@@ -44,7 +44,7 @@ class Here:
 
     def launch(self, *nodes: str, run: str = "a-run", attempt: int = 1, **environment: str) -> None:
         for node in nodes:
-            self.cloud(run).launch(Order(node, role_of(node), Market.SPOT, attempt, environment))
+            self.cloud(run).launch(LaunchOrder(node, role_of(node), Market.SPOT, attempt, environment))
 
     def pids(self, node: str, run: str = "a-run") -> list[int]:
         return marked_processes(self.folder / "home" / run / "machines" / node)

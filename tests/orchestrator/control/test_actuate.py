@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Refusal
@@ -34,7 +34,7 @@ class Clouds:
         self.go = threading.Event()
         self.fails: Exception | None = None
 
-    def launch(self, order: Order) -> None:
+    def launch(self, order: LaunchOrder) -> None:
         self._called(f"launch {order.node}")
 
     def terminate(self, node: str) -> None:
@@ -130,9 +130,9 @@ def test_refusal_of_terminating_node_is_returned_afterwards(
 ) -> None:
     refused = threading.Event()
 
-    def launch(_: Order) -> None:
+    def launch(_: LaunchOrder) -> None:
         assert refused.wait(HANG_S)
-        raise CloudRefused(Refusal.UNKNOWN, "called off", left=left)
+        raise CloudRefused(Refusal.UNKNOWN, "called off", machine_exists=left)
 
     monkeypatch.setattr(cloud, "launch", launch)
     actuator.submit((LAUNCH,), held)

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_orch.checkpoint.records.documents import Lease
 from grpo_orch.orchestrator.control.lease import (
-    LOOK_EVERY_S,
-    LOOKS,
+    LEASE_CHECK_EVERY_S,
+    LEASE_CHECKS,
     RENEW_S,
     TTL_S,
     LeaseWatch,
@@ -52,7 +52,7 @@ def test_living_holder_is_respected_with_any_clock(ahead_s: float, monkeypatch: 
     living, dead = Holder(ahead_s, lives=True), Holder(ahead_s - 2 * TTL_S, lives=False)
     assert is_held(living.read, living.wait)
     assert not is_held(dead.read, dead.wait)
-    assert dead.waited_s == LOOKS * LOOK_EVERY_S > 2 * RENEW_S
+    assert dead.waited_s == LEASE_CHECKS * LEASE_CHECK_EVERY_S > 2 * RENEW_S
 
 
 def test_certain_outcome_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,27 +71,27 @@ def test_viewer_trusts_renewals_and_not_the_clock() -> None:
     now_s = [0.0]
     watch = LeaseWatch(lambda: now_s[0])
     lease = elsewhere(-HOUR_S)
-    assert not watch.look(lease, NOW_S)
+    assert not watch.observe(lease, NOW_S)
     for renewal in range(1, 4):
         now_s[0] += RENEW_S
         lease = replace(lease, renewed_at_s=lease.renewed_at_s + renewal)
-        assert watch.look(lease, NOW_S)
+        assert watch.observe(lease, NOW_S)
     now_s[0] += TTL_S + 1
-    assert not watch.look(lease, NOW_S)
+    assert not watch.observe(lease, NOW_S)
 
 
 def test_steadiness_ends_after_half_a_minute_without_a_look() -> None:
     row = Steadiness()
-    looks = [row.look(at_s) for at_s in (100.0, 130.0, 160.0, 190.5, 191.5)]
+    looks = [row.observe(at_s) for at_s in (100.0, 130.0, 160.0, 190.5, 191.5)]
     assert looks == [0.0, 30.0, 60.0, 0.0, 1.0]
 
 
 def test_steadiness_restarts_after_a_failed_look() -> None:
     row = Steadiness()
-    row.look(100.0)
-    row.look(101.0)
+    row.observe(100.0)
+    row.observe(101.0)
     row.interrupt()
-    assert [row.look(102.0), row.look(103.0)] == [0.0, 1.0]
+    assert [row.observe(102.0), row.observe(103.0)] == [0.0, 1.0]
 
 
 def test_setting_the_clock_changes_nothing() -> None:

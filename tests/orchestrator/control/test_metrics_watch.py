@@ -24,11 +24,11 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.control import metrics_watch
-from grpo_orch.orchestrator.control.metrics_watch import OBJECTS_PER_LOOK, MetricsWatch
+from grpo_orch.orchestrator.control.metrics_watch import OBJECTS_PER_READ, MetricsWatch
 from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.tick.snapshot import Trainer, Watched
+from grpo_orch.policies.tick.snapshot import Trainer, ControllerVerdict
 
 names = itertools.count()
 LIMIT = 0.5
@@ -88,10 +88,10 @@ class Run:
         stored_step = max(0, last // 50 * 50 - 50)
         self.beat = replace(beat, step=last, activity="training", stored_step=stored_step)
 
-    def looks(self, watch: MetricsWatch | None = None) -> Watched:
+    def looks(self, watch: MetricsWatch | None = None) -> ControllerVerdict:
         """What is said once all rows are read."""
         for _ in range(100):
-            found = (watch or self.watch).look(self.beat, self.forks)
+            found = (watch or self.watch).observe(self.beat, self.forks)
             if found is not None:
                 return found
         raise AssertionError("it does not come to an end")
@@ -125,8 +125,8 @@ def test_detector_that_raises_is_reported_and_watching_continues(monkeypatch: py
 
 def test_nothing_is_known_before_a_trainer_has_spoken() -> None:
     run = Run()
-    assert run.watch.look(None, ()) is None
-    assert run.looks() == Watched(0, Verdict())
+    assert run.watch.observe(None, ()) is None
+    assert run.looks() == ControllerVerdict(0, Verdict())
 
 
 @pytest.mark.parametrize("every", [1, 7, 60])
@@ -146,7 +146,7 @@ def test_fork_forgets_abandoned_steps_and_keeps_earlier_ones() -> None:
     assert run.looks().verdict.health is Health.TRIPPED
     run.forks = [Fork(1, "0-100")]
     run.restarts(1, attempt=2)
-    assert run.looks() == Watched(1, run.by_hand((1, 100, CALM)))
+    assert run.looks() == ControllerVerdict(1, run.by_hand((1, 100, CALM)))
     run.trains(101, 140, CALM)
     assert run.looks().verdict == run.by_hand((1, 140, CALM))
     assert run.looks(run.watcher()).verdict == run.by_hand((1, 140, CALM))
@@ -158,7 +158,7 @@ def test_old_trainers_rows_do_not_count_for_new_timeline() -> None:
     run.forks = [Fork(1, None)]
     run.looks()
     run.trains(101, 140, HIGH)  # it has not seen the fork yet
-    assert run.looks() == Watched(1, Verdict())
+    assert run.looks() == ControllerVerdict(1, Verdict())
 
 
 def test_rows_ten_steps_apart_are_not_looked_for_in_between() -> None:
@@ -186,14 +186,14 @@ def test_look_reads_little_and_is_empty_until_caught_up() -> None:
     run = Run()
     for first in range(1, 3000, 100):
         run.trains(first, first + 99, CALM)
-    late, said, reads = run.watcher(), list[Watched | None](), list[int]()
+    late, said, reads = run.watcher(), list[ControllerVerdict | None](), list[int]()
     while not said or said[-1] is None:
         run.store.reads = 0
-        said.append(late.look(run.beat, run.forks))
+        said.append(late.observe(run.beat, run.forks))
         reads.append(run.store.reads)
-    assert max(reads) <= OBJECTS_PER_LOOK + 1
-    assert said[:-1] == [None] * (3000 // 100 // OBJECTS_PER_LOOK)
-    assert said[-1] == Watched(0, run.by_hand((1, 3000, CALM)))
+    assert max(reads) <= OBJECTS_PER_READ + 1
+    assert said[:-1] == [None] * (3000 // 100 // OBJECTS_PER_READ)
+    assert said[-1] == ControllerVerdict(0, run.by_hand((1, 3000, CALM)))
     run.goes_back(2950)
     run.store.reads = 0
     assert run.looks(late).verdict == run.by_hand((1, 2950, CALM))
@@ -240,9 +240,9 @@ def test_a_read_that_fails_loses_no_history() -> None:
         run.store.failing = functools.partial(is_next, reads, failing)
         for _ in range(3):
             with contextlib.suppress(StoreUnavailable):
-                run.watch.look(run.beat, run.forks)
+                run.watch.observe(run.beat, run.forks)
         run.store.failing = lambda: False
-        assert run.looks() == Watched(1, run.by_hand((1, 305, CALM)))
+        assert run.looks() == ControllerVerdict(1, run.by_hand((1, 305, CALM)))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
@@ -271,7 +271,7 @@ def test_long_follower_knows_what_a_new_reader_does(seed: int) -> None:
         run.store.failing = lambda: draw.random() < 0.2
         for _ in range(2):
             with contextlib.suppress(StoreUnavailable):
-                run.watch.look(run.beat, run.forks)
+                run.watch.observe(run.beat, run.forks)
         run.store.failing = lambda: False
         assert run.looks().verdict == run.looks(run.watcher()).verdict, seed
 
@@ -291,7 +291,7 @@ def test_newest_timing_is_of_the_newest_complete_step() -> None:
         values = {GENERATE_S: 2.0 + step, GENERATE_NODE_S: 2.0, STALENESS: 1.0}
         run.writer.append(MetricsRow(0, step, 10.0 * step, 1, values))
     run.beat = replace(run.beat, step=4)
-    run.watch.look(run.beat, run.forks)
+    run.watch.observe(run.beat, run.forks)
     found = run.watch.newest_timing()
     assert found is not None
     assert (found.step_s, found.generate_s, found.staleness) == (10.0, 5.0, 1.0)

@@ -50,7 +50,7 @@ class World:
             self.starts(gateway)
 
     def watcher(self, *, believe_first: bool = False) -> GatewayWatch:
-        return GatewayWatch(self.store, believe_first=believe_first, clock=lambda: self.now_s)
+        return GatewayWatch(self.store, trust_first=believe_first, clock=lambda: self.now_s)
 
     def starts(self, boot_id: str) -> None:
         documents.gateway(BY).write(self.store, GatewayAddress("http://10.0.0.1:1", boot_id))
@@ -62,7 +62,7 @@ class World:
     def looks(self, after_s: float = TICK_S) -> int | None:
         """The number of what is believed, or None."""
         self.now_s += after_s
-        status = self.watch.look()
+        status = self.watch.observe()
         return None if status is None else status.seq
 
 
@@ -87,17 +87,17 @@ def test_gateway_counts_as_heard_while_no_look_missed_it() -> None:
     for beat in range(10):
         world.looks()
         world.writes(beat)
-    assert (world.watch.heard_s, world.watch.silent_s) == (8 * TICK_S, 0.0)
+    assert (world.watch.contact_s, world.watch.silent_s) == (8 * TICK_S, 0.0)
     while world.looks() is not None:
         pass
-    assert world.watch.heard_s == 0.0
+    assert world.watch.contact_s == 0.0
     assert world.watch.silent_s == TICK_S
     world.writes(10)
     world.looks()
-    assert world.watch.heard_s == 0.0
+    assert world.watch.contact_s == 0.0
     world.writes(11)
     world.looks()
-    assert world.watch.heard_s == TICK_S
+    assert world.watch.contact_s == TICK_S
 
 
 def test_status_from_before_watching_is_trusted_once_it_changes() -> None:
@@ -234,14 +234,14 @@ class OneMachine:
 def test_snapshot_distinguishes_absent_from_unknown() -> None:
     world, cloud = World(), OneMachine()
     observer = Observer(world.store, cloud, spec(), lambda: world.now_s)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
-    before = observer.look(1.0, (), RunState())
+    before = observer.observe(1.0, (), RunState())
     assert (before.members, before.gateway.boot_id) == (None, None)
     world.writes(1)
-    nobody = observer.look(2.0, (), RunState())
+    nobody = observer.observe(2.0, (), RunState())
     assert (nobody.members, nobody.gateway.boot_id, nobody.gateway.age_s) == ({}, "g1", 7.0)
     world.writes(2, "g1", "rollout-0-i1")
     cloud.answers = False
-    full = observer.look(3.0, (), RunState())
+    full = observer.observe(3.0, (), RunState())
     assert full.members == {
         "rollout-0-i1": MemberStatus("rollout-0-i1", "b", "10.0.0.2:1", "0-1", True, False, 4, 0.1)
     }
@@ -257,19 +257,19 @@ def test_checkpoints_are_read_when_a_rollback_may_be_decided() -> None:
     documents.write_fork(world.store, Fork(1, "0-2"))
     clock = itertools.count(0.0, COMMANDS_EVERY_S).__next__
     observer = Observer(world.store, cloud, spec(), clock)  # type: ignore[arg-type]  # of a cloud it wants the machines alone
-    calm = observer.look(1.0, (), RunState())
+    calm = observer.observe(1.0, (), RunState())
     assert (calm.store.checkpoints, calm.store.timeline) == (None, 0)
     both = (PolicyVersion(0, 2), PolicyVersion(0, 4))
-    tripped = observer.look(2.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    tripped = observer.observe(2.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
     assert (tripped.store.checkpoints, tripped.store.timeline) == (both, 1)
     command = documents.send_command(world.store, "rollback", 5.0, start="0-2", changes={"beta": 0.5})
-    asked = observer.look(3.0, (), RunState())
+    asked = observer.observe(3.0, (), RunState())
     assert asked.commands == (Command(command.command_id, "rollback", "0-2", {"beta": 0.5}),)
     assert asked.store.checkpoints == both
     documents.command(command.command_id).drop(world.store)
-    assert observer.look(4.0, (), RunState()).store.checkpoints is None
+    assert observer.observe(4.0, (), RunState()).store.checkpoints is None
     cloud.exit_code = exit_codes.OUT_OF_MEMORY
-    assert observer.look(5.0, (), RunState()).store.checkpoints == both
+    assert observer.observe(5.0, (), RunState()).store.checkpoints == both
 
 
 def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
@@ -277,7 +277,7 @@ def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
     world = World()
     world.store.put(layout.catalog_revision(1), b'{"schema": 2, "number": 1}')
     observer = Observer(world.store, OneMachine(), spec())  # type: ignore[arg-type]  # of a cloud it wants the machines alone
-    tripped = observer.look(1.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
+    tripped = observer.observe(1.0, (), RunState(diverged=Diverged(0, 3, 2, (), "trainer")))
     assert (tripped.store.checkpoints, tripped.store.ever_stored) == (None, False)
     assert (
         tripped.store.damaged
@@ -288,15 +288,15 @@ def test_a_catalog_that_cannot_be_read_ends_no_look() -> None:
 def test_a_trainers_beat_is_dated_by_this_machines_clock() -> None:
     store = Store("memory://beats")
     watch = TrainerWatch(store)
-    assert watch.look(1000.0) is None
+    assert watch.observe(1000.0) is None
     beat = Trainer("trainer-0-i1", 1, 0, 5, 10, "training", beat_at_s=99.0)  # its clock is far behind
     documents.TRAINER.write(store, beat)
-    seen = watch.look(1001.0)
+    seen = watch.observe(1001.0)
     assert seen is not None
     assert seen.beat_at_s == 1001.0
-    assert watch.look(1010.0) == seen  # silent since
+    assert watch.observe(1010.0) == seen  # silent since
     documents.TRAINER.write(store, replace(beat, beat_at_s=101.0))
-    assert watch.look(1011.0) == replace(seen, beat_at_s=1011.0)
+    assert watch.observe(1011.0) == replace(seen, beat_at_s=1011.0)
 
 
 def test_storing_progresses_by_twentieths_and_not_by_restarts() -> None:
@@ -309,7 +309,7 @@ def test_storing_progresses_by_twentieths_and_not_by_restarts() -> None:
         now_s += 10.0
         stage = None if name is None else Stage(name, done_bytes, 100)
         documents.TRAINER.write(store, Trainer("trainer-0-i1", 1, 0, 5, 10, "storing", now_s, stage=stage))
-        watch.look(now_s)
+        watch.observe(now_s)
         return now_s - watch.moved_at_s
 
     assert moved_s(None) == math.inf
@@ -344,7 +344,7 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     """`resume --budget-usd` of a run whose run.yaml has none."""
 
     class Listed(Prices):
-        def look(self) -> dict[str, float]:
+        def observe(self) -> dict[str, float]:
             return {"trainer on demand": 4.0}
 
     class Empty:
@@ -354,5 +354,5 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     world = World()
     spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
     observer = Observer(world.store, Empty(), spot_alone, prices=Listed)  # type: ignore[arg-type]  # the rest of a cloud is not asked
-    assert observer.look(world.now_s, (), RunState()).prices is None
-    assert observer.look(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}
+    assert observer.observe(world.now_s, (), RunState()).prices is None
+    assert observer.observe(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}

@@ -7,9 +7,9 @@ from grpo_orch.orchestrator.control.prices import MAX_FAILURES, Prices
 from grpo_orch.policies.model.pools import PoolOffer
 from grpo_orch.policies.model.vocabulary import Market, Role
 
-TRAINER = Offer(Role.TRAINER, Market.ON_DEMAND, "a machine", 4.0, most_usd_per_h=5.0)  # never on spot
+TRAINER = Offer(Role.TRAINER, Market.ON_DEMAND, "a machine", 4.0, max_usd_per_h=5.0)  # never on spot
 ROLLOUT = Offer(
-    Role.ROLLOUT, Market.SPOT, "a machine", 1.0, 4.0, most_usd_per_h=2.0, other_market_most_usd_per_h=6.0
+    Role.ROLLOUT, Market.SPOT, "a machine", 1.0, 4.0, max_usd_per_h=2.0, other_market_max_usd_per_h=6.0
 )
 
 
@@ -31,7 +31,7 @@ class Telling:
 def heard(*offers: Offer) -> object:
     prices = Prices(Telling(*offers))  # type: ignore[arg-type]  # the rest of a cloud is not asked
     prices.fetch()
-    return prices.look()
+    return prices.observe()
 
 
 def test_the_dearest_of_both_markets_is_known() -> None:
@@ -64,7 +64,7 @@ def test_unexpected_error_is_logged_retried_and_stops_blocking() -> None:
     assert (prices.pools(), prices.trouble()) == (None, "")
     prices.fetch()
     assert (prices.pools(), prices.trouble()) == ((), "KeyError: 'zone'")
-    assert prices.look() == {"trainer on demand": 5.0}  # which it did answer
+    assert prices.observe() == {"trainer on demand": 5.0}  # which it did answer
     prices.fetch()
     assert (prices.pools(), prices.trouble()) == ((), "")
 
@@ -76,4 +76,4 @@ def test_known_prices_stay_while_the_cloud_is_away() -> None:
     cloud.priced.clear()
     for _ in range(MAX_FAILURES):
         prices.fetch()
-    assert (prices.look(), prices.trouble()) == ({"trainer on demand": 5.0}, "")
+    assert (prices.observe(), prices.trouble()) == ({"trainer on demand": 5.0}, "")

@@ -12,7 +12,7 @@ from benchmarks.contest.compare import contenders, steer
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
 from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
 from grpo_orch.orchestrator.simulate.scenarios import tell
@@ -35,11 +35,11 @@ def cloud(*weather: Zone) -> SimulatedCloud:
     return SimulatedCloud(weather, BRISK, Prices(), Objects(random), random)
 
 
-def order(node: str, pool: Pool | None = None, market: Market = Market.SPOT) -> Order:
-    return Order(f"rollout-{node}-i1", Role.ROLLOUT, market, 1, {}, pool)
+def order(node: str, pool: Pool | None = None, market: Market = Market.SPOT) -> LaunchOrder:
+    return LaunchOrder(f"rollout-{node}-i1", Role.ROLLOUT, market, 1, {}, pool)
 
 
-def why(of: SimulatedCloud, wanted: Order) -> Refusal | None:
+def why(of: SimulatedCloud, wanted: LaunchOrder) -> Refusal | None:
     try:
         of.launch(wanted)
     except CloudRefused as error:

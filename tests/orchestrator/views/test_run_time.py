@@ -14,7 +14,7 @@ from grpo_orch.checkpoint.records.documents import Lease
 from grpo_orch.orchestrator.cli import checkpoints
 from grpo_orch.orchestrator.cli import look as commands
 from grpo_orch.orchestrator.cli.options import Output
-from grpo_orch.orchestrator.control.lease import LOOKS
+from grpo_orch.orchestrator.control.lease import LEASE_CHECKS
 from grpo_orch.orchestrator.views import run_view as looking
 from grpo_orch.orchestrator.views.run_view import Looker, RunTime
 from grpo_orch.policies.model.events import RunMoved
@@ -125,7 +125,7 @@ def test_one_look_waits_for_nothing_where_clocks_agree(monkeypatch: pytest.Monke
 def test_one_look_at_a_dead_holder_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     steered = Steered(HOUR_S, monkeypatch, is_alive=False)
     assert Looker(steered.world.store).settle(steered.wait) == T0 + steered.at_s + HOUR_S
-    assert steered.waits == LOOKS
+    assert steered.waits == LEASE_CHECKS
 
 
 def test_one_look_at_a_run_that_has_ended_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

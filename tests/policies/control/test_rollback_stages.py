@@ -23,7 +23,7 @@ from grpo_orch.policies.model.events import (
 )
 from grpo_orch.policies.model.timelines import Skipped
 from grpo_orch.policies.model.vocabulary import Role, RunPhase
-from grpo_orch.policies.tick.snapshot import Launch, Watched, WriteFork
+from grpo_orch.policies.tick.snapshot import Launch, ControllerVerdict, WriteFork
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [
@@ -128,8 +128,8 @@ def test_a_pitfall_is_journalled_once() -> None:
     found = Pitfall("no_signal", 3, "every group has one reward")
     for step in (3, 3, 2, 4):
         snapshot = world.snapshot()
-        assert snapshot.watched is not None
-        watched = Watched(0, snapshot.watched.verdict, (replace(found, step=step),))
-        decision = decide(world.state, replace(snapshot, watched=watched), world.spec)
+        assert snapshot.verdict is not None
+        watched = ControllerVerdict(0, snapshot.verdict.verdict, (replace(found, step=step),))
+        decision = decide(world.state, replace(snapshot, verdict=watched), world.spec)
         world.journal(decision.events)
     assert [event.step for event in world.of(Noticed) if isinstance(event, Noticed)] == [3, 4]

@@ -12,7 +12,7 @@ from grpo_orch.policies.fleet.budget import STOP_WAIT_S
 from grpo_orch.policies.model.events import MachineBought, RunMoved
 from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from grpo_orch.policies.tick.snapshot import AskToStop, Command
+from grpo_orch.policies.tick.snapshot import RequestStop, Command
 from tests.stand_ins.world import World, until_training
 
 
@@ -116,7 +116,7 @@ def test_down_stops_waiting_for_a_stalled_checkpoint() -> None:
 
 def test_trainer_is_asked_to_stop_until_it_is_leaving() -> None:
     world = until_training(World())
-    asked = AskToStop("trainer-0-i1", 1)
+    asked = RequestStop("trainer-0-i1", 1)
     world.commands.append(Command("c1", "down"))
     assert asked in decide(world.state, world.snapshot(), world.spec).actions
     world.tick(journal_only=True)

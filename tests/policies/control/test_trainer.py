@@ -202,6 +202,6 @@ def test_restarting_trainer_is_released_if_gateway_is_heard(heard_s: float, give
     while world.state.nodes["trainer-0-i1"].attempt == 1:
         world.tick()
         world.now_s += 1.0
-    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway=Gateway(heard_s=heard_s))
+    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway=Gateway(contact_s=heard_s))
     decision = decide(world.state, seen, world.spec)
     assert (Terminate("trainer-0-i1") in decision.actions) is given_up

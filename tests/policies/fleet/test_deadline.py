@@ -8,14 +8,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from grpo_orch.policies.costs.steps import StepShape
-from grpo_orch.policies.fleet.deadline import CHANGES, LATE_SHARE, Course, nodes_for, time_of
+from grpo_orch.policies.fleet.deadline import CHANGES, LATE_SHARE, DeadlineProgress, nodes_for, time_of
 
 HOUR_S = 3600.0
 seconds = st.floats(1.0, 2000.0)
 
 
-def course(hours: float = 0.0, step: int = 0, whole_h: float = 10.0, steps: int = 400) -> Course:
-    return Course(hours * HOUR_S, 0.0, whole_h * HOUR_S, 300.0, step, steps)
+def course(hours: float = 0.0, step: int = 0, whole_h: float = 10.0, steps: int = 400) -> DeadlineProgress:
+    return DeadlineProgress(hours * HOUR_S, 0.0, whole_h * HOUR_S, 300.0, step, steps)
 
 
 def test_progress_is_linear_up_to_a_reserve_before_deadline() -> None:

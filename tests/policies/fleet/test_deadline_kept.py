@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from grpo_orch.policies.costs.steps import StepShape
-from grpo_orch.policies.fleet.deadline import course_of
+from grpo_orch.policies.fleet.deadline import deadline_progress
 from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, DeadlineMissed, FleetSized, NodeRequested
 from grpo_orch.policies.model.fold import fold
@@ -137,11 +137,11 @@ def test_schedule_begins_with_training_and_needs_a_total() -> None:
     world.let_pass(0.5)
     beat = world.snapshot().trainer
     assert beat is not None
-    course = course_of(world.state, world.spec, beat, world.now_s)
+    course = deadline_progress(world.state, world.spec, beat, world.now_s)
     assert course is not None
-    assert 1000.0 <= course.begun_s < 1100.0
+    assert 1000.0 <= course.started_s < 1100.0
     assert (course.deadline_s, course.steps) == (1000.0 + 24 * 3600, STEPS)
-    assert course_of(world.state, world.spec, replace(beat, max_steps=0), world.now_s) is None
-    assert course_of(world.state, world.spec, replace(beat, step=STEPS), world.now_s) is None
-    assert course_of(world.state, spec(6), beat, world.now_s) is None
-    assert course_of(RunState(), world.spec, beat, world.now_s) is None
+    assert deadline_progress(world.state, world.spec, replace(beat, max_steps=0), world.now_s) is None
+    assert deadline_progress(world.state, world.spec, replace(beat, step=STEPS), world.now_s) is None
+    assert deadline_progress(world.state, spec(6), beat, world.now_s) is None
+    assert deadline_progress(RunState(), world.spec, beat, world.now_s) is None

@@ -41,8 +41,8 @@ class SlowWorld(World):
         members = seen.members or {}
         coming = self.joining_nodes.status(members, self.now_s)
         if self.deaf:
-            return replace(seen, members=None, coming={})
-        return replace(seen, coming={one.node: one for one in coming} if seen.members is not None else {})
+            return replace(seen, members=None, joining={})
+        return replace(seen, joining={one.node: one for one in coming} if seen.members is not None else {})
 
 
 def slow(at: Callable[[float], Stage], takes_s: float) -> SlowWorld:

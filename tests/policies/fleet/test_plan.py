@@ -251,7 +251,7 @@ def test_pending_requests_are_explained(no_spot: bool) -> None:
     kinds = {kind_of(offer.role, offer.market): offer for offer in told.offers}
     assert set(kinds) == {"trainer on demand", "rollout on spot", "rollout on demand"}
     assert (kinds["rollout on spot"].status != "open") is no_spot
-    assert no_spot is bool(kinds["rollout on spot"].why)
+    assert no_spot is bool(kinds["rollout on spot"].reason)
     assert fallback_nodes(world.state) == []
 
 

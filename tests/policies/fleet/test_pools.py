@@ -70,7 +70,7 @@ def test_a_rest_grows_with_each_refusal_and_ends(times: int) -> None:
 def test_old_observations_are_forgotten(refusals: int, losses: int) -> None:
     forgotten = rates_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S, HALF)
     never = rates_of(pool("a"), None, 0.0, NOW_S, HALF)
-    assert abs(forgotten.losses_an_hour - never.losses_an_hour) < 1e-9
+    assert abs(forgotten.losses_per_h - never.losses_per_h) < 1e-9
     assert abs(forgotten.success - never.success) < 1e-9
 
 

@@ -129,7 +129,7 @@ def test_failed_launch_that_left_a_machine_is_paid_until_gone() -> None:
     world = priced(capped(100.0), max_steps=10**6, launch_s=10**6, ends_in_s=300.0)
     world.tick()
     world.advance(60.0)
-    world.refused.append(LaunchRefused("trainer-0-i1", Refusal.UNKNOWN, "its set-up failed", left=True))
+    world.refused.append(LaunchRefused("trainer-0-i1", Refusal.UNKNOWN, "its set-up failed", machine_exists=True))
     world.tick()
     assert world.state.nodes["trainer-0-i1"].phase is NodePhase.TERMINATING
     while "trainer-0-i1" in world.machines:

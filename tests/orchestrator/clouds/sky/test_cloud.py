@@ -13,7 +13,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
 from grpo_orch.orchestrator.clouds.sky import watch
 from grpo_orch.orchestrator.clouds.sky import watch as suspicion
@@ -39,10 +39,10 @@ def clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SkyWorld
     made.close()
 
 
-def order(node: str = "trainer-0-i1", attempt: int = 1) -> Order:
+def order(node: str = "trainer-0-i1", attempt: int = 1) -> LaunchOrder:
     role = role_of(node)
     environment = {"GRPO_ORCH_NODE": node, "GRPO_ORCH_ATTEMPT": str(attempt), "GRPO_ORCH_TOKEN": "s3cret"}
-    return Order(node, role, Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND, attempt, environment)
+    return LaunchOrder(node, role, Market.SPOT if role is Role.ROLLOUT else Market.ON_DEMAND, attempt, environment)
 
 
 def until(cloud: SkyCloud, wanted: Callable[[dict[str, Machine]], bool]) -> dict[str, Machine]:
@@ -106,7 +106,7 @@ def test_machine_slow_to_report_its_jobs_keeps_them(clouds: SkyWorld, monkeypatc
         time.sleep(0.2)
         return False
 
-    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "QUERY_EVERY_S", 0.0)
     monkeypatch.setattr(clouds.sky, "is_idle", slowly)
     monkeypatch.setattr(sky_cloud, "IDLE_REST_FACTOR", 1000.0)
     cloud = running(clouds)
@@ -187,11 +187,11 @@ def test_refused_launch_that_left_a_machine_reports_it(clouds: SkyWorld, monkeyp
         clouds.sky.table[name] = Cluster(name, ClusterState.STARTING, "aws/us-east-1", False, 0.4, None)
         raise CloudRefused(Refusal.UNKNOWN, "its set-up failed")
 
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", HANG_S)
+    monkeypatch.setattr(watch, "SCAN_EVERY_S", HANG_S)
     monkeypatch.setattr(clouds.sky, "launch", launch)
     with pytest.raises(CloudRefused) as refused:
         cloud.launch(order())
-    assert (refused.value.refusal, refused.value.left) == (Refusal.UNKNOWN, True)
+    assert (refused.value.refusal, refused.value.machine_exists) == (Refusal.UNKNOWN, True)
     assert list(cloud.machines()) == ["trainer-0-i1"]
 
 
@@ -225,7 +225,7 @@ def test_the_plan_names_both_prices(clouds: SkyWorld) -> None:
         55.04,
         21.5,
     )
-    assert [(r.other_market_usd_per_h, r.other_market_most_usd_per_h) for r in rollouts] == [(55.04, 55.04)] * 2
+    assert [(r.other_market_usd_per_h, r.other_market_max_usd_per_h) for r in rollouts] == [(55.04, 55.04)] * 2
     clouds.spec = replace(
         clouds.spec, trainer=replace(clouds.spec.trainer, resources={"instance_type": "only-on-demand"})
     )

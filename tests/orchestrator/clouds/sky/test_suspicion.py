@@ -31,7 +31,7 @@ class World:
         self.suspicions = Suspicions(self, self.clusters, lambda _: self.answers)  # type: ignore[arg-type]  # it confirms
 
     def confirm(self, name: str, timeout_s: float) -> Cluster | None:
-        assert (name, timeout_s) == (NAME, suspicion.ASK_TIMEOUT_S)
+        assert (name, timeout_s) == (NAME, suspicion.QUERY_TIMEOUT_S)
         self.asked += 1
         if isinstance(self.says, Exception):
             raise self.says
@@ -53,7 +53,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(suspicion, "QUERY_EVERY_S", 0.0)
     return World()
 
 
@@ -119,7 +119,7 @@ def test_lost_machine_is_not_queried(world: World) -> None:
 
 
 def test_queries_are_limited_in_rate(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspicion, "ASK_EVERY_S", 1000.0)
+    monkeypatch.setattr(suspicion, "QUERY_EVERY_S", 1000.0)
     world.answers = False
     for _ in range(5):
         world.look()

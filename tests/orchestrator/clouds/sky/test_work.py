@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Order
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky.remote import settings_elsewhere
 from grpo_orch.orchestrator.clouds.sky.work import (
     SETTABLE,
@@ -34,8 +34,8 @@ GIVEN = {
 }
 
 
-def order(role: Role = Role.TRAINER, market: Market = Market.ON_DEMAND) -> Order:
-    return Order(f"{role}-0-i1", role, market, 1, GIVEN)
+def order(role: Role = Role.TRAINER, market: Market = Market.ON_DEMAND) -> LaunchOrder:
+    return LaunchOrder(f"{role}-0-i1", role, market, 1, GIVEN)
 
 
 @pytest.fixture

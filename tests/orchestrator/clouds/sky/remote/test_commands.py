@@ -110,7 +110,7 @@ def test_lost_controller_machine_is_reported_with_its_state(
     monkeypatch.setattr(
         down,
         "start_daemon",
-        lambda store, _record, reason: daemon.steer(store, reason, stop),
+        lambda store, _record, reason: daemon.control_run(store, reason, stop),
     )
     told = cli("down", world.store.url)
     assert told.code == exit_codes.FAILED
@@ -152,7 +152,7 @@ def test_daemon_that_does_not_start_is_reported_with_its_log(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.create()
-    monkeypatch.setattr(daemon, "steer", lambda *_: None)
+    monkeypatch.setattr(daemon, "control_run", lambda *_: None)
     failed = cli("resume", "--remote", "-d", world.store.url)
     assert failed.code == exit_codes.FAILED
     assert (
@@ -164,10 +164,10 @@ def test_down_without_a_started_daemon_returns_the_machine(
     world: World, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.create()
-    steer = daemon.steer
-    monkeypatch.setattr(daemon, "steer", lambda *_: None)
+    steer = daemon.control_run
+    monkeypatch.setattr(daemon, "control_run", lambda *_: None)
     assert cli("resume", "--remote", "-d", world.store.url).code == exit_codes.FAILED
-    monkeypatch.setattr(daemon, "steer", steer)
+    monkeypatch.setattr(daemon, "control_run", steer)
     monkeypatch.setattr(
         down,
         "start_daemon",
