@@ -23,7 +23,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.events import (
     Event,
     FleetMoved,
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
@@ -31,7 +31,7 @@ from grpo_orch.policies.model.events import (
 
 ROUNDS = 3
 KILLED_AT_STEP = 8
-STAGES: tuple[type[Event], ...] = (RollbackBegun, TimelineForked, TrainerFenced, TimelineResumed, FleetMoved)
+STAGES: tuple[type[Event], ...] = (RollbackStarted, TimelineForked, TrainerFenced, TimelineResumed, FleetMoved)
 FIRST_STEP = "FirstNewStep"
 RESTART = "restart"
 

@@ -36,7 +36,7 @@ from grpo_orch.checkpoint.store.codec import (
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import Event, TookOver
+from grpo_orch.policies.model.events import Event, ControllerTookOver
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState
 
@@ -376,7 +376,7 @@ class Journal:
         with_events = [record.number for record in run.records if record.events]
         since_s = seconds_since(self._store, with_events[-1] if with_events else run.number) if run.number else 0.0
         torn = [record.number for record in takewhile(lambda record: record.is_void, reversed(run.records))]
-        return advance(run.state, [self._append(now_s, (TookOver(host, pid, reason, since_s),), torn)])
+        return advance(run.state, [self._append(now_s, (ControllerTookOver(host, pid, reason, since_s),), torn)])
 
     def append(self, now_s: float, events: tuple[Event, ...]) -> Record:
         """Write one entry. Return it once it is durable.

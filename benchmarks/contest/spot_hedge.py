@@ -33,8 +33,8 @@ def spot_hedge(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     sized = _sized(state, snapshot, spec)
     wanted = sized[0].nodes if sized else rollouts_wanted(state, spec)
     there = [one for one in state.live(Role.ROLLOUT) if one.phase in FILLING_NODE]
-    stand_ins = [one for one in there if one.stand_in]
-    spot = [one for one in there if not one.stand_in]
+    stand_ins = [one for one in there if one.is_fallback]
+    spot = [one for one in there if not one.is_fallback]
     # Ours goes on from what it is told: so many on spot, whatever stands in, and no zone rests.
     many = wanted + EXTRA + len(stand_ins)
     resources = {**spec.rollout.resources, "use_spot": True}
@@ -58,20 +58,20 @@ def _sized(state: RunState, snapshot: Snapshot, spec: RunSpec) -> tuple[FleetSiz
 
 def next_pool(offers: Sequence[PoolOffer], active_places: set[str], there: Sequence[Pool]) -> Pool:
     """Return where the next machine on spot is bought: the paper's choice of a zone."""
-    used = {one.place for one in there}
-    open_ones = [one for one in offers if one.pool.place in active_places]
-    unused = [one for one in open_ones if one.pool.place not in used]
+    used = {one.zone_path for one in there}
+    open_ones = [one for one in offers if one.pool.zone_path in active_places]
+    unused = [one for one in open_ones if one.pool.zone_path not in used]
     return min(unused or open_ones, key=lambda one: (one.usd_per_h, one.pool)).pool
 
 
 def active(state: RunState, offers: Sequence[PoolOffer]) -> set[str]:
     """Return the zones that are active now, from what each has done in the order of time."""
-    zones = {one.pool.place for one in offers}
+    zones = {one.pool.zone_path for one in offers}
     seen: list[tuple[float, str, bool]] = []
     for record in state.pools.values():
-        if record.pool.place in zones and record.pool.market is Market.SPOT:
-            seen += [(one.at_s, record.pool.place, one.came) for one in record.launches]
-            seen += [(one.until_s, record.pool.place, False) for one in record.stays if one.taken]
+        if record.pool.zone_path in zones and record.pool.market is Market.SPOT:
+            seen += [(one.at_s, record.pool.zone_path, one.succeeded) for one in record.launches]
+            seen += [(one.until_s, record.pool.zone_path, False) for one in record.stays if one.preempted]
     found = set(zones)
     for _, zone, gave in sorted(seen):
         if gave:

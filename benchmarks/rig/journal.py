@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.journal import SCHEMA, Journal, Record, advance, recov
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import event_to_plain, to_json
 from grpo_orch.checkpoint.store.run_store import Entry, Store
-from grpo_orch.policies.model.events import GatewayRestarted, TookOver
+from grpo_orch.policies.model.events import GatewayRestarted, ControllerTookOver
 from grpo_orch.policies.model.state import RunState
 from tests.stand_ins.world import World, spec
 
@@ -85,7 +85,7 @@ def busy_run(entries: int, seed: int = 1) -> Iterator[Record]:
     while True:
         for _, time_s, events in world.history[number:]:
             number += 1
-            epoch = number if isinstance(events[0], TookOver) else epoch
+            epoch = number if isinstance(events[0], ControllerTookOver) else epoch
             plain = [event_to_plain(event) for event in events]
             yield Record(SCHEMA, number, epoch, "host/4711", f"{rng.getrandbits(64):016x}", time_s, plain)
             if number == entries:

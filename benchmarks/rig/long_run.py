@@ -34,7 +34,7 @@ from grpo_orch.checkpoint.stream.manifest import files_below
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     Diverged,
-    DivergenceWatched,
+    DivergenceSuspected,
     Event,
     FleetMoved,
     FleetSized,
@@ -44,9 +44,9 @@ from grpo_orch.policies.model.events import (
     MachineBought,
     NodeMoved,
     NodeRequested,
-    Noticed,
+    PitfallFound,
     ProbationPassed,
-    RollbackBegun,
+    RollbackStarted,
     RunCreated,
     RunMoved,
     TimelineForked,
@@ -178,13 +178,13 @@ class LongRun:
             (at_s, RunCreated("math-7b", "id")),
             (at_s + 1, NodeRequested(TRAINER, Role.TRAINER, "trainer-0", 1, Market.ON_DEMAND, "first")),
             (at_s + 60, NodeMoved(TRAINER, NodePhase.BOOTING, "the machine is up")),
-            (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, POOLS[0].place, 31.2, 31.2)),
+            (at_s + 60, MachineBought(TRAINER, Market.ON_DEMAND, POOLS[0].zone_path, 31.2, 31.2)),
             (at_s + 200, NodeMoved(TRAINER, NodePhase.SERVING, "its first heartbeat")),
             (at_s + 200, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat")),
             (self._at_s(self.step * 0.2), FleetSized(self._nodes, max(1, self._nodes - 4), why)),
             (
                 self._at_s(self.step * 0.9),
-                Noticed("reward_spread", int(self.step * 0.9), "no group differs: 41 %"),
+                PitfallFound("reward_spread", int(self.step * 0.9), "no group differs: 41 %"),
             ),
         ]
 
@@ -197,10 +197,10 @@ class LongRun:
             passed = probation_until(trip, fork.start_at)
             restarted = JobRestarted(TRAINER, number + 1, f"continues with timeline {number}")
             told += [
-                (self._at_s(trip - 1), DivergenceWatched(number - 1, trip - 1, trip - 1, EVIDENCE[:1])),
+                (self._at_s(trip - 1), DivergenceSuspected(number - 1, trip - 1, trip - 1, EVIDENCE[:1])),
                 (at_s, JobExited(TRAINER, number, exit_codes.DIVERGED, trip)),
                 (at_s, Diverged(number - 1, trip, trip - 1, EVIDENCE, "trainer")),
-                (at_s, RollbackBegun(fork, Cause.DIVERGED, trip, fork.reason)),
+                (at_s, RollbackStarted(fork, Cause.DIVERGED, trip, fork.reason)),
                 (at_s + 6, TimelineForked(number)),
                 (at_s + 12, TrainerFenced(number)),
                 (at_s + 12, restarted),
@@ -231,7 +231,7 @@ class LongRun:
             boots_s, life_s = chance.uniform(30, 70), 120 + chance.expovariate(1 / LIFE_S)
             told += [
                 (at_s + boots_s, NodeMoved(node, NodePhase.BOOTING, "the machine is up")),
-                (at_s + boots_s, MachineBought(node, Market.SPOT, pool.place, price, 3.67, pool)),
+                (at_s + boots_s, MachineBought(node, Market.SPOT, pool.zone_path, price, 3.67, pool)),
                 (at_s + boots_s + 110, NodeMoved(node, NodePhase.SERVING, "it is in the membership")),
             ]
             lost_s = at_s + boots_s + 150 + life_s

@@ -15,7 +15,7 @@ from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing.training import own_generation_obstacle
-from grpo_orch.policies.weights.adapters import why_whole
+from grpo_orch.policies.weights.adapters import adapter_obstacle
 
 # A notice is added if a rollback would discard more checkpoints than this.
 CHECKPOINTS_LOST_MAX = 4
@@ -73,7 +73,7 @@ def _note_merged_adapter(spec: RunSpec, findings: Findings) -> None:
     if (
         generates_itself(spec)
         or spec.trainer.peft is None
-        or not (why := why_whole(spec, config_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
+        or not (why := adapter_obstacle(spec, config_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
     ):
         return
     message = "each step publishes the merged weights, not only the adapter"

@@ -22,10 +22,10 @@ from grpo_orch.checkpoint.journal import Record
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,
-    CapacityMissing,
+    CapacityShortage,
     DeadlineMissed,
     Event,
-    RollbackBegun,
+    RollbackStarted,
     RunMoved,
 )
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -71,10 +71,10 @@ def _message_of(event: Event) -> tuple[str, str] | None:
             return f"{event.phase}", f"{_PHASES[event.phase]}: {event.reason}"
         case RunMoved(phase=RunPhase.STARTING, parked_s=parked_s) if parked_s is not None:
             return "unparked", f"is no longer parked: {event.reason}"
-        case RollbackBegun():
+        case RollbackStarted():
             target = f"step {event.fork.start_at}, on timeline {event.fork.timeline}"
             return "rollback", f"rolls back from step {event.from_step} to {target}: {event.reason}"
-        case CapacityMissing():
+        case CapacityShortage():
             return "no_capacity", f"is waiting for machines: {event.reason}"
         case DeadlineMissed():
             return "deadline_missed", f"is at step {event.step} of {event.steps} and will miss its deadline"

@@ -45,7 +45,7 @@ from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.costs.store_costs import GB, Place
 from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
-from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, most_kept
+from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, max_checkpoints
 from grpo_orch.policies.model.spec import (
     ALTERNATIVES,
     RunSpec,
@@ -56,7 +56,7 @@ from grpo_orch.policies.model.spec import (
 )
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing import speed
-from grpo_orch.policies.sizing.money import Cost, Prices, again_usd, cost, hourly
+from grpo_orch.policies.sizing.money import Cost, Prices, repeat_step_usd, cost, hourly
 from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import trained_params, training_of
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK
@@ -256,7 +256,7 @@ def plan_checkpoints(
         return None
     save_steps, steps = max(1, int(grpo(spec, "save_steps"))), steps_of(spec)
     logging_steps = max(1, int(grpo(spec, "logging_steps")))
-    most = None if steps is None else most_kept(spec.checkpoints, save_steps, logging_steps, steps)
+    most = None if steps is None else max_checkpoints(spec.checkpoints, save_steps, logging_steps, steps)
     base = _base_bytes(spec, model)
     stay = None if most is None else most * size + base
     price = store_price(store.cloud)
@@ -355,7 +355,7 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     again_s = step.step_s if step.train_s is None else step.train_s
     steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
     used = _used_cost(money)
-    usd = None if used is None else again_usd(again_s, used.usd_per_h)
+    usd = None if used is None else repeat_step_usd(again_s, used.usd_per_h)
     return LostPlan(
         step_s=again_s,
         step_usd=usd,

@@ -27,7 +27,7 @@ from grpo_orch.policies.sizing.engine import context_problem, engine_of
 from grpo_orch.policies.sizing.memory import GIB
 from grpo_orch.policies.sizing.speed import Gpu, gpu_named
 from grpo_orch.policies.sizing.training import divides_weights, training_of
-from grpo_orch.policies.weights.adapters import QUANTISED, why_whole
+from grpo_orch.policies.weights.adapters import QUANTISED, adapter_obstacle
 
 # Half the distance between typical weights of about 0.02 and their neighbours in bfloat16, which has 8 significant
 # bits: a smaller update is rounded away. AdamW's updates are about as large as the learning rate.
@@ -192,7 +192,7 @@ def adapter_merged(run: PlannedRun) -> Iterator[Warned]:
     spec, model = run.spec, run.model
     if spec.trainer.peft is None or generates_itself(spec) or Path(spec.workdir, spec.trainer.model).is_dir():
         return
-    if (why := why_whole(spec, model.config)) and not why_whole(spec, {}):
+    if (why := adapter_obstacle(spec, model.config)) and not adapter_obstacle(spec, {}):
         yield Warned("trainer.peft", f"each step publishes merged weights instead of the adapter: {why}")
 
 

@@ -172,7 +172,7 @@ class Box:
             self.market,
             usd_per_h,
             on_demand_usd_per_h,
-            self.zone if self.pool is None else f"{self.pool.place} {self.pool.machine}",
+            self.zone if self.pool is None else f"{self.pool.zone_path} {self.pool.machine}",
             self.pool,
             self.rebalance_recommended,
         )

@@ -18,13 +18,13 @@ from grpo_orch.policies.model.events import (
     BudgetSet,
     BuyingResumed,
     BuyingStopped,
-    CapacityMissing,
+    CapacityShortage,
     CommandTaken,
     DataSetAside,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
-    DivergenceWatched,
+    DivergenceSuspected,
     Event,
     Exported,
     FleetMoved,
@@ -37,10 +37,10 @@ from grpo_orch.policies.model.events import (
     NodeMoved,
     NodeRequested,
     NodesGenerate,
-    Noticed,
+    PitfallFound,
     ProbationPassed,
     RebalanceRecommended,
-    RollbackBegun,
+    RollbackStarted,
     RunCreated,
     RunMoved,
     SpecProved,
@@ -48,7 +48,7 @@ from grpo_orch.policies.model.events import (
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
-    TookOver,
+    ControllerTookOver,
     TrainerFenced,
     TrainerGenerates,
 )
@@ -104,13 +104,13 @@ def sentence(event: Event) -> str:
     match event:
         case RunCreated():
             return f"Run {event.name} was created"
-        case TookOver():
+        case ControllerTookOver():
             return f"Controller {event.host}/{event.pid} took over the run: {event.reason}"
         case RunMoved():
             return f"Run {_RUN_VERBS[event.phase]}: {event.reason}"
         case NodeRequested() | NodeMoved() | RebalanceRecommended() | MachineBought():
             return _machine(event)
-        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityMissing() | DeadlineMissed():
+        case BuyingStopped() | BuyingResumed() | FleetSized() | CapacityShortage() | DeadlineMissed():
             return _fleet(event)
         case BudgetReached() | BudgetRefused() | BudgetNeared() | BudgetSet():
             return _money(event)
@@ -124,9 +124,9 @@ def sentence(event: Event) -> str:
             return f"The gateway has restarted (process {event.boot_id[:8]})"
         case CommandTaken():
             return f"The command '{event.kind}' was accepted"
-        case DivergenceWatched() | DivergenceCleared() | Diverged() | Noticed() | HealthyChosen() | Exported():
+        case DivergenceSuspected() | DivergenceCleared() | Diverged() | PitfallFound() | HealthyChosen() | Exported():
             return _health(event)
-        case RollbackBegun() | TimelineForked() | TrainerFenced() | TimelineResumed() | FleetMoved():
+        case RollbackStarted() | TimelineForked() | TrainerFenced() | TimelineResumed() | FleetMoved():
             return _rollback(event)
         case ProbationPassed():
             return f"Timeline {event.timeline} passed its probation at step {event.step}"
@@ -148,7 +148,7 @@ def sentence(event: Event) -> str:
         case SpecProved():
             return "The trainer works with this run.yaml: rollout nodes may be requested from now on"
         case DataSetAside():
-            return f"{event.key} in the store cannot be read and is ignored: {event.why}"
+            return f"{event.key} in the store cannot be read and is ignored: {event.reason}"
         case _:
             assert_never(event)
 
@@ -156,7 +156,7 @@ def sentence(event: Event) -> str:
 def _machine(event: NodeRequested | NodeMoved | RebalanceRecommended | MachineBought) -> str:
     match event:
         case NodeRequested():
-            most = f", for at most {event.most_usd_per_h:.2f} USD an hour" if event.most_usd_per_h else ""
+            most = f", for at most {event.max_usd_per_h:.2f} USD an hour" if event.max_usd_per_h else ""
             return f"{event.node} was requested {_market_words(event.market)}{most}: {event.reason}"
         case NodeMoved(phase=NodePhase.REFUSED):
             why = _REFUSALS[event.refusal or Refusal.UNKNOWN]
@@ -175,7 +175,7 @@ def _machine(event: NodeRequested | NodeMoved | RebalanceRecommended | MachineBo
             assert_never(event)
 
 
-def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing | DeadlineMissed) -> str:
+def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityShortage | DeadlineMissed) -> str:
     match event:
         case BuyingStopped():
             return f"Buying stopped for {event.kind}, except for an occasional test machine: {event.reason}"
@@ -183,7 +183,7 @@ def _fleet(event: BuyingStopped | BuyingResumed | FleetSized | CapacityMissing |
             return f"Buying resumed for {event.kind}"
         case FleetSized():
             return f"The fleet should have {event.nodes} rollout nodes instead of {event.before}: {event.reason}"
-        case CapacityMissing():
+        case CapacityShortage():
             return f"The run is waiting for machines: {event.reason}"
         case DeadlineMissed():
             return _late(event)
@@ -216,10 +216,10 @@ def _late(event: DeadlineMissed) -> str:
 
 
 def _health(
-    event: DivergenceWatched | DivergenceCleared | Diverged | Noticed | HealthyChosen | Exported,
+    event: DivergenceSuspected | DivergenceCleared | Diverged | PitfallFound | HealthyChosen | Exported,
 ) -> str:
     match event:
-        case DivergenceWatched():
+        case DivergenceSuspected():
             onset = f"Possible divergence since step {event.onset_step}, detected at step {event.step}"
             return _with_evidence(onset, event.evidence)
         case DivergenceCleared():
@@ -227,7 +227,7 @@ def _health(
         case Diverged():
             seen = f"detected at step {event.step} by the {event.seen_by}"
             return _with_evidence(f"The run has diverged since step {event.onset_step}, {seen}", event.evidence)
-        case Noticed():
+        case PitfallFound():
             return f"Warning at step {event.step}: {event.text}"
         case HealthyChosen(version=None):
             return "There is no healthy checkpoint: all are from after the divergence began"
@@ -242,9 +242,9 @@ def _health(
             assert_never(event)
 
 
-def _rollback(event: RollbackBegun | TimelineForked | TrainerFenced | TimelineResumed | FleetMoved) -> str:
+def _rollback(event: RollbackStarted | TimelineForked | TrainerFenced | TimelineResumed | FleetMoved) -> str:
     match event:
-        case RollbackBegun():
+        case RollbackStarted():
             fork = event.fork
             target = (
                 f"Rollback from step {event.from_step} to {start_words(fork.start)}, as timeline {fork.timeline}"

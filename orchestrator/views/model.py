@@ -201,8 +201,8 @@ def health_of(state: RunState) -> HealthView:
     if state.diverged is not None:
         diverged = state.diverged
         return HealthView(Health.TRIPPED, diverged.step, diverged.onset_step, diverged.evidence)
-    if state.watched is not None:
-        return HealthView(Health.WATCH, state.watched.step, state.watched.onset_step, state.watched.evidence)
+    if state.suspected is not None:
+        return HealthView(Health.WATCH, state.suspected.step, state.suspected.onset_step, state.suspected.evidence)
     return HealthView()
 
 

@@ -261,7 +261,7 @@ def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s:
 
 def _unpriced(tariff: Tariff) -> str:
     requests = "its requests (price not known)" if tariff.put_usd is None else ""
-    traffic = f"its traffic ({tariff.why})" if tariff.why else ""
+    traffic = f"its traffic ({tariff.reason})" if tariff.reason else ""
     return ", ".join(part for part in (requests, traffic) if part)
 
 

@@ -330,7 +330,7 @@ class Looker:
         return now_s
 
     def _now_s(self) -> float:
-        return self._time.now_s(self.reader.lease, self.reader.state.told_s)
+        return self._time.now_s(self.reader.lease, self.reader.state.last_event_s)
 
 
 class Rates:

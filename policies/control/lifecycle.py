@@ -169,7 +169,7 @@ def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) ->
         failed = f"the trainer failed {failures} times without a step of progress"
         tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
     elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
-        failed = f"the trainer failed {tick.state.failures.alike} times in the same way before its first step"
+        failed = f"the trainer failed {tick.state.failures.identical} times in the same way before its first step"
         tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
         unfit = f"it cannot work with this run.yaml, although another trainer could{last_line}; {log}"
@@ -197,7 +197,7 @@ def _steps_done(tick: Tick, node: Node) -> str:
 
 def _fails_the_same_way(tick: Tick) -> bool:
     """Whether the trainer keeps failing with the same last line before its first step: an error of the user."""
-    return tick.state.failures.step == 0 and tick.state.failures.alike >= SAME_FAILURE_MAX
+    return tick.state.failures.step == 0 and tick.state.failures.identical >= SAME_FAILURE_MAX
 
 
 def _rollout(tick: Tick, node: Node) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import RebalanceRecommended
-from grpo_orch.policies.model.fold import NOTICED
+from grpo_orch.policies.model.fold import PREEMPTION_NOTICE
 from grpo_orch.policies.model.state import Node
 from grpo_orch.policies.model.vocabulary import MachineState, NodePhase, Refusal, Role
 from grpo_orch.policies.serving import joining
@@ -54,7 +54,7 @@ def _rebalance_recommendations(tick: Tick) -> None:
         if node is None or node.rebalance_recommended or node.phase not in (NodePhase.BOOTING, NodePhase.SERVING):
             continue
         record = None if node.pool is None else tick.state.pools.get(str(node.pool))
-        count, taken = (record.rebalances, record.rebalances_taken) if record else (0, 0)
+        count, taken = (record.rebalances, record.rebalances_preempted) if record else (0, 0)
         where = node.pool or "its pool"
         reason = f"the cloud preempted {taken} of {count} earlier machines with one in {where}"
         tick.emit(RebalanceRecommended(node.id, reason), f"{node.id} has a rebalance recommendation: {reason}")
@@ -62,7 +62,7 @@ def _rebalance_recommendations(tick: Tick) -> None:
 
 def _was_released_unbought(tick: Tick, node: Node) -> bool:
     """Whether a node whose launch is refused had been released before and never had a machine."""
-    had_no_machine = node.came_at_s is None and not node.served and node.attempt == 1
+    had_no_machine = node.arrived_at_s is None and not node.served and node.attempt == 1
     machines = tick.snapshot.machines
     is_unlisted = machines is not None and node.id not in machines
     return node.phase is NodePhase.TERMINATING and had_no_machine and is_unlisted
@@ -90,10 +90,10 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         tick.move(node, NodePhase.BOOTING, "the machine is up")
         if machine.price_usd_per_h > 0 or machine.pool is not None:
             tick.bought(machine)
-    elif machine.pool is not None and (node.pool is None or node.came_at_s is None):  # not known until now
+    elif machine.pool is not None and (node.pool is None or node.arrived_at_s is None):  # not known until now
         tick.bought(_at_known_price(node, machine))
     if machine.notice and node.phase is not NodePhase.DRAINING:
-        tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, NOTICED)
+        tick.move(tick.state.nodes[node.id], NodePhase.DRAINING, PREEMPTION_NOTICE)
         return
     node = tick.state.nodes[node.id]
     if machine.attempt == node.attempt and machine.exit_code is not None and node.attempt_ended_at_s is None:

@@ -49,18 +49,18 @@ class StepShape:
 class HourlyPrices:
     """USD an hour of one rollout node, and of everything else (`beside_usd_per_h`) while the run lasts."""
 
-    beside_usd_per_h: float
+    other_usd_per_h: float
     node_usd_per_h: float
 
     @property
     def known(self) -> bool:
         """Whether both are known; an unknown price is 0."""
-        return self.beside_usd_per_h > 0 and self.node_usd_per_h > 0
+        return self.other_usd_per_h > 0 and self.node_usd_per_h > 0
 
 
 def usd_a_step(shape: StepShape, prices: HourlyPrices, nodes: float) -> float:
     """Return the cost of a step on `nodes` nodes (at least 1)."""
-    return (prices.beside_usd_per_h + nodes * prices.node_usd_per_h) * shape.seconds(nodes) / 3600
+    return (prices.other_usd_per_h + nodes * prices.node_usd_per_h) * shape.seconds(nodes) / 3600
 
 
 def optimum(shape: StepShape, prices: HourlyPrices) -> float:
@@ -71,7 +71,7 @@ def optimum(shape: StepShape, prices: HourlyPrices) -> float:
     if not prices.known:
         raise ValueError("the optimum needs both prices")
     alone_s = shape.fixed_s if shape.ahead_s is None else shape.ahead_s
-    gain = prices.beside_usd_per_h * shape.generation_node_s
+    gain = prices.other_usd_per_h * shape.generation_node_s
     cost = prices.node_usd_per_h * alone_s
     if gain == 0:
         return 0.0
@@ -128,7 +128,7 @@ class MeasuredStep:
     generated_s: float
     nodes: float
     tokens: float
-    own_s: float = 0.0
+    trainer_generated_s: float = 0.0
     ahead_s: float = 0.0
 
 
@@ -137,7 +137,7 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
 
     `steps` are in order of time.
     """
-    steps = [step for step in steps if not step.own_s]
+    steps = [step for step in steps if not step.trainer_generated_s]
     if len(steps) < ENOUGH:
         return None
     recent = steps[-RECENT:]
@@ -151,7 +151,7 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
 
 def trainer_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
     """Return the shape of the newest steps whose completions the trainer made, counted as one node; None: none."""
-    own = [step for step in steps if step.own_s > step.generated_s / 2][-ENOUGH:]
+    own = [step for step in steps if step.trainer_generated_s > step.generated_s / 2][-ENOUGH:]
     if not own:
         return None
     other_s = median(max(0.0, step.took_s - step.generated_s) for step in own)

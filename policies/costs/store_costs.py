@@ -88,7 +88,7 @@ class Tariff:
     get_usd: float | None
     sent_usd_per_gb: float | None
     fetched_usd_per_gb: float | None
-    why: str = ""
+    reason: str = ""
 
     def usd(self, use: Use) -> float:
         """Return the cost; unknown prices count as 0."""

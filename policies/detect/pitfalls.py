@@ -18,7 +18,7 @@ from grpo_orch.policies.detect.symptoms import CLIPPED, NO_VARIANCE, SAMPLING
 
 WINDOW_POINTS = 16
 OUTLIERS = 2  # points of the window that may be below the threshold
-AGAIN_STEPS = 200
+REPEAT_STEPS = 200
 # Four random values are in rising order once in 24 times.
 EVALUATIONS = 4
 EVAL_REWARD, REWARD = "eval_reward", "reward"
@@ -118,7 +118,7 @@ def find_pitfalls(state: Pitfalls, point: Point) -> tuple[Pitfalls, tuple[Pitfal
     reported_at, new = dict(state.reported), list[Pitfall]()
     for check in _checks(state):
         last_step = reported_at.get(check.kind)
-        if check.is_present and (last_step is None or point.step - last_step >= AGAIN_STEPS):
+        if check.is_present and (last_step is None or point.step - last_step >= REPEAT_STEPS):
             reported_at[check.kind] = point.step
             new.append(Pitfall(check.kind, point.step, check.text))
         elif check.is_gone:

@@ -112,18 +112,18 @@ class Placement:
         self.hours = defaultdict[Pool, float](float)  # machine-hours in each pool so far
         self._zone_counts = Counter[str]()
         for node in nodes:
-            self.add(node.pool, max(0.0, now_s - node.came_at_s) / 3600 if node.came_at_s else 0.0)
+            self.add(node.pool, max(0.0, now_s - node.arrived_at_s) / 3600 if node.arrived_at_s else 0.0)
 
     def add(self, pool: Pool | None, hours: float = 0.0) -> None:
         """Count one more node. `pool`: None if unknown."""
         self.count += 1
         if pool is not None:
             self.hours[pool] += hours
-            self._zone_counts[pool.place] += 1
+            self._zone_counts[pool.zone_path] += 1
 
     def share(self, pool: Pool) -> float:
         """The share of all nodes that is in the pool's zone."""
-        return self._zone_counts[pool.place] / max(1, self.count)
+        return self._zone_counts[pool.zone_path] / max(1, self.count)
 
     @property
     def regions(self) -> set[tuple[str, str]]:
@@ -137,12 +137,12 @@ def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: flo
     arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays if record else ():
         stay_weight = weight(now_s - stay.until_s, half.losses_h)
-        losses, hours = losses + stay_weight * stay.taken, hours + stay_weight * stay.hours
+        losses, hours = losses + stay_weight * stay.preempted, hours + stay_weight * stay.hours
     for launch in record.launches if record else ():
         launch_weight = weight(now_s - launch.at_s, half.launches_h)
-        arrived, requested = arrived + launch_weight * launch.came, requested + launch_weight
+        arrived, requested = arrived + launch_weight * launch.succeeded, requested + launch_weight
     launches = record.launches if record else ()
-    succeeded = sum(launch.came for launch in launches)
+    succeeded = sum(launch.succeeded for launch in launches)
     return PoolRates(losses / hours, arrived / requested, len(launches), succeeded)
 
 
@@ -156,13 +156,13 @@ def rest_s(record: PoolRecord | None, now_s: float) -> float:
     if record is None:
         return 0.0
     refused = _rest_after(record.refused_in_a_row) - (now_s - record.refused_at_s)
-    taken = _rest_after(record.taken_in_a_row) - (now_s - record.taken_at_s)
-    return max(0.0, refused if record.refused_in_a_row else 0.0, taken if record.taken_in_a_row else 0.0)
+    taken = _rest_after(record.preempted_in_a_row) - (now_s - record.preempted_at_s)
+    return max(0.0, refused if record.refused_in_a_row else 0.0, taken if record.preempted_in_a_row else 0.0)
 
 
 def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> float:
     """As `rest_s`; a pool also rests while its region's quota is exhausted."""
-    return max(rest_s(records.get(str(place)), now_s) for place in (pool, pool.anywhere))
+    return max(rest_s(records.get(str(place)), now_s) for place in (pool, pool.in_region))
 
 
 def _rest_after(count: int) -> float:
@@ -372,7 +372,7 @@ class Offers:
         if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
             return False
         records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
-        return not kind.is_always_preempted or any(not record or not record.taken_in_a_row for record in records)
+        return not kind.is_always_preempted or any(not record or not record.preempted_in_a_row for record in records)
 
     def _has_other_pool(self, role: Role, market: Market, last_refusal: Refusal | None) -> bool:
         if last_refusal not in _POOL_REFUSALS:
@@ -410,7 +410,7 @@ class Offers:
         available = [
             offer
             for offer in pools
-            if not self._refused_lately(offer.pool) and not self._refused_lately(offer.pool.anywhere)
+            if not self._refused_lately(offer.pool) and not self._refused_lately(offer.pool.in_region)
         ]
         choice = self._choice(role, market, available or pools)
         return 0.0 if choice is None else choice.offer.usd_per_h

@@ -137,7 +137,7 @@ def hourly_prices(state: RunState) -> HourlyPrices:
     for node in state.nodes.values():
         if node.role is Role.TRAINER and node.phase in LIVE_NODE and node.phase is not NodePhase.REQUESTED:
             trainer_usd = max(trainer_usd, node.price_usd_per_h)
-        elif node.role is Role.ROLLOUT and node.phase in LIVE_NODE and not node.stand_in:
+        elif node.role is Role.ROLLOUT and node.phase in LIVE_NODE and not node.is_fallback:
             rollouts += [node.price_usd_per_h] if node.price_usd_per_h > 0 else []
     return HourlyPrices(trainer_usd, sum(rollouts) / len(rollouts) if rollouts else 0.0)
 
@@ -163,7 +163,7 @@ def compare_sizes(
     """
     low, high = bounds
     node_usd = prices.node_usd_per_h
-    noise_usd = NOISE_SHARE * (prices.beside_usd_per_h + now * node_usd) * horizon_s / 3600
+    noise_usd = NOISE_SHARE * (prices.other_usd_per_h + now * node_usd) * horizon_s / 3600
     where = "on spot" if market is Market.SPOT else "on demand"
     cheapest, next_usd = sorted(nodes_usd_per_h), next_usd_per_h or node_usd
 
@@ -173,7 +173,7 @@ def compare_sizes(
     candidates = [
         Candidate(
             name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
-            usd_per_h=prices.beside_usd_per_h + nodes_usd(count),
+            usd_per_h=prices.other_usd_per_h + nodes_usd(count),
             step_s=shape.seconds(max(1, count)),
             change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,
@@ -183,9 +183,9 @@ def compare_sizes(
     ]
     reference = None
     if on_demand_usd_per_h > 0:
-        bought = HourlyPrices(prices.beside_usd_per_h, on_demand_usd_per_h)
+        bought = HourlyPrices(prices.other_usd_per_h, on_demand_usd_per_h)
         count = best_count(shape, bought, low, max(low, high))
-        usd_per_h = bought.beside_usd_per_h + count * on_demand_usd_per_h
+        usd_per_h = bought.other_usd_per_h + count * on_demand_usd_per_h
         reference = Candidate(f"{count} on demand", usd_per_h, shape.seconds(count), on_demand=count)
     return replace(compare("size", candidates, horizon_s), reference=reference)
 
@@ -208,7 +208,7 @@ def size_summary(shape: StepShape, prices: HourlyPrices) -> str:
     """Return `a step is 60.0 s plus 240.0 node-seconds of generation, ...: 2.6 nodes make it cheapest`."""
     relation = "plus" if shape.ahead_s is None else "in parallel with"
     step = f"a step is {shape.fixed_s:.1f} s {relation} {shape.generation_node_s:.1f} node-seconds of generation"
-    usd = f"the trainer costs {prices.beside_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
+    usd = f"the trainer costs {prices.other_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
     return f"{step}, {usd}: {optimum(shape, prices):.1f} nodes make it cheapest"
 
 
@@ -218,7 +218,7 @@ def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
     bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
     on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
     usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    on_own_market = [node for node in live if not node.stand_in]
+    on_own_market = [node for node in live if not node.is_fallback]
     return compare_sizes(
         shape,
         hourly_prices(state),

@@ -115,7 +115,7 @@ class _Facts:
     def __post_init__(self) -> None:
         for node in self.state.nodes.values():
             if node.role is Role.ROLLOUT and node.phase in FILLING_NODE:
-                (self.fallback if node.stand_in else self.spot).append(node)
+                (self.fallback if node.is_fallback else self.spot).append(node)
         object.__setattr__(self, "prices", hourly_prices(self.state))
 
     @property
@@ -155,7 +155,7 @@ class _Facts:
 
     @property
     def may_buy_fallback(self) -> bool:
-        return self.may_use_both and self.prices.beside_usd_per_h > 0
+        return self.may_use_both and self.prices.other_usd_per_h > 0
 
     @cached_property
     def is_spot_too_expensive(self) -> bool:
@@ -296,7 +296,7 @@ def _fallback_to_buy(facts: _Facts) -> Comparison | None:
     horizon_s = _shortage_s(facts, present)
     if horizon_s < WAIT_MIN_S:
         return None
-    shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.beside_usd_per_h
+    shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.other_usd_per_h
     other_usd = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
     low = max(1, _fallback_min(facts, present) + present)
     totals = candidate_counts(
@@ -358,7 +358,7 @@ def _fallback_candidates(facts: _Facts, spot: int, counts: Sequence[int]) -> lis
     return [
         Candidate(
             name=_mix_name(spot, count),
-            usd_per_h=prices.beside_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
+            usd_per_h=prices.other_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
             step_s=None if count + spot < nodes_min else shape.seconds(spot + count),
             change_usd=max(0, count - fallback) * start_usd,
             spot=spot,
@@ -411,7 +411,7 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     node, since_s = _waiting_trainer(facts), facts.state.shortages.rollout_since_s
     if node is None or since_s is None or not _nothing_available(facts):
         return None
-    usd, restart_usd = facts.prices.beside_usd_per_h, _restart_usd(facts, node)
+    usd, restart_usd = facts.prices.other_usd_per_h, _restart_usd(facts, node)
     if usd <= 0:
         usd = 1.0  # unknown: only its ratio to the restart matters
     candidates = [
@@ -421,9 +421,9 @@ def _idle_trainer(facts: _Facts) -> Comparison | None:
     worth_usd = _own_worth_usd(facts)
     if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
         step_s = own_s if math.isfinite(own_s) else None
-        candidates.append(Candidate(OWN, facts.prices.beside_usd_per_h, step_s))
+        candidates.append(Candidate(OWN, facts.prices.other_usd_per_h, step_s))
     compared = compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
-    return compared if facts.prices.beside_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
+    return compared if facts.prices.other_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
 
 
 def _restart_usd(facts: _Facts, node: Node) -> float:
@@ -431,7 +431,7 @@ def _restart_usd(facts: _Facts, node: Node) -> float:
 
     Where a price is unknown, a node counts as much as the trainer, so the trainer waits longer before it parks.
     """
-    usd, node_usd = facts.prices.beside_usd_per_h, facts.market.max_usd_per_h(Role.ROLLOUT, _own_market(facts))
+    usd, node_usd = facts.prices.other_usd_per_h, facts.market.max_usd_per_h(Role.ROLLOUT, _own_market(facts))
     if usd <= 0 or node_usd <= 0:
         usd = node_usd = usd if usd > 0 else 1.0
     boot_s = facts.market.start_s(Role.TRAINER, node.market)
@@ -455,7 +455,7 @@ def _own_worth_usd(facts: _Facts) -> float | None:
     shape = facts.snapshot.measured.step or facts.snapshot.measured.own_step
     if shape is None:
         return None
-    replicas, other_usd = facts.spec.rollout.replicas, facts.prices.beside_usd_per_h
+    replicas, other_usd = facts.spec.rollout.replicas, facts.prices.other_usd_per_h
     prices = HourlyPrices(other_usd, facts.on_demand_usd_per_h or other_usd)
     return usd_a_step(shape, prices, best_count(shape, prices, max(1, replicas.min), replicas.max))
 
@@ -465,7 +465,7 @@ def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> 
 
     Until one is measured, assume that it is. A run behind its deadline takes any step.
     """
-    state, snapshot, usd = facts.state, facts.snapshot, facts.prices.beside_usd_per_h
+    state, snapshot, usd = facts.state, facts.snapshot, facts.prices.other_usd_per_h
     since_s, own = state.own_generation_since_s, snapshot.measured.own_step
     if since_s is None:
         return None
@@ -481,7 +481,7 @@ def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> 
 
 
 def _park_reason(facts: _Facts) -> str:
-    node, usd = _waiting_trainer(facts), facts.prices.beside_usd_per_h
+    node, usd = _waiting_trainer(facts), facts.prices.other_usd_per_h
     assert node is not None
     idle_s = _idle_s(facts, node)
     cost = f", which cost {usd * idle_s / 3600:.2f} USD" if usd else ""

@@ -86,8 +86,8 @@ class _Reconciler:
         self.found = Changes()
         self.filling = {node.id: node for node in state.nodes.values() if node.phase in FILLING_NODE}
         rollouts = [node for node in self.filling.values() if node.role is Role.ROLLOUT]
-        self.fallback = {node.id: node for node in rollouts if node.stand_in}
-        self.spot = {node.id: node for node in rollouts if not node.stand_in}  # on the market that run.yaml names
+        self.fallback = {node.id: node for node in rollouts if node.is_fallback}
+        self.spot = {node.id: node for node in rollouts if not node.is_fallback}  # on the market that run.yaml names
         self.requested: dict[str, int] = {}  # in this tick, by kind
         self.incarnations: dict[str, int] = {}  # requested in this tick, by slot
         self.is_parked = not wanted.trainer
@@ -147,9 +147,9 @@ class _Reconciler:
                 self._release_node(node, self._release_reason(node, len(spot)))
 
     def _release_reason(self, node: Node, spot: int) -> str:
-        if node.stand_in and self.wanted.retries_spot:
+        if node.is_fallback and self.wanted.retries_spot:
             return "returned so that spot fits under `budget.usd_per_h`; spot is requested again"
-        if node.stand_in:
+        if node.is_fallback:
             return f"spot has been stable for {SPOT_STABLE_S:.0f} s"
         benefit = "meet the deadline" if self.spec.policies.fleet.deadline else "make a step cheapest"
         price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
@@ -226,7 +226,7 @@ class _Reconciler:
             may_request = market_of(Role.ROLLOUT, self.spec) in self.wanted.probes and not self.requested
             return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if may_request else []
         trainer = slot_of(Role.TRAINER, 0)
-        filled = {node.slot for node in self.filling.values() if not node.stand_in}
+        filled = {node.slot for node in self.filling.values() if not node.is_fallback}
         trainers = [] if trainer in filled else [(Role.TRAINER, trainer, True)]
         needed = max(0, self.spec.rollout.replicas.min - self._present)
         names = islice(self._free_slots(filled), self._spot_missing())
@@ -278,7 +278,7 @@ class _Reconciler:
         spending = Spending(self.state, self.snapshot, self.spec)
         for event, _ in self.found.events:
             if isinstance(event, NodeRequested):
-                spending.add(event.role, event.most_usd_per_h + event.disk_usd_per_h)
+                spending.add(event.role, event.max_usd_per_h + event.disk_usd_per_h)
         return spending
 
     def _buy(

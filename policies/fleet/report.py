@@ -9,14 +9,14 @@ from grpo_orch.policies.fleet.budget import Spending, caps_of
 from grpo_orch.policies.fleet.deadline import deadline_progress
 from grpo_orch.policies.model.events import (
     BudgetNeared,
-    CapacityMissing,
+    CapacityShortage,
     DeadlineMissed,
     NodesGenerate,
-    Noticed,
+    PitfallFound,
     TrainerGenerates,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN
-from grpo_orch.policies.model.reports import NOTICED
+from grpo_orch.policies.model.reports import PITFALL
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
 from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import GENERATING, OWN_GENERATION
@@ -49,13 +49,13 @@ def _budget(tick: Tick) -> None:
 def _prices(tick: Tick) -> None:
     """Report that the cloud does not list its offers. Without a budget, machines are bought nevertheless."""
     error = tick.snapshot.prices_trouble
-    if not error or f"{NOTICED} {PRICES}" in tick.state.reports:
+    if not error or f"{PITFALL} {PRICES}" in tick.state.reports:
         return
     step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
     is_capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec).are_set
     effect = "nothing is bought, because the run has a budget" if is_capped else "the cloud chooses where to buy"
     text = f"the cloud does not list its offers: {error}; {effect}"
-    tick.report(Noticed(PRICES, step, text), text)
+    tick.report(PitfallFound(PRICES, step, text), text)
 
 
 def _generation(tick: Tick) -> None:
@@ -106,7 +106,7 @@ def _missing(tick: Tick, role: Role, since_s: float) -> None:
     refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
     newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
     reason = f"{minutes}; last refusal: {newest.last_refusal}" if newest else minutes
-    tick.report(CapacityMissing(role, since_s, reason), reason)
+    tick.report(CapacityShortage(role, since_s, reason), reason)
 
 
 def _deadline(tick: Tick) -> None:

@@ -23,7 +23,7 @@ from grpo_orch.policies.model.events import (
     NodeMoved,
     NodeRequested,
     RunMoved,
-    TookOver,
+    ControllerTookOver,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.state import Rollback
@@ -145,7 +145,7 @@ class _Ledger:
                 self.gateways += 1
                 if self.gateways > 1:
                     self._add("gateway restarted", GATEWAY, time_s)
-            case TookOver():
+            case ControllerTookOver():
                 self.controllers += 1
                 if self.controllers > 1:
                     self._add("controller replaced", DAEMON, time_s)

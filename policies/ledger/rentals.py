@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from grpo_orch.policies.ledger.accounting import History
-from grpo_orch.policies.model.events import MachineBought, NodeMoved, NodeRequested, TookOver
+from grpo_orch.policies.model.events import MachineBought, NodeMoved, NodeRequested, ControllerTookOver
 from grpo_orch.policies.model.fold import clock_lag_s
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
@@ -93,8 +93,8 @@ def rentals(history: History, now_s: float) -> list[Rental]:
         for event in events:
             before_s, last_s = last_s, time_s
             match event:
-                case TookOver():
-                    back_s = clock_lag_s(before_s, time_s, event.since_told_s)
+                case ControllerTookOver():
+                    back_s = clock_lag_s(before_s, time_s, event.since_last_event_s)
                     running = {
                         node: replace(rental, from_s=rental.from_s - back_s) for node, rental in running.items()
                     }
@@ -160,7 +160,7 @@ _CATEGORIES = ("trainer_usd", "spot_usd", "on_demand_usd", "controller_usd", "di
 
 
 def _rental(request: NodeRequested, time_s: float, until_s: float) -> Rental:
-    most, disk = request.most_usd_per_h, request.disk_usd_per_h
+    most, disk = request.max_usd_per_h, request.disk_usd_per_h
     return Rental(request.node, request.role, request.market, time_s, until_s, most, most, disk)
 
 

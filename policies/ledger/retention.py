@@ -172,7 +172,7 @@ STORE_BYTES_PER_S = (100 * 10**6, 1000 * 10**6)
 SIMULATED_SAVES = 300
 
 
-def most_kept(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps: int) -> int:
+def max_checkpoints(rules: CheckpointsSpec, save_steps: int, logging_steps: int, steps: int) -> int:
     """Return the maximum number of checkpoints that a healthy run of `steps` steps keeps at a time."""
     saves = steps // save_steps
     first, most = max(0, saves - SIMULATED_SAVES - NOTICED_POINTS * logging_steps // save_steps), 0

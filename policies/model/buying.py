@@ -29,7 +29,7 @@ class MachineKind:
     """The recent history of buying machines of one kind, over all slots."""
 
     refused_in_a_row: int = 0  # refused, or preempted before they served, since the last machine came
-    taken_in_a_row: int = 0  # preempted before they served, since one last served
+    preempted_in_a_row: int = 0  # preempted before they served, since one last served
     unserved_in_a_row: int = 0  # came and never worked, since one last served
     broke_in_a_row: int = 0  # served and soon broke permanently, since buying was last resumed
     failed_at_s: float = 0.0  # the last failure
@@ -48,7 +48,7 @@ class MachineKind:
 
     @property
     def failures_in_a_row(self) -> int:
-        return max(self.refused_in_a_row, self.taken_in_a_row, self.unserved_in_a_row, self.broke_in_a_row)
+        return max(self.refused_in_a_row, self.preempted_in_a_row, self.unserved_in_a_row, self.broke_in_a_row)
 
     @property
     def machines_never_work(self) -> bool:
@@ -63,7 +63,7 @@ class MachineKind:
     @property
     def is_always_preempted(self) -> bool:
         """Whether its machines are preempted before they serve. They cost money, too."""
-        return self.taken_in_a_row >= REFUSALS
+        return self.preempted_in_a_row >= REFUSALS
 
 
 def back_off_s(failures: int, needed: bool) -> float:
@@ -88,7 +88,7 @@ def after_move(
     move: NodeMoved,
     time_s: float,
     *,
-    came: bool,
+    arrived: bool,
     served: bool,
     lost: bool,
     requested_at_s: float,
@@ -110,13 +110,13 @@ def after_move(
     if move.refusal is Refusal.SOON_BROKEN:
         return replace(failed, broke_in_a_row=kind.broke_in_a_row + 1)
     if move.phase is NodePhase.REFUSED or lost:
-        is_new = lost and came and time_s > kind.failed_at_s  # simultaneous preemptions count as one in a row
-        taken = kind.taken_in_a_row + is_new
-        return replace(failed, refused_in_a_row=kind.refused_in_a_row + 1, taken_in_a_row=taken)
-    if move.phase is NodePhase.BOOTING and not came:
+        is_new = lost and arrived and time_s > kind.failed_at_s  # simultaneous preemptions count as one in a row
+        taken = kind.preempted_in_a_row + is_new
+        return replace(failed, refused_in_a_row=kind.refused_in_a_row + 1, preempted_in_a_row=taken)
+    if move.phase is NodePhase.BOOTING and not arrived:
         return replace(kind, refused_in_a_row=0)
     if move.phase is NodePhase.SERVING and not served:
         boot_s = max(0.0, time_s - requested_at_s)
         works = replace(kind, served=kind.served + 1, boot_s=boot_s)
-        return replace(works, refused_in_a_row=0, taken_in_a_row=0, unserved_in_a_row=0)
+        return replace(works, refused_in_a_row=0, preempted_in_a_row=0, unserved_in_a_row=0)
     return kind

@@ -26,7 +26,7 @@ class RunCreated:
 
 
 @dataclass(frozen=True, slots=True)
-class TookOver:
+class ControllerTookOver:
     """A controller took over the run; the entry's number is its epoch.
 
     `since_told_s`: time since the event before it was journalled, by the store's clock; 0: unknown.
@@ -35,7 +35,7 @@ class TookOver:
     host: str
     pid: int
     reason: str
-    since_told_s: float = 0.0
+    since_last_event_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CommandTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
+class PitfallFound:
     """A pitfall was found in the metrics; `text` describes it and the fix."""
 
     kind: str
@@ -119,16 +119,16 @@ class DataSetAside:
     """An optional object of the store, or part of it, cannot be read and is ignored; a command is moved away."""
 
     key: str
-    why: str
+    reason: str
 
 
 RunEvent = (
     RunCreated
-    | TookOver
+    | ControllerTookOver
     | RunMoved
     | GatewayRestarted
     | CommandTaken
-    | Noticed
+    | PitfallFound
     | StoreSlowed
     | StoreCaughtUp
     | TrainerGenerates
@@ -167,7 +167,7 @@ class BudgetNeared:
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityMissing:
+class CapacityShortage:
     """For an hour the trainer has had no machine, or no rollout node has served. Machines are still requested."""
 
     role: str
@@ -197,7 +197,7 @@ class BudgetSet:
     usd: float
 
 
-MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityMissing | DeadlineMissed | BudgetSet
+MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityShortage | DeadlineMissed | BudgetSet
 
 
 # Machines and the work on them.
@@ -213,9 +213,9 @@ class NodeRequested:
     incarnation: int
     market: Market
     reason: str
-    most_usd_per_h: float = 0.0  # maximum price of a machine of its kind; 0: unknown
+    max_usd_per_h: float = 0.0  # maximum price of a machine of its kind; 0: unknown
     pool: Pool | None = None  # where it is requested; None: wherever run.yaml's resources allow
-    stand_in: bool = False  # a fallback node: on demand instead of unavailable spot
+    is_fallback: bool = False  # a fallback node: on demand instead of unavailable spot
     disk_usd_per_h: float = 0.0  # additional; 0: none, or unknown
 
 
@@ -321,7 +321,7 @@ MachineEvent = (
 
 
 @dataclass(frozen=True, slots=True)
-class DivergenceWatched:
+class DivergenceSuspected:
     """The run may be diverging since `onset_step`. `evidence`: one sentence a signal, the strongest first."""
 
     timeline: int
@@ -350,7 +350,7 @@ class Diverged:
 
 
 @dataclass(frozen=True, slots=True)
-class RollbackBegun:
+class RollbackStarted:
     """The intent to continue with `fork`: target and changes are chosen, and nothing has happened yet."""
 
     fork: Fork
@@ -417,10 +417,10 @@ class Exported:
 
 
 TimelineEvent = (
-    DivergenceWatched
+    DivergenceSuspected
     | DivergenceCleared
     | Diverged
-    | RollbackBegun
+    | RollbackStarted
     | TimelineForked
     | TrainerFenced
     | TimelineResumed

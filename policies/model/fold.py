@@ -20,13 +20,13 @@ from grpo_orch.policies.model.events import (
     BudgetSet,
     BuyingResumed,
     BuyingStopped,
-    CapacityMissing,
+    CapacityShortage,
     CommandTaken,
     DataSetAside,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
-    DivergenceWatched,
+    DivergenceSuspected,
     Event,
     Exported,
     FleetMoved,
@@ -40,10 +40,10 @@ from grpo_orch.policies.model.events import (
     NodeMoved,
     NodeRequested,
     NodesGenerate,
-    Noticed,
+    PitfallFound,
     ProbationPassed,
     RebalanceRecommended,
-    RollbackBegun,
+    RollbackStarted,
     RunCreated,
     RunMoved,
     SpecProved,
@@ -52,12 +52,12 @@ from grpo_orch.policies.model.events import (
     TimelineEvent,
     TimelineForked,
     TimelineResumed,
-    TookOver,
+    ControllerTookOver,
     TrainerFenced,
     TrainerGenerates,
 )
 from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
-from grpo_orch.policies.model.pools import Pool, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.pools import Pool, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
 from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
@@ -120,17 +120,17 @@ def matching_mapping(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, 
 # A controller may take over on a host with another clock: no time in the state may be in its future.
 
 
-MOST_UNSEEN_S = 86400.0  # if the store's clock shows a larger difference than this, it is wrong itself
+UNSEEN_MAX_S = 86400.0  # if the store's clock shows a larger difference than this, it is wrong itself
 
 
-def clock_lag_s(told_s: float, time_s: float, since_told_s: float) -> float:
+def clock_lag_s(last_event_s: float, time_s: float, since_last_event_s: float) -> float:
     """Return how far the clock of a new controller is known to be behind its predecessor's, in seconds.
 
     The new one takes over at `time_s`; the last event was journalled at `told_s`. Time does not go back, and by
     the store's clock at least `since_told_s` have passed, in which machines cost money.
     """
-    unseen_s = since_told_s - max(0.0, time_s - told_s)
-    return max(0.0, told_s - time_s) + (unseen_s if 0.0 < unseen_s <= MOST_UNSEEN_S else 0.0)
+    unseen_s = since_last_event_s - max(0.0, time_s - last_event_s)
+    return max(0.0, last_event_s - time_s) + (unseen_s if 0.0 < unseen_s <= UNSEEN_MAX_S else 0.0)
 
 
 def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunState:
@@ -157,7 +157,7 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
     }
     pools = {
         name: replace(
-            record, refused_at_s=min(record.refused_at_s, time_s), taken_at_s=min(record.taken_at_s, time_s)
+            record, refused_at_s=min(record.refused_at_s, time_s), preempted_at_s=min(record.preempted_at_s, time_s)
         )
         for name, record in state.pools.items()
     }
@@ -190,7 +190,7 @@ def _not_after(since_s: float | None, time_s: float) -> float | None:
 # How journalled events change the pools' records.
 
 
-NOTICED = "the cloud will take it back"  # a node's reason to drain; its stay in the pool has ended
+PREEMPTION_NOTICE = "the cloud will take it back"  # a node's reason to drain; its stay in the pool has ended
 
 
 def note_bought(state: RunState, event: MachineBought, requested: Pool | None, time_s: float) -> RunState:
@@ -199,10 +199,10 @@ def note_bought(state: RunState, event: MachineBought, requested: Pool | None, t
     if landed is None or event.pool is None:
         return state
     if requested is not None and requested != landed:
-        state = _with(state, requested, lambda record: refused(record, time_s, time_s))
-    if landed != landed.anywhere and str(landed.anywhere) in state.pools:  # its quota has room again
-        state = _with(state, landed.anywhere, lambda record: came(record, time_s))
-    return _with(state, landed, lambda record: came(record, time_s))
+        state = _with(state, requested, lambda record: with_refusal(record, time_s, time_s))
+    if landed != landed.in_region and str(landed.in_region) in state.pools:  # its quota has room again
+        state = _with(state, landed.in_region, lambda record: with_launch(record, time_s))
+    return _with(state, landed, lambda record: with_launch(record, time_s))
 
 
 def landed_in(requested: Pool | None, landed: Pool | None) -> Pool | None:
@@ -222,19 +222,19 @@ def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> R
     if move.phase is NodePhase.REFUSED:
         if move.refusal is Refusal.CREDENTIALS:
             return state
-        pool = node.pool.anywhere if move.refusal is Refusal.QUOTA else node.pool  # a quota is the region's
-        return _with(state, pool, lambda record: refused(record, node.requested_at_s, time_s))
-    has_notice = node.phase is NodePhase.DRAINING and node.reason == NOTICED
-    if node.came_at_s is None or node.phase is NodePhase.TERMINATING or has_notice:
+        pool = node.pool.in_region if move.refusal is Refusal.QUOTA else node.pool  # a quota is the region's
+        return _with(state, pool, lambda record: with_refusal(record, node.requested_at_s, time_s))
+    has_notice = node.phase is NodePhase.DRAINING and node.reason == PREEMPTION_NOTICE
+    if node.arrived_at_s is None or node.phase is NodePhase.TERMINATING or has_notice:
         return state  # recorded already
-    since_s, taken = node.came_at_s, move.phase is NodePhase.GONE or move.reason == NOTICED
+    since_s, taken = node.arrived_at_s, move.phase is NodePhase.GONE or move.reason == PREEMPTION_NOTICE
     if not taken and move.phase is not NodePhase.TERMINATING:
         return state
     recommended = node.rebalance_recommended
     return _with(
         state,
         node.pool,
-        lambda record: stayed(record, since_s, time_s, taken=taken, rebalance_recommended=recommended),
+        lambda record: with_stay(record, since_s, time_s, preempted=taken, rebalance_recommended=recommended),
     )
 
 
@@ -263,7 +263,7 @@ def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState
     reports = with_report(state.reports, event, time_s)
     if reports is not state.reports:
         state = replace(state, reports=reports)
-    return replace(_apply(state, event, time_s, number), told_s=time_s)
+    return replace(_apply(state, event, time_s, number), last_event_s=time_s)
 
 
 def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
@@ -274,8 +274,8 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
     match event:
         case RunCreated():
             return replace(state, name=event.name)
-        case TookOver():
-            back_s = clock_lag_s(state.told_s, time_s, event.since_told_s)
+        case ControllerTookOver():
+            back_s = clock_lag_s(state.last_event_s, time_s, event.since_last_event_s)
             return replace(with_times_clamped(state, time_s, back_s), epoch=number)
         case RunMoved():
             return _run_moved(state, event, time_s)
@@ -291,7 +291,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             money = replace(state.money, cap_usd=event.usd)
             return replace(state, money=money, reports=without(state.reports, BUDGET))
         case (
-            Noticed()
+            PitfallFound()
             | StoreSlowed()
             | StoreCaughtUp()
             | TrainerGenerates()
@@ -299,7 +299,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             | DataSetAside()
             | BudgetRefused()
             | BudgetNeared()
-            | CapacityMissing()
+            | CapacityShortage()
             | DeadlineMissed()
         ):
             return state  # only reported
@@ -329,17 +329,17 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
 def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> RunState:
     """Return the state after a timeline event. Raises IllegalMove for a move that is not in the phase tables."""
     match event:
-        case DivergenceWatched():
-            return replace(state, watched=event)
+        case DivergenceSuspected():
+            return replace(state, suspected=event)
         case DivergenceCleared():
-            return replace(state, watched=None)
+            return replace(state, suspected=None)
         case Diverged():
-            return replace(state, watched=None, diverged=event, diverged_at_s=time_s)
-        case RollbackBegun():
+            return replace(state, suspected=None, diverged=event, diverged_at_s=time_s)
+        case RollbackStarted():
             return _begun(state, event, time_s)
         case TimelineForked():
             failures = replace(state.failures, count=0, step=-1)
-            state = replace(state, watched=None, diverged=None, failures=failures)
+            state = replace(state, suspected=None, diverged=None, failures=failures)
             return _at_stage(state, RollbackStage.FORKED, time_s)
         case TrainerFenced():
             return _at_stage(state, RollbackStage.FENCED, time_s)
@@ -358,7 +358,7 @@ def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> 
             assert_never(event)
 
 
-def _begun(state: RunState, event: RollbackBegun, time_s: float) -> RunState:
+def _begun(state: RunState, event: RollbackStarted, time_s: float) -> RunState:
     check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
     begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
     kept = [rollback for rollback in state.rollbacks if rollback.stage is not RollbackStage.BEGUN]
@@ -402,7 +402,7 @@ def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> Ru
                 price_usd_per_h=event.price_usd_per_h,
                 on_demand_usd_per_h=event.on_demand_usd_per_h,
                 pool=landed_in(node.pool, event.pool),
-                came_at_s=time_s if node.came_at_s is None else node.came_at_s,
+                arrived_at_s=time_s if node.arrived_at_s is None else node.arrived_at_s,
                 disk_usd_per_h=node.disk_usd_per_h if disk is None else disk,
             )
             if node.role is Role.TRAINER and event.price_usd_per_h > 0:
@@ -433,9 +433,9 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
         requested_at_s=time_s,
         reason=event.reason,
         kind=kind_of(event.role, event.market),
-        most_usd_per_h=event.most_usd_per_h,
+        max_usd_per_h=event.max_usd_per_h,
         pool=event.pool,
-        stand_in=event.stand_in,
+        is_fallback=event.is_fallback,
         disk_usd_per_h=event.disk_usd_per_h,
     )
     if kind := state.kinds.get(node.kind):
@@ -452,7 +452,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
     lost = unserved and event.phase in (NodePhase.GONE, NodePhase.DRAINING)
     state = _noting_spot(state, node, event, time_s)
-    if node.stand_in:
+    if node.is_fallback:
         pass  # it does not count for its slot, which spot may fill at the same time
     elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
         refusals = slot.refusals_in_a_row + 1
@@ -462,7 +462,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     state = _with_slot(state, node.slot, slot)
     kind = state.kinds.get(node.kind, MachineKind())
     came, requested_at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
-    kind = after_move(kind, event, time_s, came=came, served=node.served, lost=lost, requested_at_s=requested_at_s)
+    kind = after_move(kind, event, time_s, arrived=came, served=node.served, lost=lost, requested_at_s=requested_at_s)
     state = _with_kind(state, node.kind, kind)
     money = state.money
     if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought
@@ -484,7 +484,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
 def _noting_spot(state: RunState, node: Node, move: NodeMoved, time_s: float) -> RunState:
     """Note since when spot is short: from a refusal or loss on, a new shortage if a spot node was stable."""
     is_lost = move.phase in (NodePhase.REFUSED, NodePhase.GONE) and node.phase is not NodePhase.TERMINATING
-    if node.role is not Role.ROLLOUT or node.stand_in or node.market is not Market.SPOT or not is_lost:
+    if node.role is not Role.ROLLOUT or node.is_fallback or node.market is not Market.SPOT or not is_lost:
         return state
     serving = [
         other for other in state.nodes.values() if (other.kind, other.phase) == (node.kind, NodePhase.SERVING)
@@ -527,7 +527,7 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
     before = state.failures
     count = 1 if event.step > before.step else before.count + 1
     is_alike = count > 1 and event.reason == before.reason
-    alike = (before.alike if is_alike else 0) + bool(event.reason)
+    alike = (before.identical if is_alike else 0) + bool(event.reason)
     failures = TrainerFailures(count, max(event.step, before.step), alike, event.reason)
     return replace(state, failures=failures)
 

@@ -63,7 +63,7 @@ def gpus_of(role: Role, spec: RunSpec) -> int:
     return processes_of(spec) if role is Role.TRAINER else engine_gpus(spec.rollout.vllm)
 
 
-def divided(names: Sequence[str], takes: int) -> list[str]:
+def engine_devices(names: Sequence[str], takes: int) -> list[str]:
     """Return VISIBLE for each engine of a machine, as many engines as its GPUs suffice for.
 
     A single engine gets "": all GPUs.

@@ -22,7 +22,7 @@ class Pool:
     market: Market
 
     @property
-    def place(self) -> str:
+    def zone_path(self) -> str:
         """`aws/us-east-1/us-east-1b`, as in SkyPilot's `infra`."""
         return "/".join(part for part in (self.cloud, self.region, self.zone) if part)
 
@@ -32,13 +32,13 @@ class Pool:
         return f"{self.instance_type} {self.accelerators}".strip()
 
     @property
-    def anywhere(self) -> Pool:
+    def in_region(self) -> Pool:
         """The same pool without its zone: the scope of a quota."""
         return replace(self, zone="")
 
     def __str__(self) -> str:
         """`aws/us-east-1/us-east-1b p5.48xlarge H100:8 spot`; no two pools share it."""
-        return f"{self.place} {self.machine} {'spot' if self.market is Market.SPOT else 'on demand'}"
+        return f"{self.zone_path} {self.machine} {'spot' if self.market is Market.SPOT else 'on demand'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ STAYED_S = 3600.0  # a machine that stayed this long shows that the pool is stab
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchAttempt:
     """A request for a machine in the pool, and whether it came."""
 
     at_s: float
-    came: bool
+    succeeded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Stayed:
+class Stay:
     """A machine's stay until `until_s`, ended by the cloud (`taken`) or by its release."""
 
     until_s: float
     hours: float
-    taken: bool
+    preempted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +79,43 @@ class PoolRecord:
     """A pool's recent history."""
 
     pool: Pool
-    launches: tuple[Launched, ...] = ()
-    stays: tuple[Stayed, ...] = ()
+    launches: tuple[LaunchAttempt, ...] = ()
+    stays: tuple[Stay, ...] = ()
     refused_in_a_row: int = 0  # since it last gave a machine
     refused_at_s: float = 0.0
-    taken_in_a_row: int = 0  # each within STAYED_S
-    taken_at_s: float = 0.0
+    preempted_in_a_row: int = 0  # each within STAYED_S
+    preempted_at_s: float = 0.0
     rebalances: int = 0  # machines that left after a rebalance recommendation
-    rebalances_taken: int = 0  # of these, preempted ones
+    rebalances_preempted: int = 0  # of these, preempted ones
 
 
-def refused(record: PoolRecord, requested_at_s: float, time_s: float) -> PoolRecord:
+def with_refusal(record: PoolRecord, requested_at_s: float, time_s: float) -> PoolRecord:
     """Return the record after the pool refused a machine. Simultaneous refusals count as one in a row."""
-    launches = (*record.launches, Launched(time_s, False))[-KEPT:]
+    launches = (*record.launches, LaunchAttempt(time_s, False))[-KEPT:]
     is_new = not record.refused_in_a_row or requested_at_s >= record.refused_at_s
     count = record.refused_in_a_row + is_new
     return replace(record, launches=launches, refused_in_a_row=count, refused_at_s=time_s)
 
 
-def came(record: PoolRecord, time_s: float) -> PoolRecord:
+def with_launch(record: PoolRecord, time_s: float) -> PoolRecord:
     """Return the record after the pool gave a machine."""
-    launches = (*record.launches, Launched(time_s, True))[-KEPT:]
+    launches = (*record.launches, LaunchAttempt(time_s, True))[-KEPT:]
     return replace(record, launches=launches, refused_in_a_row=0)
 
 
-def stayed(
-    record: PoolRecord, since_s: float, time_s: float, *, taken: bool, rebalance_recommended: bool = False
+def with_stay(
+    record: PoolRecord, since_s: float, time_s: float, *, preempted: bool, rebalance_recommended: bool = False
 ) -> PoolRecord:
     """Return the record after a machine that came at `since_s` was preempted (`taken`) or released."""
     stay_s = max(0.0, time_s - since_s)
-    stays = (*record.stays, Stayed(time_s, stay_s / 3600, taken))[-KEPT:]
-    before = 0 if stay_s >= STAYED_S else record.taken_in_a_row
-    count, at_s = (before + 1, time_s) if taken else (before, record.taken_at_s)
+    stays = (*record.stays, Stay(time_s, stay_s / 3600, preempted))[-KEPT:]
+    before = 0 if stay_s >= STAYED_S else record.preempted_in_a_row
+    count, at_s = (before + 1, time_s) if preempted else (before, record.preempted_at_s)
     return replace(
         record,
         stays=stays,
-        taken_in_a_row=count,
-        taken_at_s=at_s,
+        preempted_in_a_row=count,
+        preempted_at_s=at_s,
         rebalances=record.rebalances + rebalance_recommended,
-        rebalances_taken=record.rebalances_taken + (rebalance_recommended and taken),
+        rebalances_preempted=record.rebalances_preempted + (rebalance_recommended and preempted),
     )

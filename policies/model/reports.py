@@ -13,18 +13,18 @@ from types import MappingProxyType
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetRefused,
-    CapacityMissing,
+    CapacityShortage,
     DataSetAside,
     DeadlineMissed,
     Event,
     NodesGenerate,
-    Noticed,
+    PitfallFound,
     StoreCaughtUp,
     StoreSlowed,
     TrainerGenerates,
 )
 
-ASIDE, BUDGET, CAPACITY, DEADLINE, GENERATION, NOTICED, STORE = (
+ASIDE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
     "set aside",
     "budget",
     "capacity",
@@ -54,14 +54,14 @@ def topic_of(event: Event) -> tuple[str, str] | None:
             return f"{BUDGET} neared", "neared"
         case BudgetRefused():
             return f"{BUDGET} refused {event.role}", "refused"
-        case CapacityMissing():
+        case CapacityShortage():
             return f"{CAPACITY} {event.role}", "missing"
         case DeadlineMissed():
             return DEADLINE, "missed"
-        case Noticed():
-            return f"{NOTICED} {event.kind}", str(event.step)
+        case PitfallFound():
+            return f"{PITFALL} {event.kind}", str(event.step)
         case DataSetAside():
-            return f"{ASIDE} {event.key}", event.why
+            return f"{ASIDE} {event.key}", event.reason
         case StoreSlowed():
             return STORE, SLOW
         case StoreCaughtUp():

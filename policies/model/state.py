@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from grpo_orch.policies.model.buying import MachineKind
-from grpo_orch.policies.model.events import Diverged, DivergenceWatched
+from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord
 from grpo_orch.policies.model.reports import ASIDE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
@@ -31,13 +31,13 @@ class Node:
     attempt: int = 1
     price_usd_per_h: float = 0.0  # known once its machine was seen; 0 then means the user's own machine
     on_demand_usd_per_h: float = 0.0
-    most_usd_per_h: float = 0.0  # maximum price, used until its price is known
+    max_usd_per_h: float = 0.0  # maximum price, used until its price is known
     attempt_ended_at_s: float | None = None  # when this attempt's work ended, until it is restarted
     kind: str = ""  # as requested, see `vocabulary.kind_of`
     served: bool = False  # ever
     pool: Pool | None = None  # as requested; the actual pool once its machine was seen
-    came_at_s: float | None = None  # when its machine was first seen
-    stand_in: bool = False  # a fallback node: on demand instead of unavailable spot
+    arrived_at_s: float | None = None  # when its machine was first seen
+    is_fallback: bool = False  # a fallback node: on demand instead of unavailable spot
     disk_usd_per_h: float = 0.0  # list price, from its request on
     rebalance_recommended: bool = False  # by its cloud
 
@@ -49,7 +49,7 @@ class Node:
     @property
     def machine_usd_per_h(self) -> float:
         """Its price or, until that is known, its maximum price."""
-        return self.most_usd_per_h if self.came_at_s is None else self.price_usd_per_h
+        return self.max_usd_per_h if self.arrived_at_s is None else self.price_usd_per_h
 
     @property
     def usd_per_h(self) -> float:
@@ -128,7 +128,7 @@ class TrainerFailures:
 
     count: int = 0
     step: int = -1
-    alike: int = 0  # of these, the newest with the same last line
+    identical: int = 0  # of these, the newest with the same last line
     reason: str = ""  # that line
 
 
@@ -140,7 +140,7 @@ class RunState:
     phase: RunPhase = RunPhase.STARTING
     reason: str = ""
     epoch: int = 0
-    told_s: float = 0.0  # time of the last event, on the clock of the controller that journalled it
+    last_event_s: float = 0.0  # time of the last event, on the clock of the controller that journalled it
     nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
     kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
@@ -153,7 +153,7 @@ class RunState:
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None
     failures: TrainerFailures = field(default_factory=TrainerFailures)
-    watched: DivergenceWatched | None = None  # a possible divergence on the present timeline
+    suspected: DivergenceSuspected | None = None  # a possible divergence on the present timeline
     diverged: Diverged | None = None  # a divergence on the present timeline
     diverged_at_s: float = 0.0
     rollbacks: tuple[Rollback, ...] = ()  # in order; the last may be in progress

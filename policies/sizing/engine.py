@@ -18,7 +18,7 @@ from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
 from grpo_orch.policies.sizing.shapes import Shape
 from grpo_orch.policies.sizing.training import adapter_params, lora_of
-from grpo_orch.policies.weights.adapters import ALL_LINEAR, engine_rank, why_whole
+from grpo_orch.policies.weights.adapters import ALL_LINEAR, engine_rank, adapter_obstacle
 from grpo_orch.policies.weights.tensors import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's
@@ -137,7 +137,7 @@ def _adapter_reserve(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> 
     On all layers if none are named. Parts that vLLM divides over GPUs are counted on each.
     """
     peft = spec.trainer.peft
-    if peft is None or why_whole(spec, config):
+    if peft is None or adapter_obstacle(spec, config):
         return 0
     modules = peft.get("target_modules") or ALL_LINEAR
     lora = lora_of({**peft, "target_modules": modules, "r": engine_rank(peft)}, shape)

@@ -35,17 +35,17 @@ def cost(usd_per_h: float, hours: float | None) -> Cost:
 
 
 def hourly(
-    trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market], beside_usd_per_h: float = 0.0
+    trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market], other_usd_per_h: float = 0.0
 ) -> float | None:
     """Return the USD an hour of a trainer and `nodes` rollout nodes on these markets, plus `beside_usd_per_h`.
 
     None if a price is unknown.
     """
     trainer_usd, node_usd = trainer.on(markets[0]), node.on(markets[1]) if nodes else 0.0
-    return None if trainer_usd is None or node_usd is None else trainer_usd + nodes * node_usd + beside_usd_per_h
+    return None if trainer_usd is None or node_usd is None else trainer_usd + nodes * node_usd + other_usd_per_h
 
 
-def again_usd(train_s: float, usd_per_h: float) -> float:
+def repeat_step_usd(train_s: float, usd_per_h: float) -> float:
     """Return the cost of repeating a lost step: all machines for as long as it trains.
 
     Nothing is generated, because its completions are in the store.

@@ -224,13 +224,13 @@ def delta_share(learning_rate: float) -> float:
     return min(1.0, share * float((learning_rate / rate) ** power))
 
 
-def whole_s(weights_bytes: float, gbit_per_s: float) -> float:
+def full_transfer_s(weights_bytes: float, gbit_per_s: float) -> float:
     """Return the seconds for whole weights, or an adapter: encode, send, fetch, verify."""
     encode_s, prove_s = _encode_s(weights_bytes), weights_bytes / (CORES * PROVE_BYTES_PER_S)
     return encode_s + 2 * _link_s(weights_bytes, gbit_per_s) + prove_s
 
 
-def delta_s(weights_bytes: float, share: float, gbit_per_s: float) -> float:
+def delta_transfer_s(weights_bytes: float, share: float, gbit_per_s: float) -> float:
     """Return the seconds for a delta: send while encoding, fetch, apply to all weights and verify."""
     send_s, apply_s = _link_s(share * weights_bytes, gbit_per_s), weights_bytes / (CORES * PROVE_BYTES_PER_S)
     return max(_encode_s(weights_bytes), send_s) + send_s + apply_s

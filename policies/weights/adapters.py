@@ -93,7 +93,7 @@ WITHOUT_ADAPTERS = frozenset(
 )
 
 
-def why_whole(spec: RunSpec, config: Mapping[str, Any]) -> str:
+def adapter_obstacle(spec: RunSpec, config: Mapping[str, Any]) -> str:
     """Return why policies are published whole, as a clause that names the key; empty if adapters are published.
 
     Args:

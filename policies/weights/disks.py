@@ -36,7 +36,7 @@ from grpo_orch.policies.model.spec import (
     sharding_of,
 )
 from grpo_orch.policies.model.vocabulary import Role
-from grpo_orch.policies.weights.adapters import DEFAULT_RANK, why_whole
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK, adapter_obstacle
 from grpo_orch.policies.weights.tensors import WIDTH, served_types
 
 GB = 10**9
@@ -111,7 +111,7 @@ def _sharding(spec: RunSpec) -> Sharding:
 
 
 def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:
-    if spec.trainer.peft is not None and model.config and not why_whole(spec, model.config):
+    if spec.trainer.peft is not None and model.config and not adapter_obstacle(spec, model.config):
         return WIDTH["F32"] * _adapter_params(spec, model)
     to = served_types(spec.rollout.vllm, model.config).to
     return model.params * WIDTH[to] if to is not None else max(model.stored_bytes, 2 * model.params)

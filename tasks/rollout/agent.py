@@ -25,7 +25,7 @@ from grpo_orch.policies.model.gpus import (
     DRIVER_HINT,
     VISIBLE,
     DriverFailed,
-    divided,
+    engine_devices,
     engine_gpus,
     gpus_of,
     visible_names,
@@ -89,13 +89,13 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]
 def gpus_of_engines(spec: RunSpec) -> list[str]:
     """Divide this machine's GPUs among as many engines as possible. Raises DriverFailed."""
     if gpus_of(Role.ROLLOUT, spec) == 0:
-        return divided((), 1)
+        return engine_devices((), 1)
     env = {**os.environ, **spec.rollout.env}
     if VISIBLE in env:
         names = visible_names(env[VISIBLE])
     else:
         names = tuple(map(str, range(counted_gpus(Role.ROLLOUT, spec, env) or 0)))
-    shares = divided(names, engine_gpus(spec.rollout.vllm))
+    shares = engine_devices(names, engine_gpus(spec.rollout.vllm))
     log.info("engines", gpus=len(names), engines=len(shares))
     return shares
 

@@ -25,7 +25,7 @@ from grpo_orch.policies.model.spec import AgentSpec, RunSpec, generates_itself
 from grpo_orch.policies.model.timelines import Fork, forked_spec
 from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.sizing.training import own_generation_obstacle
-from grpo_orch.policies.weights.adapters import QUANTISED, engine_type, why_whole
+from grpo_orch.policies.weights.adapters import QUANTISED, engine_type, adapter_obstacle
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
@@ -265,7 +265,7 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
     path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
     own_config = model_config(path, revision=revision)
-    why = why_whole(start.spec, own_config or config.to_dict())
+    why = adapter_obstacle(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
         log.info("policies_are", what="whole, the adapter merged" if why else "the adapter alone", why=why)
     by = start.env.precedence

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import JobExited, NodeRequested, Noticed
+from grpo_orch.policies.model.events import JobExited, NodeRequested, PitfallFound
 from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.e2e.harness import Run
 from tests.e2e.tiny import RUN_TIMEOUT_S, make_tiny, tiny_run
@@ -79,7 +79,7 @@ def test_run_whose_rewards_are_all_none_fails(tiny: Path, tmp_path: Path) -> Non
     try:
         message, events = ended(run)
         assert "failed: training has no effect: complete at step 3, and no completion ever had a reward" in message
-        assert [event.kind for event in events if isinstance(event, Noticed)] == ["no_reward"]
+        assert [event.kind for event in events if isinstance(event, PitfallFound)] == ["no_reward"]
         assert run.cli("events", run.url).stdout.count("Warning at step 1: no completion had a reward") == 1
     finally:
         run.end()

@@ -21,7 +21,7 @@ from grpo_orch.policies.model.events import (
     Diverged,
     Event,
     FleetMoved,
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.whole, pytest.mark.slow]
 STEPS = 50
 STAGES: tuple[type[Event], ...] = (
     Diverged,
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TrainerFenced,
     TimelineResumed,

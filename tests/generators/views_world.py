@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     Diverged,
-    DivergenceWatched,
+    DivergenceSuspected,
     Event,
     FleetMoved,
     GatewayRestarted,
@@ -29,7 +29,7 @@ from grpo_orch.policies.model.events import (
     MachineBought,
     NodeMoved,
     NodeRequested,
-    RollbackBegun,
+    RollbackStarted,
     RunMoved,
     TimelineForked,
     TimelineResumed,
@@ -132,7 +132,7 @@ class World:
         )
 
     def begins_rollback(self, at_s: float, fork: Fork, from_step: int, cause: Cause = Cause.DIVERGED) -> None:
-        self.happens(at_s, RollbackBegun(fork, cause, from_step, fork.reason))
+        self.happens(at_s, RollbackStarted(fork, cause, from_step, fork.reason))
 
     def rolls_back(self, at_s: float, fork: Fork, from_step: int, cause: Cause = Cause.DIVERGED) -> None:
         """All of it but the probation; the trainer and the gateway beside it come back 4 s later."""
@@ -191,5 +191,5 @@ def diverging() -> World:
     world.starts()
     for step in range(1, 11):
         world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100 if step < 7 else 3.0)
-    world.happens(39, DivergenceWatched(0, 9, 7, EVIDENCE[:1]))
+    world.happens(39, DivergenceSuspected(0, 9, 7, EVIDENCE[:1]))
     return world

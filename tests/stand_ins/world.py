@@ -23,11 +23,11 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     Event,
     NodeRequested,
-    RollbackBegun,
+    RollbackStarted,
     RunCreated,
     RunMoved,
     SpecProved,
-    TookOver,
+    ControllerTookOver,
 )
 from grpo_orch.policies.model.fold import apply
 from grpo_orch.policies.model.phases import FILLING_NODE
@@ -201,7 +201,7 @@ class World:
     folded: Folded = field(default_factory=Folded)
 
     def __post_init__(self) -> None:
-        self.journal((TookOver("here", 1, "up"), RunCreated("sim", "sim-0")))
+        self.journal((ControllerTookOver("here", 1, "up"), RunCreated("sim", "sim-0")))
         if self.proved:
             self.journal((SpecProved(),))
 
@@ -221,11 +221,11 @@ class World:
         self.history.append((len(self.history) + 1, self.now_s, events))
 
     def take_over(self) -> None:
-        self.journal((TookOver("elsewhere", 2, "resume"),))
+        self.journal((ControllerTookOver("elsewhere", 2, "resume"),))
 
     def resume(self) -> None:
         """As a user does with a run that has ended."""
-        self.journal((TookOver("elsewhere", 2, "resume"), RunMoved(RunPhase.STARTING, "resumed")))
+        self.journal((ControllerTookOver("elsewhere", 2, "resume"), RunMoved(RunPhase.STARTING, "resumed")))
 
     def snapshot(self) -> Snapshot:
         policy = None if self.beat is None else f"{self.beat.timeline}-{self.beat.step}@1f2e"
@@ -457,11 +457,11 @@ class World:
 
     @property
     def stood_in(self) -> list[str]:
-        return [event.node for event in self.of(NodeRequested) if event.stand_in]
+        return [event.node for event in self.of(NodeRequested) if event.is_fallback]
 
     @property
-    def begun(self) -> list[RollbackBegun]:
-        return self.of(RollbackBegun)
+    def begun(self) -> list[RollbackStarted]:
+        return self.of(RollbackStarted)
 
     @property
     def serving_on_spot(self) -> list[str]:
@@ -551,4 +551,4 @@ def world_of(trips: dict[int, tuple[int, int]], **kl: object) -> World:
 
 def fallback_nodes(state: RunState) -> list[Node]:
     """On-demand nodes that replace unavailable spot, and are there or come."""
-    return [node for node in state.nodes.values() if node.stand_in and node.phase in FILLING_NODE]
+    return [node for node in state.nodes.values() if node.is_fallback and node.phase in FILLING_NODE]

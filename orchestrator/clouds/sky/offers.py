@@ -171,7 +171,7 @@ def resources_in(wanted: dict[str, Any], role: Role, pool: Pool) -> dict[str, An
     spot = pool.market is Market.SPOT
     best, best_score = dict[str, Any](), 0
     for _, entry in alternatives(wanted, None):
-        placed = in_place(entry, pool.place)
+        placed = in_place(entry, pool.zone_path)
         if placed is None or placed.get("use_spot", spot) is not spot:
             continue
         if (score := _match_score(placed, pool)) > best_score:

@@ -15,7 +15,7 @@ from grpo_orch.policies.control.rollback.choice import (
 )
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import HealthyChosen, Noticed, RollbackBegun
+from grpo_orch.policies.model.events import HealthyChosen, PitfallFound, RollbackStarted
 from grpo_orch.policies.model.loss import effects, pieces_keep_gradient, value_of
 from grpo_orch.policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
 from grpo_orch.policies.model.spec import fixes_accumulation, processes_of
@@ -67,12 +67,12 @@ def begin_user_rollback(tick: Tick, command: Command) -> None:
 
 def _refuse_by_hand(tick: Tick, reason: str) -> None:
     text = f"the rollback was refused: {reason}"
-    tick.emit(Noticed("no_target", _reached(tick), text), text)
+    tick.emit(PitfallFound("no_target", _reached(tick), text), text)
 
 
 def user_target(state: RunState, checkpoints: Sequence[PolicyVersion], *, ever_stored: bool) -> Target:
     """Return the target of a user's rollback that names none: before the divergence, if there is one."""
-    divergence = state.diverged or state.watched
+    divergence = state.diverged or state.suspected
     onset_step = None if divergence is None else divergence.onset_step
     return _target(state, checkpoints, onset_step, ever_stored=ever_stored)
 
@@ -180,7 +180,7 @@ def _begin(
         from_step=_reached(tick),
     )
     described = effects(changes, _effective(tick), processes_of(tick.spec))
-    event = RollbackBegun(fork, cause, _reached(tick), reason, described)
+    event = RollbackStarted(fork, cause, _reached(tick), reason, described)
     tick.emit(event, f"rolling back to {fork.start or 'the start'}: {reason}")
 
 

@@ -11,17 +11,17 @@ from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
-    DivergenceWatched,
+    DivergenceSuspected,
     Exported,
     FleetMoved,
-    Noticed,
+    PitfallFound,
     ProbationPassed,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
-from grpo_orch.policies.model.reports import NOTICED
+from grpo_orch.policies.model.reports import PITFALL
 from grpo_orch.policies.model.spec import generates_itself
 from grpo_orch.policies.model.state import Rollback
 from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RollbackStage
@@ -113,10 +113,10 @@ def report_health(tick: Tick) -> None:
         step = verdict.step if verdict.tripped_step is None else verdict.tripped_step
         event = Diverged(state.timeline, step, onset_step, verdict.evidence, seen_by)
         tick.emit(event, f"diverged since step {onset_step}")
-    elif verdict.health is Health.WATCH and state.watched is None:
-        watched = DivergenceWatched(state.timeline, verdict.step, onset_step, verdict.evidence)
+    elif verdict.health is Health.WATCH and state.suspected is None:
+        watched = DivergenceSuspected(state.timeline, verdict.step, onset_step, verdict.evidence)
         tick.emit(watched, f"may be diverging since step {onset_step}")
-    elif verdict.health is Health.HEALTHY and state.watched is not None:
+    elif verdict.health is Health.HEALTHY and state.suspected is not None:
         tick.emit(DivergenceCleared(state.timeline, verdict.step), "healthy again")
 
 
@@ -138,6 +138,6 @@ def report_pitfalls(tick: Tick) -> None:
     """Journal each pitfall once."""
     watched = tick.snapshot.verdict
     for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
-        last = tick.state.reports.get(f"{NOTICED} {found.kind}")
+        last = tick.state.reports.get(f"{PITFALL} {found.kind}")
         if last is None or found.step > int(last.state):
-            tick.report(Noticed(found.kind, found.step, found.text), f"noticed: {found.kind}")
+            tick.report(PitfallFound(found.kind, found.step, found.text), f"noticed: {found.kind}")

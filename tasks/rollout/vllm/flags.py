@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.serving.wire import MODEL
-from grpo_orch.policies.weights.adapters import engine_flags, why_whole
+from grpo_orch.policies.weights.adapters import engine_flags, adapter_obstacle
 from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.machine.base_model import hub_tensors, model_config, model_folder
 from grpo_orch.tasks.models.base import Source, source_of
@@ -139,7 +139,7 @@ def base_on_hub(spec: RunSpec) -> dict[str, Tensor]:
 
 def takes_adapters(spec: RunSpec) -> bool:
     """Return whether this run's policies are adapters."""
-    return not why_whole(spec, base_config(spec) if spec.trainer.peft is not None else {})
+    return not adapter_obstacle(spec, base_config(spec) if spec.trainer.peft is not None else {})
 
 
 def may_start_bare(spec: RunSpec) -> bool:

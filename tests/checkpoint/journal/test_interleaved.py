@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, state_from_plain
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import CommandTaken, GatewayRestarted, TookOver
+from grpo_orch.policies.model.events import CommandTaken, GatewayRestarted, ControllerTookOver
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState
 from tests.budget import examples
@@ -166,7 +166,7 @@ def check(records: list[Record], seen: Seen) -> None:
     assert len(seen.epochs) == len(set(seen.epochs))
     steering = 0
     for record in records:
-        if any(isinstance(event, TookOver) for event in record.decoded()):
+        if any(isinstance(event, ControllerTookOver) for event in record.decoded()):
             steering = record.number
         assert record.epoch == steering, "who had been replaced wrote on"
     for number, state in seen.states:

@@ -14,7 +14,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import RunCreated, TookOver
+from grpo_orch.policies.model.events import RunCreated, ControllerTookOver
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 
 GATEWAY = (0, 1, 1)
@@ -51,27 +51,27 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def taken_over(world: World) -> TookOver:
+def taken_over(world: World) -> ControllerTookOver:
     Journal(world.store, "b/1").take_over(500.0, "b", 1, "resume")
     [event] = journal.read(world.store)[-1].decoded()
-    assert isinstance(event, TookOver)
+    assert isinstance(event, ControllerTookOver)
     return event
 
 
 def test_take_over_journals_age_of_last_event_by_store_clock(world: World) -> None:
     world.date(layout.journal_entry(2), 3600.5)
-    assert world.seconds_may_be(taken_over(world).since_told_s, 3600.0)
+    assert world.seconds_may_be(taken_over(world).since_last_event_s, 3600.0)
 
 
 def test_entry_without_events_gives_no_time(world: World) -> None:
     world.first.append(1000.0, ())
     world.date(layout.journal_entry(2), 3600.5)
-    assert world.seconds_may_be(taken_over(world).since_told_s, 3600.0)
+    assert world.seconds_may_be(taken_over(world).since_last_event_s, 3600.0)
 
 
 def test_a_date_in_the_future_is_none_of_the_past(world: World) -> None:
     world.date(layout.journal_entry(2), -3600.0)
-    assert taken_over(world).since_told_s == 0.0
+    assert taken_over(world).since_last_event_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_step_by_own_generation_counts_separately() -> None:
     own = row(2, 20.0, nodes=0)
     own.values[OWN_GENERATE_S] = 4.0
     rows = [row(1, 10.0), own, row(3, 32.0), row(4, 40.0)]
-    assert step_times(rows) == [MeasuredStep(10, 4, 0, 100, own_s=4), MeasuredStep(12, 4, 2, 100)]
+    assert step_times(rows) == [MeasuredStep(10, 4, 0, 100, trainer_generated_s=4), MeasuredStep(12, 4, 2, 100)]
 
 
 def test_step_without_logged_node_seconds_has_no_nodes() -> None:
@@ -81,7 +81,7 @@ def test_wait_before_own_generation_is_no_part_of_its_step() -> None:
     own = row(2, 320.0, nodes=0)
     own.values.update({OWN_GENERATE_S: 4.0, WAIT_S: 300.0})
     rows = [row(1, 10.0), own, row(3, 332.0), row(4, 340.0)]
-    assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, own_s=4)
+    assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, trainer_generated_s=4)
 
 
 def test_rows_without_generation_give_no_timing() -> None:

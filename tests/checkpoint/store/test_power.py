@@ -23,7 +23,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.policies.model.events import RunCreated, TookOver
+from grpo_orch.policies.model.events import RunCreated, ControllerTookOver
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Completion
 from tests.stand_ins.world import spec
@@ -134,7 +134,7 @@ def test_torn_entries_are_set_aside_by_the_next_take_over(left: bytes, torn: int
     with pytest.raises(Fenced):
         writer.append(8.0, (RunCreated("r", "id"),))
     told = [event for record in journal.read(store) for event in record.decoded()]
-    assert told[-2:] == [TookOver("h", 2, "resume"), RunCreated("s", "id")]
+    assert told[-2:] == [ControllerTookOver("h", 2, "resume"), RunCreated("s", "id")]
     assert journal.recover(store).number == 8
 
 

@@ -256,5 +256,5 @@ def test_readable_run_reports_nothing() -> None:
             run.store.put(key, whole)
     run.ticks()
     assert run.told() == []
-    assert run.controller.state.watched is None
+    assert run.controller.state.suspected is None
     assert run_view(run.store, NOW_S, None).health.health is Health.HEALTHY

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control.controller import Controller
-from grpo_orch.policies.model.events import Noticed
+from grpo_orch.policies.model.events import PitfallFound
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import MachineState, NodePhase, Role, RunPhase
@@ -113,7 +113,7 @@ def test_events_after_a_lost_answer_get_their_own_entry(leaves: str, journalled:
     writer, told = Journal(store, "a/1"), iter(("first", "second"))
 
     def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:  # noqa: ARG001  # a decision's signature
-        return Decision((Noticed(next(told), 1, ""),), (Confirm("rollout-0-i1"),), 1.0, "")
+        return Decision((PitfallFound(next(told), 1, ""),), (Confirm("rollout-0-i1"),), 1.0, "")
 
     state, eyes, hands = writer.take_over(world.now_s, "a", 1, "up"), Eyes(world, store), Hands(world)
     controller = Controller(store, world.spec, writer, state, eyes, hands, decide)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import all_secrets, secrets_for
 from grpo_orch.orchestrator.notify.channels import Message, Undelivered
 from grpo_orch.orchestrator.notify.notifier import Notifier, start_notifier
-from grpo_orch.policies.model.events import BudgetNeared, CapacityMissing, Event, RunCreated, RunMoved
+from grpo_orch.policies.model.events import BudgetNeared, CapacityShortage, Event, RunCreated, RunMoved
 from grpo_orch.policies.model.spec import Notify
 from grpo_orch.policies.model.vocabulary import Role, RunPhase
 from tests.budget import HANG_S
@@ -26,7 +26,7 @@ from tests.stand_ins.world import spec
 names = itertools.count()
 TRAINS = RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat")
 NEAR = BudgetNeared(80.0, 100.0)
-WAITS = CapacityMissing("rollout", 5.0, "no rollout machine for 60 min")
+WAITS = CapacityShortage("rollout", 5.0, "no rollout machine for 60 min")
 DONE = RunMoved(RunPhase.FINISHED, "the trainer reached its last step")
 
 

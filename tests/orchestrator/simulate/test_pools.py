@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices, Simula
 from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
 from grpo_orch.orchestrator.simulate.scenarios import tell
 from grpo_orch.orchestrator.simulate.store import Objects
-from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 from tests.stand_ins.world import spec
@@ -173,23 +173,23 @@ def test_spot_hedge_takes_cheapest_active_unused_zone() -> None:
         if pool
     ]
     a, b, c = (one.pool for one in offers)
-    everywhere = {one.place for one in (a, b, c)}
+    everywhere = {one.zone_path for one in (a, b, c)}
     assert next_pool(offers, everywhere, []) == a
     assert next_pool(offers, everywhere, [a]) == b
     assert next_pool(offers, everywhere, [a, b, c]) == a
-    assert next_pool(offers, everywhere - {a.place}, [b, c]) == b
+    assert next_pool(offers, everywhere - {a.zone_path}, [b, c]) == b
 
 
 def test_spot_hedge_keeps_zones_on_probation_until_few_remain() -> None:
     offers = [PoolOffer(Role.ROLLOUT, one.pool, 1.0) for one in (zone(name, 1) for name in "abc") if one.pool]
     a, b, c = (one.pool for one in offers)
-    no, gave = refused(PoolRecord(a), 1.0, 1.0), came(refused(PoolRecord(a), 1.0, 1.0), 2.0)
-    taken = stayed(came(PoolRecord(b), 1.0), 1.0, 3.0, taken=True)
-    returned = stayed(came(PoolRecord(c), 1.0), 1.0, 3.0, taken=False)
+    no, gave = with_refusal(PoolRecord(a), 1.0, 1.0), with_launch(with_refusal(PoolRecord(a), 1.0, 1.0), 2.0)
+    taken = with_stay(with_launch(PoolRecord(b), 1.0), 1.0, 3.0, preempted=True)
+    returned = with_stay(with_launch(PoolRecord(c), 1.0), 1.0, 3.0, preempted=False)
 
     def after(*records: PoolRecord) -> set[str]:
         return active(replace(RunState(), pools={str(one.pool): one for one in records}), offers)
 
-    assert after(no, returned) == {b.place, c.place}
-    assert after(gave, taken) == {a.place, c.place}
-    assert after(no, taken) == {a.place, b.place, c.place}, "but for one all have failed: they are tried again"
+    assert after(no, returned) == {b.zone_path, c.zone_path}
+    assert after(gave, taken) == {a.zone_path, c.zone_path}
+    assert after(no, taken) == {a.zone_path, b.zone_path, c.zone_path}, "but for one all have failed: they are tried again"

@@ -23,7 +23,7 @@ from grpo_orch.policies.model.events import (
     JobExited,
     NodeMoved,
     NodeRequested,
-    RollbackBegun,
+    RollbackStarted,
     RunCreated,
     RunMoved,
     StoreSlowed,
@@ -61,17 +61,17 @@ SAMPLES: list[tuple[Event, str]] = [
         "KL 3.21, 41 times its calm level of 0.078",
     ),
     (
-        RollbackBegun(FIRST_FORK, Cause.DIVERGED, 10, FIRST_FORK.reason),
+        RollbackStarted(FIRST_FORK, Cause.DIVERGED, 10, FIRST_FORK.reason),
         "Rollback from step 10 to checkpoint 0-5, as timeline 1, with learning_rate 0.0005, beta 0.04 and other "
         "prompts instead of those of steps 7 to 10 of timeline 0: diverged since step 7: KL 3.21, 41 times its "
         "calm level of 0.078",
     ),
     (
-        RollbackBegun(Fork(2, None), Cause.USER, 30, "asked for by hand"),
+        RollbackStarted(Fork(2, None), Cause.USER, 30, "asked for by hand"),
         "Rollback from step 30 to the run's start, as timeline 2: asked for by hand",
     ),
     (
-        RollbackBegun(OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, 30, "the trainer is out of memory", EFFECTS),
+        RollbackStarted(OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, 30, "the trainer is out of memory", EFFECTS),
         "Rollback from step 30 to checkpoint 0-5, as timeline 3, with per_device_train_batch_size 4, "
         "gradient_accumulation_steps 2: the trainer is out of memory (per_device_train_batch_size, "
         "gradient_accumulation_steps: the same; beta: other)",

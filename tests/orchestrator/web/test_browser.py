@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.rig.long_run import LongRun
 from grpo_orch.orchestrator.web.app import PAGES
-from grpo_orch.policies.model.events import Noticed
+from grpo_orch.policies.model.events import PitfallFound
 from tests.budget import HANG_S
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         until(browser, lambda: points_of(browser)[2] > last)
 
         # What others wrote is text, drawn by the server's own page and by the script's.
-        run.happens(Noticed("reward_hacking", STEPS, HOSTILE))
+        run.happens(PitfallFound("reward_hacking", STEPS, HOSTILE))
         until(browser, lambda: HOSTILE in browser.find_element("id", "live").text)
         assert not browser.find_elements("css selector", "main img, main script")
         assert browser.title == "math-7b · Run"

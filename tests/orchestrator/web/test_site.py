@@ -20,7 +20,7 @@ from grpo_orch.policies.model.events import (
     BuyingStopped,
     NodeMoved,
     NodeRequested,
-    Noticed,
+    PitfallFound,
     RunMoved,
     SpecProved,
     StoreSlowed,
@@ -139,7 +139,7 @@ def test_head_of_waiting_run_shows_how_to_continue() -> None:
 
 def test_foreign_text_is_escaped() -> None:
     world = run_of()
-    world.happens(40, Noticed("reward_hacking", 12, HOSTILE))
+    world.happens(40, PitfallFound("reward_hacking", 12, HOSTILE))
     (drawn,) = visit(world, "/")
     assert "<script>alert" not in drawn
     assert "&lt;script&gt;alert(1)&lt;/script&gt;‹U+001B›[2J‹U+202E›gpj.exe‹U+2066›" in drawn

@@ -13,8 +13,8 @@ from grpo_orch.policies.model.events import (
     Exported,
     FleetMoved,
     HealthyChosen,
-    Noticed,
-    RollbackBegun,
+    PitfallFound,
+    RollbackStarted,
     RunMoved,
 )
 from grpo_orch.policies.model.spec import OnRollback, RollbackBudget
@@ -59,7 +59,7 @@ def test_run_without_checkpoint_before_onset_pauses() -> None:
     world.take_over()
     world.run()
     assert not world.begun, "nor does a person begin from step 0 without saying so"
-    told = [one.kind for one in world.of(Noticed) if isinstance(one, Noticed)]
+    told = [one.kind for one in world.of(PitfallFound) if isinstance(one, PitfallFound)]
     assert (world.state.phase, told) == (RunPhase.PAUSED, ["no_target"])
     world.commands = [Command("c1", "rollback"), Command("c2", "rollback", "start")]
     world.take_over()
@@ -74,7 +74,7 @@ def test_unlisted_checkpoint_still_counts_as_stored_once() -> None:
     snapshot = replace(world.snapshot(), store=Stored(checkpoints=(), ever_stored=True))
     state = replace(world.state, rollbacks=(), phase=RunPhase.TRAINING)
     events = decide(state, snapshot, world.spec).events
-    assert not [event for event in events if isinstance(event, RollbackBegun)]
+    assert not [event for event in events if isinstance(event, RollbackStarted)]
     assert [event.phase for event in events if isinstance(event, RunMoved)] == [RunPhase.PAUSED]
 
 
@@ -181,7 +181,7 @@ def test_manual_rollback_to_a_retired_target_begins_nothing() -> None:
     world.commands = [Command("c1", "rollback", "0-3")]
     world.run()
     assert not world.begun
-    (told,) = [one for one in world.of(Noticed) if isinstance(one, Noticed)]
+    (told,) = [one for one in world.of(PitfallFound) if isinstance(one, PitfallFound)]
     assert told.text.startswith("the rollback was refused: checkpoint 0-3 is no longer in the store; ")
     assert world.state.phase is RunPhase.FINISHED
 
@@ -270,7 +270,7 @@ def test_out_of_memory_without_checkpoints_pauses() -> None:
     events = decide(
         state, replace(world.snapshot(), store=Stored(checkpoints=(), ever_stored=True)), world.spec
     ).events
-    assert not [event for event in events if isinstance(event, RollbackBegun)]
+    assert not [event for event in events if isinstance(event, RollbackStarted)]
     assert RunPhase.PAUSED in [event.phase for event in events if isinstance(event, RunMoved)]
 
 
@@ -298,7 +298,7 @@ def test_run_without_readable_catalog_pauses_until_rollback() -> None:
     )
     world.journal((paused,))
     asked = replace(damaged, commands=(Command("c1", "rollback"),))
-    (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, Noticed)]
+    (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, PitfallFound)]
     assert told.text == "the rollback was refused: catalog/1.json: schema 2; use a newer one"
     world.looking, world.commands = True, [Command("c2", "rollback")]
     world.until(lambda w: bool(w.begun))
@@ -331,9 +331,9 @@ def test_checkpoint_stored_by_tripped_guard_may_be_target() -> None:
     state = replace(state, diverged=Diverged(0, 13, 9, ("KL 9",), "trainer"), diverged_at_s=world.now_s)
     machines = {**world.machines, node.id: working}
 
-    def decided(**seen: object) -> list[RollbackBegun]:
+    def decided(**seen: object) -> list[RollbackStarted]:
         snapshot = replace(world.snapshot(), machines=machines, **seen)  # type: ignore[arg-type]  # a snapshot's own fields
-        return [e for e in decide(state, snapshot, world.spec).events if isinstance(e, RollbackBegun)]
+        return [e for e in decide(state, snapshot, world.spec).events if isinstance(e, RollbackStarted)]
 
     assert world.beat is not None
     storing = replace(world.beat, activity="storing", beat_at_s=world.now_s)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.policies.control.rollback.choice import choose_start, target_before_step
-from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackBegun
+from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackStarted
 from grpo_orch.policies.model.fold import apply
 from grpo_orch.policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
 from grpo_orch.policies.model.state import RunState
@@ -36,7 +36,7 @@ def run_with(save_steps: int, trips: dict[int, tuple[int, int]], guarded: bool) 
     return World(spec=made, max_steps=MAX_STEPS, save_steps=save_steps, trips=trips, guarded=guarded)
 
 
-def check(state: RunState, begun: RollbackBegun, ever: set[PolicyVersion]) -> None:
+def check(state: RunState, begun: RollbackStarted, ever: set[PolicyVersion]) -> None:
     """`state` is what the controller knew when it decided."""
     assert begun.cause is Cause.DIVERGED
     assert state.diverged is not None
@@ -66,7 +66,7 @@ def test_each_rollback_finds_its_target_after_any_death(
         over = world.tick(journal_only=dead == "controller")
         for number, time_s, events in world.history[known:]:
             for event in events:
-                if isinstance(event, RollbackBegun):
+                if isinstance(event, RollbackStarted):
                     check(state, event, ever)
                 state = apply(state, event, time_s, number)
         if dead == "controller":

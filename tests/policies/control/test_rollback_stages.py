@@ -11,12 +11,12 @@ from grpo_orch.policies.detect.pitfalls import Pitfall
 from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
-    DivergenceWatched,
+    DivergenceSuspected,
     Event,
     FleetMoved,
-    Noticed,
+    PitfallFound,
     ProbationPassed,
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
@@ -27,7 +27,7 @@ from grpo_orch.policies.tick.snapshot import Launch, ControllerVerdict, WriteFor
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TrainerFenced,
     TimelineResumed,
@@ -53,16 +53,16 @@ def test_diverging_run_returns_before_onset_and_finishes() -> None:
 def test_watch_and_trip_are_journalled() -> None:
     world = world_of({0: (13, 9)})
     world.until(lambda w: bool(w.begun))
-    watched, diverged = world.of(DivergenceWatched, Diverged)
-    assert watched == DivergenceWatched(0, 9, 9, ("KL 9",))
+    watched, diverged = world.of(DivergenceSuspected, Diverged)
+    assert watched == DivergenceSuspected(0, 9, 9, ("KL 9",))
     assert diverged == Diverged(0, 13, 9, ("KL 9",), "trainer")
 
 
 def test_passed_watch_is_journalled() -> None:
     world = world_of({0: (10**6, 9)})
-    world.until(lambda w: w.state.watched is not None)
+    world.until(lambda w: w.state.suspected is not None)
     world.trips = {}
-    world.until(lambda w: w.state.watched is None)
+    world.until(lambda w: w.state.suspected is None)
     assert len(world.of(DivergenceCleared)) == 1
     world.run()
     assert not world.begun
@@ -113,7 +113,7 @@ def test_machine_lost_at_any_stage_does_not_change_the_end(stage: type[Event], w
 
 def test_fork_is_stored_before_a_trainer_starts_on_it() -> None:
     world = world_of({0: (13, 9)})
-    world.until(lambda w: w.decides(RollbackBegun))
+    world.until(lambda w: w.decides(RollbackStarted))
     decision = decide(world.state, world.snapshot(), world.spec)
     assert [action for action in decision.actions if isinstance(action, WriteFork)]
     assert not [action for action in decision.actions if isinstance(action, Launch)]
@@ -132,4 +132,4 @@ def test_a_pitfall_is_journalled_once() -> None:
         watched = ControllerVerdict(0, snapshot.verdict.verdict, (replace(found, step=step),))
         decision = decide(world.state, replace(snapshot, verdict=watched), world.spec)
         world.journal(decision.events)
-    assert [event.step for event in world.of(Noticed) if isinstance(event, Noticed)] == [3, 4]
+    assert [event.step for event in world.of(PitfallFound) if isinstance(event, PitfallFound)] == [3, 4]

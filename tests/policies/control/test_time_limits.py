@@ -10,7 +10,7 @@ import pytest
 
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.buying import MachineKind
-from grpo_orch.policies.model.events import CapacityMissing, JobRestarted, NodeMoved, ProbationPassed
+from grpo_orch.policies.model.events import CapacityShortage, JobRestarted, NodeMoved, ProbationPassed
 from grpo_orch.policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import (
@@ -188,12 +188,12 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "and much longer": (900.0, lambda s: goes(trainerless(s, boot_s=5000.0), ROLLOUT)),
     "no trainer's machine": (
         3600.0,
-        lambda s: tells(decided(shortages=Shortages(trainer_since_s=NOW_S - s), members=None), CapacityMissing),
+        lambda s: tells(decided(shortages=Shortages(trainer_since_s=NOW_S - s), members=None), CapacityShortage),
     ),
     "no rollout node for a trainer": (
         3600.0,
         lambda s: tells(
-            decided(node(TRAINER, for_s=s), shortages=Shortages(rollout_since_s=0.0), members=()), CapacityMissing
+            decided(node(TRAINER, for_s=s), shortages=Shortages(rollout_since_s=0.0), members=()), CapacityShortage
         ),
     ),
 }

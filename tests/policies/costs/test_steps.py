@@ -17,7 +17,7 @@ from grpo_orch.policies.costs.steps import (
     usd_a_step,
 )
 
-H200_AND_SPOT_PAIR = HourlyPrices(beside_usd_per_h=3.96, node_usd_per_h=2.38)
+H200_AND_SPOT_PAIR = HourlyPrices(other_usd_per_h=3.96, node_usd_per_h=2.38)
 
 seconds = st.floats(0, 1e5)
 prices = st.builds(HourlyPrices, st.floats(0.01, 1e3), st.floats(0.01, 1e3))

@@ -102,6 +102,6 @@ def test_run_costs_its_steps_its_machines_starts_and_steering() -> None:
 )
 def test_tariff_without_a_price_gives_the_reason(store: Place, machine: Place, told: str) -> None:
     tariff = tariff_of(store, machine)
-    assert told in tariff.why
+    assert told in tariff.reason
     assert tariff.sent_usd_per_gb is None
-    assert tariff_of(EAST, EAST).why == ""
+    assert tariff_of(EAST, EAST).reason == ""

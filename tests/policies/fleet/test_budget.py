@@ -26,8 +26,8 @@ def test_without_caps_everything_fits() -> None:
 
 
 def test_machine_counts_at_its_cap_until_its_price_is_known() -> None:
-    asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first", most_usd_per_h=9.0)
-    other = NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", most_usd_per_h=9.0)
+    asked = NodeRequested("rollout-0-i1", Role.ROLLOUT, "rollout-0", 1, Market.SPOT, "first", max_usd_per_h=9.0)
+    other = NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", max_usd_per_h=9.0)
     history: list[tuple[int, float, tuple[Event, ...]]] = [(1, 0.0, (asked, other))]
     assert spent_usd(fold(history), 3600.0) == 18.0
     history.append((2, 600.0, (NodeMoved("rollout-1-i1", NodePhase.REFUSED, "none", Refusal.NO_CAPACITY),)))

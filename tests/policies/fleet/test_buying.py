@@ -25,7 +25,7 @@ from grpo_orch.policies.model.events import (
     BudgetNeared,
     BuyingResumed,
     BuyingStopped,
-    CapacityMissing,
+    CapacityShortage,
     NodeRequested,
     RunMoved,
     SpecProved,
@@ -267,7 +267,7 @@ def test_tries_come_at_growing_intervals(kind: MachineKind, needed: bool, waits:
 
 def lacks(world: World) -> list[tuple[str, float]]:
     found = [(event, at) for _, at, events in world.history for event in events]
-    return [(event.role, at - event.since_s) for event, at in found if isinstance(event, CapacityMissing)]
+    return [(event.role, at - event.since_s) for event, at in found if isinstance(event, CapacityShortage)]
 
 
 @pytest.mark.parametrize("role", Role)

@@ -297,7 +297,7 @@ def test_a_new_controller_keeps_them() -> None:
     world.take_over()
     assert fallback_nodes(fold(world.history)) == [there]
     again = decide(world.state, world.snapshot(), world.spec).events
-    assert not any(isinstance(event, NodeRequested) and event.stand_in for event in again)
+    assert not any(isinstance(event, NodeRequested) and event.is_fallback for event in again)
 
 
 ONE = 9.0  # USD an hour: a trainer and one node on demand, at the most that it may cost

@@ -10,7 +10,7 @@ from grpo_orch.policies.control.observed import MACHINE_LOST_S
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S
-from grpo_orch.policies.model.events import BudgetRefused, CapacityMissing, JobRestarted, NodeRequested, RunMoved
+from grpo_orch.policies.model.events import BudgetRefused, CapacityShortage, JobRestarted, NodeRequested, RunMoved
 from grpo_orch.policies.model.spec import Replicas, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
 from grpo_orch.policies.tick.snapshot import Action, Launch, Snapshot
@@ -31,7 +31,7 @@ def test_day_without_nodes_costs_no_trainer_and_no_step() -> None:
     assert {event.role for event in new} == {Role.ROLLOUT}
     assert {event.slot for event in new} == {"rollout-0"}
     assert len(new) <= 24 * HOUR_S / BACK_OFF_MAX_EXTRA_S + 10
-    assert (world.machines, world.of(CapacityMissing)) == ({}, [])
+    assert (world.machines, world.of(CapacityShortage)) == ({}, [])
     world.refusing_rollouts = False
     back_at_s = world.now_s
     world.until(RunPhase.TRAINING)

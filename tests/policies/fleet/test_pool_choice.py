@@ -11,7 +11,7 @@ import pytest
 
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.buying import MachineKind
-from grpo_orch.policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, Noticed
+from grpo_orch.policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, PitfallFound
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.reports import with_report
 from grpo_orch.policies.model.spec import Budget, RunSpec
@@ -107,9 +107,9 @@ def test_request_has_its_pool_reason_and_price_limit() -> None:
     world.until(has_rollouts)
     requests = {event.node: event for event in world.of(NodeRequested)}
     first, second = requests["rollout-0-i1"], requests["rollout-0-i2"]
-    assert (first.pool, first.most_usd_per_h) == (pool("a"), 1.0)
+    assert (first.pool, first.max_usd_per_h) == (pool("a"), 1.0)
     assert "in aws/r/ra g6.xlarge L4:1 spot at 1.00 USD/h: 0.07 losses an hour, never tried" in first.reason
-    assert (second.pool, second.most_usd_per_h) == (pool("b"), 1.01)
+    assert (second.pool, second.max_usd_per_h) == (pool("b"), 1.01)
 
 
 def test_budget_counts_the_chosen_pool_and_not_the_dearest() -> None:
@@ -136,7 +136,7 @@ def test_next_affordable_pool_replaces_one_over_budget() -> None:
     assert requests["trainer-0-i1"].pool == pool("b", Market.ON_DEMAND)
     assert requests["rollout-0-i1"].pool == pool("b")
     assert (
-        requests["rollout-0-i1"].most_usd_per_h == 1.0
+        requests["rollout-0-i1"].max_usd_per_h == 1.0
     )  # its pool's own price counts, not the dearest of its kind
     assert world.steps == 10
 
@@ -153,14 +153,14 @@ def test_cloud_without_offers_is_reported_once_and_still_used() -> None:
     world = zones(spec(1), has="", offers=())
     snapshot = replace(world.snapshot(), prices=None, prices_trouble="KeyError: 'zone'")
     told = decide(world.state, snapshot, world.spec)
-    [noticed] = [event for event in told.events if isinstance(event, Noticed)]
+    [noticed] = [event for event in told.events if isinstance(event, PitfallFound)]
     assert "KeyError" in noticed.text
     assert "the cloud chooses where to buy" in noticed.text
     assert any(isinstance(event, NodeRequested) for event in told.events)
     seen = replace(world.state, reports=with_report({}, noticed, 0.0))
-    assert not any(isinstance(event, Noticed) for event in decide(seen, snapshot, world.spec).events)
+    assert not any(isinstance(event, PitfallFound) for event in decide(seen, snapshot, world.spec).events)
     capped = decide(world.state, snapshot, replace(world.spec, budget=Budget(usd=100.0)))
-    [noticed] = [event for event in capped.events if isinstance(event, Noticed)]
+    [noticed] = [event for event in capped.events if isinstance(event, PitfallFound)]
     assert "nothing is bought, because the run has a budget" in noticed.text
     assert not any(isinstance(event, NodeRequested) for event in capped.events)
 
@@ -217,7 +217,7 @@ def test_nodes_join_the_machines_whose_pool_was_not_journalled() -> None:
     world.until(lambda it: len(it.up(Role.ROLLOUT)) == 2)
     bought = MachineBought("trainer-0-i1", Market.ON_DEMAND, "aws/r", 3.0, 3.0)
     world.journal((bought,))
-    known = world.state.nodes["trainer-0-i1"].came_at_s
+    known = world.state.nodes["trainer-0-i1"].arrived_at_s
 
     there = {Role.TRAINER: pool("a", Market.ON_DEMAND), Role.ROLLOUT: pool("a")}
     for name, machine in world.machines.items():
@@ -237,5 +237,5 @@ def test_nodes_join_the_machines_whose_pool_was_not_journalled() -> None:
     assert second.pool.region == "r"
     trainer = world.state.nodes["trainer-0-i1"]
     assert (trainer.pool, trainer.price_usd_per_h) == (there[Role.TRAINER], 3.0)
-    assert trainer.came_at_s == known, "it has been there since then"
+    assert trainer.arrived_at_s == known, "it has been there since then"
     assert len(world.of(MachineBought)) == 3, "each is told once, the trainer a second time"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from grpo_orch.policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
 from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
-from grpo_orch.policies.model.fold import NOTICED, fold
-from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, came, refused, stayed
+from grpo_orch.policies.model.fold import PREEMPTION_NOTICE, fold
+from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 HALF = HalfLives(24.0, 6.0)
@@ -31,11 +31,11 @@ def offer(zone: str, usd_per_h: float, **more: float) -> PoolOffer:
 
 def record(zone: str, refusals: int, losses: int, at_s: float) -> PoolRecord:
     """So many launches that were refused and machines that were taken, and one of each that was not."""
-    found = stayed(came(PoolRecord(pool(zone)), at_s), at_s - 2 * HOUR_S, at_s, taken=False)
+    found = with_stay(with_launch(PoolRecord(pool(zone)), at_s), at_s - 2 * HOUR_S, at_s, preempted=False)
     for _ in range(refusals):
-        found = refused(found, at_s, at_s)
+        found = with_refusal(found, at_s, at_s)
     for _ in range(losses):
-        found = stayed(found, at_s - HOUR_S, at_s, taken=True)
+        found = with_stay(found, at_s - HOUR_S, at_s, preempted=True)
     return found
 
 
@@ -45,7 +45,7 @@ def test_dominated_pool_is_not_chosen(
 ) -> None:
     at_s = NOW_S - 2 * REST_MAX_S  # none rests any more
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
-    bad = replace(bad, stays=tuple(replace(one, taken=True) for one in bad.stays))
+    bad = replace(bad, stays=tuple(replace(one, preempted=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
     chosen = choose(
         offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0
@@ -58,12 +58,12 @@ def test_dominated_pool_is_not_chosen(
 def test_a_rest_grows_with_each_refusal_and_ends(times: int) -> None:
     found, before_s = PoolRecord(pool("a")), 0.0
     for _ in range(times):
-        found = refused(found, NOW_S, NOW_S)
+        found = with_refusal(found, NOW_S, NOW_S)
         now_s = rest_s(found, NOW_S)
         assert before_s < now_s or now_s == REST_MAX_S
         before_s = now_s
     assert rest_s(found, NOW_S + before_s) == 0.0
-    assert rest_s(came(found, NOW_S), NOW_S) == 0.0
+    assert rest_s(with_launch(found, NOW_S), NOW_S) == 0.0
 
 
 @given(counts, counts)
@@ -92,7 +92,7 @@ def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
 
 
 def test_longest_resting_pool_is_asked_if_all_rest() -> None:
-    first, last = (refused(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S)))
+    first, last = (with_refusal(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S)))
     records = {str(one.pool): one for one in (first, last)}
     chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
@@ -111,8 +111,8 @@ def test_an_order_is_kept() -> None:
 
 def test_machine_landing_elsewhere_counts_as_refused() -> None:
     pools = fold(bought("a", "b")).pools
-    assert [one.came for one in pools[str(pool("a"))].launches] == [False]
-    assert [one.came for one in pools[str(pool("b"))].launches] == [True]
+    assert [one.succeeded for one in pools[str(pool("a"))].launches] == [False]
+    assert [one.succeeded for one in pools[str(pool("b"))].launches] == [True]
 
 
 def test_a_zone_that_was_left_to_the_cloud_refuses_nothing() -> None:
@@ -122,12 +122,12 @@ def test_a_zone_that_was_left_to_the_cloud_refuses_nothing() -> None:
     there = MachineBought(node, Market.SPOT, "", 1.0, 3.0, pool("a"))
     state = fold([(1, 1.0, (requested, NodeMoved(node, NodePhase.BOOTING, "there"), there))])
     assert state.nodes[node].pool == asked
-    assert [[one.came for one in found.launches] for found in state.pools.values()] == [[True]]
+    assert [[one.succeeded for one in found.launches] for found in state.pools.values()] == [[True]]
 
 
 def test_loss_is_counted_once_and_a_return_is_none() -> None:
     node, gone = "rollout-0-i1", NodePhase.GONE
-    notice = NodeMoved(node, NodePhase.DRAINING, NOTICED)
+    notice = NodeMoved(node, NodePhase.DRAINING, PREEMPTION_NOTICE)
     ending = NodeMoved(node, NodePhase.TERMINATING, "drained")
     for moves, taken in (
         ((NodeMoved(node, gone, "preempted"),), [True]),
@@ -136,7 +136,7 @@ def test_loss_is_counted_once_and_a_return_is_none() -> None:
         ((ending, NodeMoved(node, gone, "terminated")), [False]),
     ):
         stays = fold(bought("a", "a", *moves)).pools[str(pool("a"))].stays
-        assert [one.taken for one in stays] == taken
+        assert [one.preempted for one in stays] == taken
 
 
 def test_refused_credentials_do_not_count_for_a_pool() -> None:
@@ -149,10 +149,10 @@ def test_refused_credentials_do_not_count_for_a_pool() -> None:
 def test_parallel_refusals_of_a_pool_count_as_one() -> None:
     found = PoolRecord(pool("a"))
     for seconds in range(5):
-        found = refused(found, NOW_S - 60, NOW_S + seconds)
+        found = with_refusal(found, NOW_S - 60, NOW_S + seconds)
     assert found.refused_in_a_row == 1
-    assert [one.came for one in found.launches] == [False] * 5
-    assert refused(found, NOW_S + 5, NOW_S + 9).refused_in_a_row == 2
+    assert [one.succeeded for one in found.launches] == [False] * 5
+    assert with_refusal(found, NOW_S + 5, NOW_S + 9).refused_in_a_row == 2
 
 
 def test_full_quota_holds_for_region_until_it_gives_a_machine() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.model.events import NodeMoved, NodeRequested, RebalanceRecommended
-from grpo_orch.policies.model.fold import NOTICED
+from grpo_orch.policies.model.fold import PREEMPTION_NOTICE
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 from grpo_orch.policies.tick.snapshot import Snapshot
@@ -71,7 +71,7 @@ def test_pool_record_counts_recommendations_and_later_losses() -> None:
         world.lose(world.serving[0])
         world.wait(2 * BOOT_S)
     record = world.state.pools[str(NODES)]
-    assert (record.rebalances, record.rebalances_taken) == (2, 2)
+    assert (record.rebalances, record.rebalances_preempted) == (2, 2)
     assert "the cloud preempted 1 of 1 earlier machines" in world.of(RebalanceRecommended)[-1].reason
 
 
@@ -82,7 +82,7 @@ def test_recommendation_with_a_notice_is_not_journalled() -> None:
     world.notice(node)
     world.wait(60.0)
     assert world.of(RebalanceRecommended) == []
-    assert [move.reason for move in world.of(NodeMoved) if move.phase is NodePhase.DRAINING] == [NOTICED]
+    assert [move.reason for move in world.of(NodeMoved) if move.phase is NodePhase.DRAINING] == [PREEMPTION_NOTICE]
 
 
 def test_surplus_node_with_a_recommendation_is_returned_first() -> None:
@@ -95,4 +95,4 @@ def test_surplus_node_with_a_recommendation_is_returned_first() -> None:
     assert returned == [recommended]
     assert len(world.serving) == 2
     record = world.state.pools[str(NODES)]
-    assert (record.rebalances, record.rebalances_taken) == (1, 0)
+    assert (record.rebalances, record.rebalances_preempted) == (1, 0)

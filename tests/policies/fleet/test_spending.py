@@ -249,7 +249,7 @@ def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
     asked = {event.node: event for event in world.of(NodeRequested)}
     assert asked["trainer-0-i1"].reason == "first; 0.00 of 30.00 USD spent"
     assert asked["rollout-1-i1"].reason.startswith("first; 2 of 2 rollout nodes; ")
-    assert asked["rollout-1-i1"].most_usd_per_h == 4.0
+    assert asked["rollout-1-i1"].max_usd_per_h == 4.0
     gone = [event.reason for event in world.of(NodeMoved) if event.phase is NodePhase.GONE]
     assert len(gone) == 3
     assert all(reason.startswith("terminated, after ") and reason.endswith(" USD") for reason in gone)

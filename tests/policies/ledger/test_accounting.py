@@ -25,7 +25,7 @@ from grpo_orch.policies.model.events import (
     JobRestarted,
     NodeMoved,
     RunMoved,
-    TookOver,
+    ControllerTookOver,
 )
 from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, RunPhase
 from tests.generators.views_world import requested
@@ -33,7 +33,7 @@ from tests.generators.views_world import requested
 NODE = "rollout-0-i1"
 TRAINER = "trainer-0-i1"
 START: list[Event] = [
-    TookOver("a", 1, "up"),
+    ControllerTookOver("a", 1, "up"),
     requested(NODE),
     requested(TRAINER),
     NodeMoved(NODE, NodePhase.BOOTING, ""),
@@ -80,7 +80,7 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
             [f"{NODE} exited with 1", f"{NODE} lost"],
         ),
         ([GatewayRestarted("second")], ["gateway restarted"]),
-        ([TookOver("b", 2, "resume")], ["controller replaced"]),
+        ([ControllerTookOver("b", 2, "resume")], ["controller replaced"]),
         ([DivergenceCleared(0, 3)], []),
         # A trainer that stops for a new timeline, or because the run diverges, and the gateway that ends with it.
         (
@@ -119,7 +119,7 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
                 moved(NodePhase.TERMINATING),
                 moved(NodePhase.GONE),
                 RunMoved(RunPhase.STOPPED, ""),
-                TookOver("b", 2, "resume"),
+                ControllerTookOver("b", 2, "resume"),
                 RunMoved(RunPhase.STARTING, ""),
                 GatewayRestarted("second"),
             ],

@@ -81,7 +81,7 @@ def journal_of(machines: list[tuple[str, Market, int, int, float]]) -> Entries:
     for n, (slot, market, from_s, lasts_s, usd) in enumerate(machines):
         node = f"{slot}-i{n}"
         told += [
-            (from_s, NodeRequested(node, role_of(slot), slot, n, market, "", most_usd_per_h=2 * usd)),
+            (from_s, NodeRequested(node, role_of(slot), slot, n, market, "", max_usd_per_h=2 * usd)),
             (from_s, MachineBought(node, market, "here", usd, 3 * usd)),
             (from_s + lasts_s, moved(NodePhase.GONE, node)),
         ]
@@ -113,7 +113,7 @@ def test_spent_never_falls_and_is_the_integral_of_prices(
 
 
 def test_own_machine_is_free_at_any_listed_price() -> None:
-    asked = NodeRequested(NODE, Role.ROLLOUT, "rollout-0", 1, Market.ON_DEMAND, "", most_usd_per_h=98.0)
+    asked = NodeRequested(NODE, Role.ROLLOUT, "rollout-0", 1, Market.ON_DEMAND, "", max_usd_per_h=98.0)
     seen: Entries = [
         (1, 0.0, (RunCreated("digits", "digits-0a1b"), asked)),
         (2, 0.0, (moved(NodePhase.BOOTING), MachineBought(NODE, Market.ON_DEMAND, "kubernetes", 0.0, 0.0))),

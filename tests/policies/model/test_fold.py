@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.policies.ledger.rentals import rentals
-from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, TookOver
-from grpo_orch.policies.model.fold import NOTICED, apply, clock_lag_s, draft, final, fold
+from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, ControllerTookOver
+from grpo_orch.policies.model.fold import PREEMPTION_NOTICE, apply, clock_lag_s, draft, final, fold
 from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
@@ -41,7 +41,7 @@ def test_draft_leaves_its_state_unchanged_and_equals_the_fold() -> None:
     assert not any(hasattr(one, "__setitem__") for one in (made.nodes, made.slots, made.kinds, made.pools))
 
 
-@pytest.mark.parametrize(("phase", "why"), [(NodePhase.GONE, "preempted"), (NodePhase.DRAINING, NOTICED)])
+@pytest.mark.parametrize(("phase", "why"), [(NodePhase.GONE, "preempted"), (NodePhase.DRAINING, PREEMPTION_NOTICE)])
 def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: str) -> None:
     def moved(count: int, *phases: NodePhase) -> list[Event]:
         node = f"rollout-0-i{count}"
@@ -53,7 +53,7 @@ def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: 
     history += [(at, at * 100.0, moved(at, NodePhase.BOOTING, phase, *gone)) for at in (2, 3, 4)]
     state = fold(history)
     kind = state.kinds["rollout on spot"]
-    assert (kind.taken_in_a_row, kind.fails, kind.never_serves) == (3, True, False)
+    assert (kind.preempted_in_a_row, kind.fails, kind.never_serves) == (3, True, False)
     assert state.slots["rollout-0"].refusals_in_a_row == 3
     assert state.shortages.rollout_since_s == 100.0
     booting = fold([(5, 500.0, moved(5, NodePhase.BOOTING))], state)
@@ -66,7 +66,7 @@ def test_simultaneous_preemptions_of_a_zone_are_one() -> None:
     booting = [NodeMoved(f"rollout-{place}-i1", NodePhase.BOOTING, "") for place in range(3)]
     taken = [NodeMoved(f"rollout-{place}-i1", NodePhase.GONE, "preempted") for place in range(3)]
     state = fold([(1, 100.0, [asked(0), asked(1), asked(2), *booting]), (2, 200.0, taken)])
-    assert state.kinds["rollout on spot"].taken_in_a_row == 1
+    assert state.kinds["rollout on spot"].preempted_in_a_row == 1
 
 
 DAY_S = 86400.0
@@ -94,7 +94,7 @@ def test_a_machine_is_as_old_for_the_bill_as_for_the_budget() -> None:
     asked = requested("rollout-0-i1")
     history: list[tuple[int, float, tuple[Event, ...]]] = [
         (1, 1000.0, (asked,)),
-        (2, 500.0, (TookOver("b", 2, "resume", 900.0),)),
+        (2, 500.0, (ControllerTookOver("b", 2, "resume", 900.0),)),
     ]
     [node] = fold(history).nodes.values()
     [rental] = rentals(history, 500.0)

@@ -11,7 +11,7 @@ from grpo_orch.policies.model.events import (
     Event,
     FleetMoved,
     ProbationPassed,
-    RollbackBegun,
+    RollbackStarted,
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
@@ -21,7 +21,7 @@ from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGE
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 
-BEGUN = RollbackBegun(Fork(1, "0-4"), Cause.DIVERGED, 8, "")
+BEGUN = RollbackStarted(Fork(1, "0-4"), Cause.DIVERGED, 8, "")
 # In order. Before each stage's event the rollback is at the stage of the one before it, or there is none.
 STAGES: dict[RollbackStage | None, Event] = {
     RollbackStage.BEGUN: BEGUN,

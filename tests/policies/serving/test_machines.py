@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_orch.policies.model.gpus import divided
+from grpo_orch.policies.model.gpus import engine_devices
 from grpo_orch.policies.model.vocabulary import machine_of, member_of
 from grpo_orch.policies.serving.member import Load
 from grpo_orch.policies.serving.membership import Membership
@@ -38,7 +38,7 @@ def table() -> Membership:
     ],
 )
 def test_each_engine_of_a_machine_has_gpus_of_its_own(gpus: str, takes: int, shares: list[str]) -> None:
-    assert divided(gpus.split(",") if gpus else [], takes) == shares
+    assert engine_devices(gpus.split(",") if gpus else [], takes) == shares
 
 
 def test_engine_is_named_after_its_machine_or_equals_it() -> None:

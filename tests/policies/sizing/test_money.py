@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.policies.model.vocabulary import Market
-from grpo_orch.policies.sizing.money import Prices, again_usd, cost, hourly
+from grpo_orch.policies.sizing.money import Prices, repeat_step_usd, cost, hourly
 
 
 def test_a_day_of_the_pair_and_a_step() -> None:
@@ -19,7 +19,7 @@ def test_a_day_of_the_pair_and_a_step() -> None:
     dear = hourly(trainer, node, 2, (Market.ON_DEMAND, Market.ON_DEMAND))
     assert dear is not None
     assert cost(dear, None).usd_per_day == pytest.approx(285.12)
-    assert again_usd(36, 100) == pytest.approx(1)
+    assert repeat_step_usd(36, 100) == pytest.approx(1)
 
 
 def test_unknown_price_is_no_price() -> None:

@@ -11,7 +11,7 @@ from grpo_orch.policies.ledger.retention import (
     StoredCheckpoint,
     keep_before,
     keep_since,
-    most_kept,
+    max_checkpoints,
     versions_to_retire,
 )
 from grpo_orch.policies.model.spec import CheckpointsSpec
@@ -21,7 +21,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 @pytest.mark.parametrize(("save_steps", "kept"), [(10, 20), (25, 17), (50, 15), (100, 12)])
 def test_long_runs_store_has_the_documented_size(save_steps: int, kept: int) -> None:
     """docs/run-yaml.md, checkpoints."""
-    assert most_kept(CheckpointsSpec(), save_steps, 1, 10_000) == kept
+    assert max_checkpoints(CheckpointsSpec(), save_steps, 1, 10_000) == kept
 
 
 @pytest.mark.parametrize("save_steps", [3, 20])
@@ -39,11 +39,11 @@ def test_a_long_run_is_followed_at_its_end_alone(
         gone = versions_to_retire(line, (), RetentionRules(keep_last, None, before, since))
         line = [one for one in line if one.version not in gone]
         most = max(most, len(line))
-    assert most_kept(rules, save_steps, logging_steps, save_steps * saves) == most
+    assert max_checkpoints(rules, save_steps, logging_steps, save_steps * saves) == most
 
 
 def test_permanent_checkpoints_are_counted_if_saved() -> None:
     every = CheckpointsSpec(keep_every_steps=75)
-    assert most_kept(every, 50, 1, 10_000) == 15 + 10_000 // 150
-    assert most_kept(CheckpointsSpec(keep_every_steps=50), 50, 1, 500) == 10
-    assert most_kept(CheckpointsSpec(), 50, 1, 49) == 0
+    assert max_checkpoints(every, 50, 1, 10_000) == 15 + 10_000 // 150
+    assert max_checkpoints(CheckpointsSpec(keep_every_steps=50), 50, 1, 500) == 10
+    assert max_checkpoints(CheckpointsSpec(), 50, 1, 49) == 0

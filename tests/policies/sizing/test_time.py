@@ -11,14 +11,14 @@ from grpo_orch.policies.sizing.speed import (
     Engine,
     Passes,
     StepWork,
-    delta_s,
+    delta_transfer_s,
     delta_share,
     generate_s,
     gpu_named,
     shared_by_nodes,
     token_s,
     train_s,
-    whole_s,
+    full_transfer_s,
 )
 from tests.generators import model_configs as known
 
@@ -43,12 +43,12 @@ ENGINE = Engine(1, H200.bandwidth_gb_per_s, H200.tflops, WEIGHTS_32B, KV_32B, PA
     ],
 )
 def test_sync_takes_the_benchmarks_time(weights_gb: float, link: int, whole: float, delta: float) -> None:
-    assert whole_s(weights_gb * 1e9, link) == pytest.approx(whole, rel=0.03)
-    assert delta_s(weights_gb * 1e9, 0.0178, link) == pytest.approx(delta, rel=0.05)
+    assert full_transfer_s(weights_gb * 1e9, link) == pytest.approx(whole, rel=0.03)
+    assert delta_transfer_s(weights_gb * 1e9, 0.0178, link) == pytest.approx(delta, rel=0.05)
 
 
 def test_a_slow_link_waits_for_a_large_delta_twice() -> None:
-    assert delta_s(8e9, 1.0, 1) == pytest.approx(64 + 64 + 0.5)
+    assert delta_transfer_s(8e9, 1.0, 1) == pytest.approx(64 + 64 + 0.5)
 
 
 def test_delta_share_is_measured_and_interpolated() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from grpo_orch.policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, why_whole
+from grpo_orch.policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, adapter_obstacle
 from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.rollout.vllm.flags import argv_of
 
@@ -48,8 +48,8 @@ def spec_of(
     ],
 )
 def test_plain_adapter_is_published_alone(peft: dict[str, Any]) -> None:
-    assert why_whole(spec_of(peft), CONFIG) == ""
-    assert why_whole(spec_of(peft), {}) == ""
+    assert adapter_obstacle(spec_of(peft), CONFIG) == ""
+    assert adapter_obstacle(spec_of(peft), {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_plain_adapter_is_published_alone(peft: dict[str, Any]) -> None:
     ],
 )
 def test_more_than_an_adapter_is_published_whole(peft: dict[str, Any] | None, why: str) -> None:
-    assert why in why_whole(spec_of(peft), CONFIG)
+    assert why in adapter_obstacle(spec_of(peft), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_more_than_an_adapter_is_published_whole(peft: dict[str, Any] | None, wh
 def test_impossible_adapter_settings_are_refused(
     changes: dict[str, Any], config: dict[str, Any], why: str
 ) -> None:
-    said = why_whole(spec_of({"r": 8}, **changes), config)
+    said = adapter_obstacle(spec_of({"r": 8}, **changes), config)
     assert said == "" if why == "" else why in said
 
 
 @pytest.mark.parametrize("config", [GEMMA, EXPERTS, SEES])
 def test_named_targets_spare_the_head_and_the_experts(config: dict[str, Any]) -> None:
-    assert why_whole(spec_of({"target_modules": ["q_proj"]}), config) == ""
+    assert adapter_obstacle(spec_of({"target_modules": ["q_proj"]}), config) == ""
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])

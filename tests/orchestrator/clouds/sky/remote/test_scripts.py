@@ -16,7 +16,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import RunCreated, RunMoved, TookOver
+from grpo_orch.policies.model.events import RunCreated, RunMoved, ControllerTookOver
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
@@ -180,7 +180,7 @@ def test_real_daemon_takes_over_and_ships_the_same_wheel(ready: ControllerRig) -
     code, out, err = ready.finish("controller_run.sh")
     assert code == 0, (out, err)
     last = journal.read(store)[-1].decoded()[0]
-    assert isinstance(last, TookOver)
+    assert isinstance(last, ControllerTookOver)
     assert last.reason == "down"
     build = "from pathlib import Path; from grpo_orch.orchestrator.clouds.wheel import build_wheel; "
     build += "print(build_wheel(Path()))"
