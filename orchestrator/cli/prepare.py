@@ -31,7 +31,7 @@ from grpo_orch.orchestrator.plan.model import to_json
 from grpo_orch.orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
 from grpo_orch.orchestrator.plan.steps import Measured, measure
 from grpo_orch.orchestrator.views import plan as views
-from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec
 
@@ -261,7 +261,7 @@ def _prices(spec: RunSpec) -> PriceBook:
     return by_catalog(spec, list_prices) if spec.cloud == "sky" else by_rehearsal(spec)
 
 
-def _measure(storage: Storage) -> tuple[Measured | None, str, Place]:
+def _measure(storage: Storage) -> tuple[Measured | None, str, Location]:
     """Return the step times logged by the run in the store, else why they are unknown; and the store's place.
 
     An unreachable store is not an error.

@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import Steadiness
 from grpo_orch.policies.control.decide import decide, is_done
-from grpo_orch.policies.model.events import CommandTaken, DataSetAside, Event
+from grpo_orch.policies.model.events import CommandTaken, DocumentUnreadable, Event
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.tick.snapshot import Decision, Snapshot
@@ -108,5 +108,5 @@ class Controller:
             match event:
                 case CommandTaken():
                     documents.command(event.command_id).drop(self._store)
-                case DataSetAside() if event.key.startswith(f"{layout.COMMANDS}/"):
+                case DocumentUnreadable() if event.key.startswith(f"{layout.COMMANDS}/"):
                     documents.set_aside(self._store, event.key)

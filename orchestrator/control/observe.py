@@ -195,7 +195,7 @@ class CommandWatch:
         """Return the commands that are not taken yet. Raises StoreError."""
         now_s = self._clock()
         if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
-            skipped = set(state.set_aside)
+            skipped = set(state.unreadable)
             self._found = documents.read_commands(self._store, self._unreadable, skipped)
             self._listed_at_s = now_s
         return tuple(command for command in self._found if command.command_id not in state.commands_taken)

@@ -43,7 +43,7 @@ from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_node
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import StepShape
-from grpo_orch.policies.costs.store_costs import GB, Place
+from grpo_orch.policies.costs.store_costs import GB, Location
 from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
 from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, max_checkpoints
 from grpo_orch.policies.model.spec import (
@@ -62,7 +62,7 @@ from grpo_orch.policies.sizing.training import trained_params, training_of
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK
 from grpo_orch.policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 
-NOWHERE = Place("")
+NOWHERE = Location("")
 ESTIMATED = (
     f"estimated: completions of full length, prompts of {PROMPT_TOKENS} tokens;"
     f" training at {100 * speed.MFU:.0f} % of a GPU's dense throughput,"
@@ -77,7 +77,7 @@ def make_plan(
     book: PriceBook,
     measured: Measured | None = None,
     unread: str = "",
-    store: Place = NOWHERE,
+    store: Location = NOWHERE,
 ) -> Plan:
     """Return the plan of a run.
 
@@ -248,7 +248,7 @@ def _with_gpus(machine: dict[str, Any], listed: Sequence[ListPrice]) -> dict[str
 
 
 def plan_checkpoints(
-    spec: RunSpec, model: KnownModel, step: StepPlan | None, store: Place
+    spec: RunSpec, model: KnownModel, step: StepPlan | None, store: Location
 ) -> CheckpointPlan | None:
     """Return the plan of the run's checkpoints; None if the model's size is unknown."""
     size = _size_bytes(spec, model)

@@ -15,7 +15,7 @@ from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.machines import kinds_in
 from grpo_orch.orchestrator.plan.model import CloudPrice
-from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing.money import Prices
@@ -181,20 +181,20 @@ _REGION = ("region", "default_region", "aws_region", "aws_default_region")
 _AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
 
 
-def store_place(store: Store) -> Place:
+def store_place(store: Store) -> Location:
     """Return the store's cloud and region; empty strings if unknown."""
     scheme = store.url.partition("://")[0]
     if scheme not in ("s3", "s3a"):
-        return Place(_STORE_CLOUDS.get(scheme, ""))
+        return Location(_STORE_CLOUDS.get(scheme, ""))
     options = {str(key).lower(): str(value) for key, value in store.options.items()}
     environment = {key.lower(): value for key, value in os.environ.items() if key.startswith("AWS_")}
     endpoint, region = _first_named(_ENDPOINT, options, environment), _first_named(_REGION, options, environment)
     if "r2.cloudflarestorage.com" in endpoint:
-        return Place("r2")
+        return Location("r2")
     if endpoint and "amazonaws.com" not in endpoint:
-        return Place("")
+        return Location("")
     found = _AWS_HOST.search(endpoint)
-    return Place("aws", found[1] if found else region)
+    return Location("aws", found[1] if found else region)
 
 
 def _first_named(names: tuple[str, ...], *maps: Mapping[str, str]) -> str:

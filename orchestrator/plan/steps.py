@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
 from grpo_orch.orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, usd_a_step
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, step_usd
 from grpo_orch.policies.ledger.accounting import surviving_rows
 from grpo_orch.policies.model.gpus import engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
@@ -241,7 +241,7 @@ def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> 
     best = best_count(shape, priced, least, most) if priced is not None else most
     shown = sorted({*range(least, min(most, least + SHOWN_NODES - 1) + 1), best, most})
     steps = tuple(
-        (count, shape.seconds(count), None if priced is None else usd_a_step(shape, priced, count))
+        (count, shape.seconds(count), None if priced is None else step_usd(shape, priced, count))
         for count in shown
     )
     return NodesPlan(best=best, exact=None if priced is None else optimum(shape, priced), steps=steps)

@@ -20,7 +20,7 @@ from grpo_orch.policies.model.events import (
     BuyingStopped,
     CapacityShortage,
     CommandTaken,
-    DataSetAside,
+    DocumentUnreadable,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
@@ -147,7 +147,7 @@ def sentence(event: Event) -> str:
             return f"Rollout nodes generate completions again from step {event.step}; {before}"
         case SpecProved():
             return "The trainer works with this run.yaml: rollout nodes may be requested from now on"
-        case DataSetAside():
+        case DocumentUnreadable():
             return f"{event.key} in the store cannot be read and is ignored: {event.reason}"
         case _:
             assert_never(event)

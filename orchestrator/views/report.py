@@ -42,7 +42,7 @@ from grpo_orch.orchestrator.views.formatting import (
     start_words,
     usd,
 )
-from grpo_orch.policies.costs.store_costs import AT_HOME, Place, Stored, Tariff, of_run, tariff_of
+from grpo_orch.policies.costs.store_costs import SAME_REGION, Location, Stored, Tariff, usage_of_run, tariff_of
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.fleet.budget import not_counted
 from grpo_orch.policies.ledger.accounting import (
@@ -226,21 +226,21 @@ def _overlap(timing: StepTiming | None, spec: RunSpec) -> str | None:
 def _tariff(reader: Reader) -> Tariff:
     """Return the prices of the run's store, as seen from its machines."""
     if reader.spec.cloud != "sky":
-        return tariff_of(AT_HOME, AT_HOME)
+        return tariff_of(SAME_REGION, SAME_REGION)
     return tariff_of(store_place(reader.store), _machines_place(reader))
 
 
-def _machines_place(reader: Reader) -> Place:
+def _machines_place(reader: Reader) -> Location:
     """Return the location of the run's machines, else the only one that run.yaml names."""
     for node in reader.newest_node.values():
         if node.pool is not None:
-            return Place(node.pool.cloud, node.pool.region)
+            return Location(node.pool.cloud, node.pool.region)
     alternatives = alternatives_of(reader.spec.trainer.resources)
     named = [str(resources.get("infra") or resources.get("cloud") or "*") for resources in alternatives]
     places = {tuple(place.lower().split("/")[:2]) for place in named}
     if len(places) != 1 or "*" in (only := places.pop())[0]:
-        return Place("")
-    return Place(only[0], only[1] if len(only) > 1 and only[1] != "*" else "")
+        return Location("")
+    return Location(only[0], only[1] if len(only) > 1 and only[1] != "*" else "")
 
 
 def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s: float) -> float:
@@ -256,7 +256,7 @@ def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s:
         sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
         policy_bytes=policy_bytes,
     )
-    return tariff.usd(of_run(stored, [(rental.role, rental.hours) for rental in rented], wall_s, spec))
+    return tariff.usd(usage_of_run(stored, [(rental.role, rental.hours) for rental in rented], wall_s, spec))
 
 
 def _unpriced(tariff: Tariff) -> str:

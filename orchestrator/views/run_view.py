@@ -270,7 +270,7 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
 
 def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
     """Return the unreadable objects that the controller journalled, and those found here."""
-    journalled = reader.state.set_aside
+    journalled = reader.state.unreadable
     return tuple(SetAsideView(key, why) for key, why in (journalled | reader.unreadable.found).items())
 
 

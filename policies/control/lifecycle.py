@@ -11,7 +11,7 @@ from grpo_orch.policies.model.buying import REFUSALS, MachineKind
 from grpo_orch.policies.model.events import (
     BudgetSet,
     CommandTaken,
-    DataSetAside,
+    DocumentUnreadable,
     GatewayRestarted,
     SpecProved,
     StoreCaughtUp,
@@ -70,10 +70,10 @@ def _commands(tick: Tick) -> None:
 
 
 def _unreadable(tick: Tick) -> None:
-    known = tick.state.set_aside
+    known = tick.state.unreadable
     for key, why in tick.snapshot.store.unreadable.items():
         if key not in known:  # report each object once, even if its error changes
-            tick.report(DataSetAside(key, why), f"{key} cannot be read")
+            tick.report(DocumentUnreadable(key, why), f"{key} cannot be read")
 
 
 def _gateway(tick: Tick) -> None:

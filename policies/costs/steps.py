@@ -58,7 +58,7 @@ class HourlyPrices:
         return self.other_usd_per_h > 0 and self.node_usd_per_h > 0
 
 
-def usd_a_step(shape: StepShape, prices: HourlyPrices, nodes: float) -> float:
+def step_usd(shape: StepShape, prices: HourlyPrices, nodes: float) -> float:
     """Return the cost of a step on `nodes` nodes (at least 1)."""
     return (prices.other_usd_per_h + nodes * prices.node_usd_per_h) * shape.seconds(nodes) / 3600
 
@@ -87,7 +87,7 @@ def best_count(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> i
     if shape.ahead_s is None or exact >= high:
         return _whole(exact, low, high)
     below = max(low, 1, math.floor(exact))
-    return min((below, min(below + 1, high)), key=lambda nodes: usd_a_step(shape, prices, nodes))
+    return min((below, min(below + 1, high)), key=lambda nodes: step_usd(shape, prices, nodes))
 
 
 def _whole(exact: float, low: int, high: int) -> int:
@@ -108,7 +108,7 @@ def _whole(exact: float, low: int, high: int) -> int:
 
 RECENT = 20  # steps used, in total and of each fleet size
 ENOUGH = 3  # steps needed for an estimate
-UNLIKE = 1.5  # ratio of node counts needed for a fit that is better than its noise
+DIFFERENT_SHARE = 1.5  # ratio of node counts needed for a fit that is better than its noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _seconds_a_token(steps: Sequence[MeasuredStep]) -> dict[int, float]:
 
 def _split(seconds: Mapping[int, float]) -> tuple[float, float]:
     """Return c and b of c + b/n, neither negative."""
-    if max(seconds) < UNLIKE * min(seconds):
+    if max(seconds) < DIFFERENT_SHARE * min(seconds):
         return 0.0, fmean(n * each_s for n, each_s in seconds.items())
     x_mean = fmean(1 / n for n in seconds)
     y_mean = fmean(seconds.values())

@@ -22,17 +22,17 @@ from grpo_orch.policies.weights.disks import checkpoint_bytes_each
 GB = 10**9
 CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint
 TOKEN_BYTES = 16  # of a stored completion, with its log-probability
-OBJECTS_A_STEP = 10  # completions, rows, manifests, and what lists them
+OBJECTS_PER_STEP = 10  # completions, rows, manifests, and what lists them
 # Listings and writes a second: 0.9 by the daemon in a quiet run and up to 1.4 in a parked one, 1.5 by the
 # trainer's heartbeat and the gateway's status. Reads: 4 to 6, and 1. Each machine reads the lease once a minute.
-CONTROL_PUTS_A_S, CONTROL_GETS_A_S, LEASES_A_S = 3.5, 6.0, 1 / 60
-REPORTS_A_S = 1.0  # how often the machines' reports are checked
+CONTROL_PUTS_PER_S, CONTROL_GETS_PER_S, LEASES_PER_S = 3.5, 6.0, 1 / 60
+REPORTS_PER_S = 1.0  # how often the machines' reports are checked
 LISTED = 1000  # objects in one listing
 LISTING_READS = 12.5  # reads that cost as much as a listing
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """The location of a store or a machine.
 
     `cloud`: `r2`, one of list_prices.OWN, or a cloud's name; empty: unknown. `region`: empty: unknown.
@@ -59,11 +59,11 @@ class Stored:
     policy_bytes: float
 
 
-AT_HOME = Place("local")
+SAME_REGION = Location("local")
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Usage:
     """Requests to the store and their traffic."""
 
     puts: float = 0.0
@@ -71,8 +71,8 @@ class Use:
     sent_bytes: float = 0.0
     fetched_bytes: float = 0.0
 
-    def __add__(self, other: Use) -> Use:
-        return Use(
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
             self.puts + other.puts,
             self.gets + other.gets,
             self.sent_bytes + other.sent_bytes,
@@ -90,14 +90,14 @@ class Tariff:
     fetched_usd_per_gb: float | None
     reason: str = ""
 
-    def usd(self, use: Use) -> float:
+    def usd(self, use: Usage) -> float:
         """Return the cost; unknown prices count as 0."""
         requests = use.puts * (self.put_usd or 0.0) + use.gets * (self.get_usd or 0.0)
         sent = use.sent_bytes / GB * (self.sent_usd_per_gb or 0.0)
         return requests + sent + use.fetched_bytes / GB * (self.fetched_usd_per_gb or 0.0)
 
 
-def tariff_of(store: Place, machine: Place) -> Tariff:
+def tariff_of(store: Location, machine: Location) -> Tariff:
     """Return the prices that a run on machines there pays for the store."""
     price = store_price(store.cloud)
     if store.cloud in OWN:
@@ -117,19 +117,19 @@ def tariff_of(store: Place, machine: Place) -> Tariff:
     )
 
 
-def of_steps(stored: Stored, nodes: float, spec: RunSpec) -> Use:
+def usage_of_steps(stored: Stored, nodes: float, spec: RunSpec) -> Usage:
     """Return the use by these steps with `nodes` nodes."""
     save_steps = float(spec.grpo.get("save_steps", 500))
     kept = stored.steps / max(1.0, save_steps) * checkpoint_bytes(stored.policy_bytes, spec)
     completions = stored.tokens * TOKEN_BYTES
-    puts = stored.steps * OBJECTS_A_STEP + (stored.sent_bytes + kept) / CHUNK_BYTES
+    puts = stored.steps * OBJECTS_PER_STEP + (stored.sent_bytes + kept) / CHUNK_BYTES
     gets = nodes * stored.sent_bytes / CHUNK_BYTES
-    return Use(puts, gets, stored.sent_bytes + kept + completions, nodes * stored.sent_bytes)
+    return Usage(puts, gets, stored.sent_bytes + kept + completions, nodes * stored.sent_bytes)
 
 
-def of_fetch(size_bytes: float) -> Use:
+def usage_of_fetch(size_bytes: float) -> Usage:
     """Return the use by a machine that fetches `size_bytes`."""
-    return Use(gets=size_bytes / CHUNK_BYTES, fetched_bytes=size_bytes)
+    return Usage(gets=size_bytes / CHUNK_BYTES, fetched_bytes=size_bytes)
 
 
 def are_reports_listed(machines: float) -> bool:
@@ -138,23 +138,23 @@ def are_reports_listed(machines: float) -> bool:
     return machines > LISTING_READS
 
 
-def of_control(seconds: float, machines: float) -> Use:
+def usage_of_control(seconds: float, machines: float) -> Usage:
     """Return the use by the control of `machines` machines for `seconds`."""
     are_listed = are_reports_listed(machines)
-    puts = CONTROL_PUTS_A_S + REPORTS_A_S * (ceil(machines / LISTED) if are_listed else 0)
-    gets = CONTROL_GETS_A_S + LEASES_A_S * machines + REPORTS_A_S * (0 if are_listed else machines)
-    return Use(puts=puts * seconds, gets=gets * seconds)
+    puts = CONTROL_PUTS_PER_S + REPORTS_PER_S * (ceil(machines / LISTED) if are_listed else 0)
+    gets = CONTROL_GETS_PER_S + LEASES_PER_S * machines + REPORTS_PER_S * (0 if are_listed else machines)
+    return Usage(puts=puts * seconds, gets=gets * seconds)
 
 
-def of_run(stored: Stored, machines: Iterable[tuple[Role, float]], wall_s: float, spec: RunSpec) -> Use:
+def usage_of_run(stored: Stored, machines: Iterable[tuple[Role, float]], wall_s: float, spec: RunSpec) -> Usage:
     """Return the use by a run in `wall_s`. `machines`: the role and the hours of each."""
     machines, wall_h = list(machines), max(wall_s / 3600, 1e-9)
     nodes_h = sum(hours for role, hours in machines if role is Role.ROLLOUT)
-    use = of_steps(stored, nodes_h / wall_h, spec)
-    use += of_control(wall_s, sum(hours for _, hours in machines) / wall_h)
+    use = usage_of_steps(stored, nodes_h / wall_h, spec)
+    use += usage_of_control(wall_s, sum(hours for _, hours in machines) / wall_h)
     for role, _ in machines:
         is_trainer = role is Role.TRAINER
-        use += of_fetch(checkpoint_bytes(stored.policy_bytes, spec) if is_trainer else stored.policy_bytes)
+        use += usage_of_fetch(checkpoint_bytes(stored.policy_bytes, spec) if is_trainer else stored.policy_bytes)
     return use
 
 
@@ -163,7 +163,7 @@ def checkpoint_bytes(policy_bytes: float, spec: RunSpec) -> float:
     return policy_bytes / (4 if spec.trainer.peft is not None else 2) * checkpoint_bytes_each(spec)
 
 
-def _leaving(sender: Place, to: Place) -> float | None:
+def _leaving(sender: Location, to: Location) -> float | None:
     """Return the USD of a GB from one place to another."""
     price = store_price(sender.cloud)
     if price is None:

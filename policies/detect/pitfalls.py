@@ -25,7 +25,7 @@ EVAL_REWARD, REWARD = "eval_reward", "reward"
 # Optimizer steps between the sampling and the trained policy, and the change of a token's log-probability that
 # each may cause. In recorded runs that learn, an update changes it by at most 0.07 in nine of ten steps, eight
 # updates by 0.47; in a run that diverges, an update changes it by 0.14 in the median (docs/detection.md).
-STALENESS, MOVED_A_STEP = "orch/staleness", 0.05
+STALENESS, MOVED_PER_STEP = "orch/staleness", 0.05
 WAIT_S, STEP_TIME = "orch/wait_s", "step_time"
 PROMPTS_REFUSED = "orch/prompts_refused"
 REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT = "orch/refused_row", "orch/refused_tokens", "orch/refused_limit_tokens"
@@ -132,7 +132,7 @@ def _remember(state: Pitfalls, values: Mapping[str, float], step: int) -> Pitfal
         if name in values:
             value = values[name]
             if name == SAMPLING:
-                value = max(0.0, value - MOVED_A_STEP * max(0.0, values.get(STALENESS, 0.0)))
+                value = max(0.0, value - MOVED_PER_STEP * max(0.0, values.get(STALENESS, 0.0)))
             windows[name] = (*windows.get(name, ()), value)[-WINDOW_POINTS:]
     windows[PROMPTS_REFUSED] = (*windows.get(PROMPTS_REFUSED, ()), values.get(PROMPTS_REFUSED, 0.0))[
         -WINDOW_POINTS:

@@ -90,7 +90,7 @@ class Choice:
 
     offer: PoolOffer
     rates: PoolRates
-    rests_s: float = 0.0  # remaining rest; above 0 only if every pool rests
+    rest_left_s: float = 0.0  # remaining rest; above 0 only if every pool rests
 
     @property
     def sentence(self) -> str:
@@ -98,7 +98,7 @@ class Choice:
         rates = self.rates
         tried = f"{rates.succeeded} of {rates.launches} launches succeeded" if rates.launches else "never tried"
         rests = (
-            f", chosen although it rests for {self.rests_s:.0f} s, because all pools do" if self.rests_s else ""
+            f", chosen although it rests for {self.rest_left_s:.0f} s, because all pools do" if self.rest_left_s else ""
         )
         price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
         return f"in {self.offer.pool}{price}: {rates.losses_per_h:.2f} losses an hour, {tried}{rests}"

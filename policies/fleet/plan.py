@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, usd_a_step
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, step_usd
 from grpo_orch.policies.fleet.budget import Spending, caps_of
 from grpo_orch.policies.fleet.deadline import DeadlineProgress, deadline_progress, nodes_in_time
 from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
@@ -457,7 +457,7 @@ def _own_worth_usd(facts: _Facts) -> float | None:
         return None
     replicas, other_usd = facts.spec.rollout.replicas, facts.prices.other_usd_per_h
     prices = HourlyPrices(other_usd, facts.on_demand_usd_per_h or other_usd)
-    return usd_a_step(shape, prices, best_count(shape, prices, max(1, replicas.min), replicas.max))
+    return step_usd(shape, prices, best_count(shape, prices, max(1, replicas.min), replicas.max))
 
 
 def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> float | None:

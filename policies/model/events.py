@@ -115,7 +115,7 @@ class SpecProved:
 
 
 @dataclass(frozen=True, slots=True)
-class DataSetAside:
+class DocumentUnreadable:
     """An optional object of the store, or part of it, cannot be read and is ignored; a command is moved away."""
 
     key: str
@@ -134,7 +134,7 @@ RunEvent = (
     | TrainerGenerates
     | NodesGenerate
     | SpecProved
-    | DataSetAside
+    | DocumentUnreadable
 )
 
 

@@ -22,7 +22,7 @@ from grpo_orch.policies.model.events import (
     BuyingStopped,
     CapacityShortage,
     CommandTaken,
-    DataSetAside,
+    DocumentUnreadable,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
@@ -296,7 +296,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             | StoreCaughtUp()
             | TrainerGenerates()
             | NodesGenerate()
-            | DataSetAside()
+            | DocumentUnreadable()
             | BudgetRefused()
             | BudgetNeared()
             | CapacityShortage()

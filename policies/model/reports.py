@@ -14,7 +14,7 @@ from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetRefused,
     CapacityShortage,
-    DataSetAside,
+    DocumentUnreadable,
     DeadlineMissed,
     Event,
     NodesGenerate,
@@ -24,7 +24,7 @@ from grpo_orch.policies.model.events import (
     TrainerGenerates,
 )
 
-ASIDE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
+UNREADABLE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
     "set aside",
     "budget",
     "capacity",
@@ -60,8 +60,8 @@ def topic_of(event: Event) -> tuple[str, str] | None:
             return DEADLINE, "missed"
         case PitfallFound():
             return f"{PITFALL} {event.kind}", str(event.step)
-        case DataSetAside():
-            return f"{ASIDE} {event.key}", event.reason
+        case DocumentUnreadable():
+            return f"{UNREADABLE} {event.key}", event.reason
         case StoreSlowed():
             return STORE, SLOW
         case StoreCaughtUp():

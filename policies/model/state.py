@@ -10,7 +10,7 @@ from grpo_orch.policies.model.buying import MachineKind
 from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord
-from grpo_orch.policies.model.reports import ASIDE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
+from grpo_orch.policies.model.reports import UNREADABLE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
 from grpo_orch.policies.model.timelines import Fork, probation_until
 from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 
@@ -179,10 +179,10 @@ class RunState:
         return report is not None and report.state == SLOW
 
     @property
-    def set_aside(self) -> dict[str, str]:
+    def unreadable(self) -> dict[str, str]:
         """Objects of the store that could not be read, with the reasons."""
-        found = {name: report.state for name, report in self.reports.items() if name.startswith(f"{ASIDE} ")}
-        return {name.removeprefix(f"{ASIDE} "): reason for name, reason in found.items()}
+        found = {name: report.state for name, report in self.reports.items() if name.startswith(f"{UNREADABLE} ")}
+        return {name.removeprefix(f"{UNREADABLE} "): reason for name, reason in found.items()}
 
     @property
     def rollback(self) -> Rollback | None:

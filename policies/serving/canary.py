@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LENGTH = 48  # tokens: 47 log-probabilities, one small prefill
-FEWEST = 8  # log-probabilities needed for a check, where a node's context is shorter than the text
+TOKENS_MIN = 8  # log-probabilities needed for a check, where a node's context is shorter than the text
 
 # Relative spacing of the numbers in matrix products; for float32 that of TF32, which GPUs use. QUANTISED is
 # measured: with weights and inputs in e4m3 the noise is 5 to 10 times that of bfloat16.
@@ -90,8 +90,8 @@ def disagreement(canary: Canary, logprobs: Sequence[float], dtype: str) -> str:
     ]
     if len(expected) < len(logprobs):
         return "the trainer's own log-probabilities are not numbers"
-    if len(expected) < FEWEST:
-        return f"{len(expected)} log-probabilities are too few to compare; at least {FEWEST} are needed"
+    if len(expected) < TOKENS_MIN:
+        return f"{len(expected)} log-probabilities are too few to compare; at least {TOKENS_MIN} are needed"
     if not all(math.isfinite(logprob) for logprob in logprobs):
         return "the node's log-probabilities are not numbers"
     mean = sum(expected) / len(expected)

@@ -221,7 +221,7 @@ def _effective(tick: Tick) -> dict[str, object]:
 
 # Changes for a trainer that ran out of memory: first those that keep the objective, then others.
 
-LEAST_GROUP = 4  # the mean of a smaller group is too noisy
+GROUP_MIN = 4  # the mean of a smaller group is too noisy
 
 Changes = dict[str, bool | int | float]
 
@@ -282,7 +282,7 @@ def _with_smaller_groups(grpo: Mapping[str, Any]) -> Changes | None:
         if (value := grpo.get(key)) is not None:
             halved[key] = int(value) // 2
             before.append(int(value))
-    is_possible = group // 2 >= LEAST_GROUP and all(value % 2 == 0 for value in before)
+    is_possible = group // 2 >= GROUP_MIN and all(value % 2 == 0 for value in before)
     return halved if is_possible else None
 
 

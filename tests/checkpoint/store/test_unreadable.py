@@ -27,7 +27,7 @@ from grpo_orch.orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from grpo_orch.orchestrator.views.model import to_json as view_json
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.fleet.budget import BUDGET
-from grpo_orch.policies.model.events import DataSetAside, HealthyChosen, RunCreated
+from grpo_orch.policies.model.events import DocumentUnreadable, HealthyChosen, RunCreated
 from grpo_orch.policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
 from grpo_orch.policies.tick.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
@@ -115,7 +115,7 @@ class Steered:
 
     def told(self) -> list[str]:
         events = (event for record in journal.read(self.store) for event in record.decoded())
-        return [event.key for event in events if isinstance(event, DataSetAside)]
+        return [event.key for event in events if isinstance(event, DocumentUnreadable)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from grpo_orch.orchestrator.plan.machines import KnownModel, find_model
 from grpo_orch.orchestrator.plan.model import Plan
 from grpo_orch.orchestrator.plan.prices import by_catalog, by_rehearsal
 from grpo_orch.orchestrator.plan.steps import Measured
-from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.weights.disks import ModelSize
@@ -70,4 +70,4 @@ def plan_of(spec: RunSpec, measured: Measured | None = None, prices: PriceList =
         return prices
 
     book = by_catalog(spec, listed) if spec.cloud == "sky" else by_rehearsal(spec)
-    return make_plan(spec, size_of, book, measured, store=Place("aws"))
+    return make_plan(spec, size_of, book, measured, store=Location("aws"))

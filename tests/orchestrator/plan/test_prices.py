@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.plan.prices import (
     clouds_of,
     store_place,
 )
-from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import Prices as Rehearsed
 from grpo_orch.policies.model.spec import Rehearsal, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role
@@ -138,17 +138,17 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
 @pytest.mark.parametrize(
     ("url", "options", "place"),
     [
-        ("s3://bucket/run", {"region": "eu-west-1"}, Place("aws", "eu-west-1")),
-        ("s3://bucket/run", {"endpoint": "https://s3.us-east-2.amazonaws.com"}, Place("aws", "us-east-2")),
-        ("s3://bucket/run", {"endpoint": "https://x.r2.cloudflarestorage.com", "region": "auto"}, Place("r2")),
-        ("s3://bucket/run", {"endpoint": "https://minio.example"}, Place("")),
-        ("s3://bucket/run", {}, Place("aws")),
-        ("gs://bucket/run", {}, Place("gcp")),
-        ("memory://run", {}, Place("local")),
+        ("s3://bucket/run", {"region": "eu-west-1"}, Location("aws", "eu-west-1")),
+        ("s3://bucket/run", {"endpoint": "https://s3.us-east-2.amazonaws.com"}, Location("aws", "us-east-2")),
+        ("s3://bucket/run", {"endpoint": "https://x.r2.cloudflarestorage.com", "region": "auto"}, Location("r2")),
+        ("s3://bucket/run", {"endpoint": "https://minio.example"}, Location("")),
+        ("s3://bucket/run", {}, Location("aws")),
+        ("gs://bucket/run", {}, Location("gcp")),
+        ("memory://run", {}, Location("local")),
     ],
 )
 def test_stores_place_follows_its_url_and_options(
-    url: str, options: dict[str, str], place: Place, monkeypatch: pytest.MonkeyPatch
+    url: str, options: dict[str, str], place: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -161,4 +161,4 @@ def test_the_environment_names_a_region_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_REGION", "us-west-2")
     store = Store("memory://place", options={})
     store.url = "s3://bucket/run"
-    assert store_place(store) == Place("aws", "us-west-2")
+    assert store_place(store) == Location("aws", "us-west-2")

@@ -11,14 +11,14 @@ from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.model import CheckpointPlan
 from grpo_orch.orchestrator.plan.prices import PriceBook
 from grpo_orch.orchestrator.views.plan import stored_words
-from grpo_orch.policies.costs.store_costs import Place
+from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.weights.disks import ModelSize
 from tests.generators.model_configs import CONFIGS
 from tests.orchestrator.plan.recipes import spec_of
 
-S3 = Place("aws")
+S3 = Location("aws")
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 ZERO3 = {"deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "bf16": True}
 LORA = {"r": 64, "target_modules": "all-linear"}
@@ -39,7 +39,7 @@ SIZES = {
 }
 
 
-def planned(size: str, peft: dict[str, Any] | None = None, store: Place = S3, **grpo: Any) -> CheckpointPlan:
+def planned(size: str, peft: dict[str, Any] | None = None, store: Location = S3, **grpo: Any) -> CheckpointPlan:
     spec = spec_of("qwen-32b")
     grpo = {key: value for key, value in spec.grpo.items() if key != "model_init_kwargs"} | grpo
     spec = replace(spec, grpo=grpo, trainer=replace(spec.trainer, peft=peft))
@@ -91,7 +91,7 @@ def test_storage_costs_by_month_and_transfers_by_request() -> None:
 
 
 def test_own_store_is_free_and_unpriced_store_reports_it() -> None:
-    own, other = planned("1.5B", store=Place("local")), planned("1.5B", store=Place(""))
+    own, other = planned("1.5B", store=Location("local")), planned("1.5B", store=Location(""))
     assert own.stay_usd_per_month == 0.0
     assert "month" not in stored_words(own)
     assert other.stay_usd_per_month is None

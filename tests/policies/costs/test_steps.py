@@ -14,7 +14,7 @@ from grpo_orch.policies.costs.steps import (
     best_count,
     optimum,
     shape_of,
-    usd_a_step,
+    step_usd,
 )
 
 H200_AND_SPOT_PAIR = HourlyPrices(other_usd_per_h=3.96, node_usd_per_h=2.38)
@@ -46,7 +46,7 @@ def test_overlapped_generation_adds_no_useless_nodes(ahead_s: float, nodes: int)
 
 
 def test_step_on_h200_and_spot_pair_costs_both_for_its_time() -> None:
-    assert usd_a_step(StepShape(60, 240), H200_AND_SPOT_PAIR, 2) == pytest.approx((3.96 + 2 * 2.38) * 180 / 3600)
+    assert step_usd(StepShape(60, 240), H200_AND_SPOT_PAIR, 2) == pytest.approx((3.96 + 2 * 2.38) * 180 / 3600)
 
 
 @given(shapes, prices, bounds)
@@ -54,7 +54,7 @@ def test_the_best_count_is_the_cheapest_of_all(
     shape: StepShape, prices: HourlyPrices, bounds: tuple[int, int]
 ) -> None:
     low, high = bounds
-    cost = {n: usd_a_step(shape, prices, n) for n in range(low, high + 1)}
+    cost = {n: step_usd(shape, prices, n) for n in range(low, high + 1)}
     assert cost[best_count(shape, prices, low, high)] <= min(cost.values()) * (1 + 1e-9)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, usd_a_step
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, step_usd
 from grpo_orch.policies.fleet.explain import explain
 from grpo_orch.policies.fleet.market import offers
 from grpo_orch.policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
@@ -41,8 +41,8 @@ def test_over_a_long_horizon_the_cheapest_size_wins(
     prices = HourlyPrices(beside, price)
     now = min(now, high)
     found = compare_sizes(shape, prices, Market.SPOT, now, (1, high), 0.0, horizon_s=1e9)
-    least = min(usd_a_step(shape, prices, count) for count in range(1, high + 1))
-    assert usd_a_step(shape, prices, found.best.spot) * (1 - NOISE_SHARE) <= least * (1 + 1e-6)
+    least = min(step_usd(shape, prices, count) for count in range(1, high + 1))
+    assert step_usd(shape, prices, found.best.spot) * (1 - NOISE_SHARE) <= least * (1 + 1e-6)
 
 
 @given(shapes, usd, usd, st.integers(1, 8), st.floats(0.0, 1e5), st.floats(1.0, 900.0))

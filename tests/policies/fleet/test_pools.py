@@ -161,8 +161,8 @@ def test_full_quota_holds_for_region_until_it_gives_a_machine() -> None:
     refusals = [*asked, (2, HOUR_S, (over,))]
     chosen = choose(offers, fold(refusals).pools, Placement(), HOUR_S + 1, HALF, 0.2)
     assert chosen is not None
-    assert chosen.rests_s == 59.0
+    assert chosen.rest_left_s == 59.0
     again = [(3 + number, 2 * HOUR_S, events) for number, _, events in bought("b", "b")]
     chosen = choose(offers, fold([*refusals, *again]).pools, Placement(), HOUR_S + 1, HALF, 0.2)
     assert chosen is not None
-    assert chosen.rests_s == 0.0
+    assert chosen.rest_left_s == 0.0

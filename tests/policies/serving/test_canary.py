@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.policies.serving.canary import (
-    FEWEST,
+    TOKENS_MIN,
     LENGTH,
     QUANTISED,
     TOLERANCE_MAX,
@@ -82,7 +82,7 @@ def test_router_may_change_experts_for_few_tokens_only() -> None:
         ([*THEIRS[:-1], None], THEIRS, "the trainer's own log-probabilities are not numbers"),
         (THEIRS, [*THEIRS[:-1], math.nan], "the node's log-probabilities are not numbers"),
         (THEIRS, [*THEIRS[:-1], -math.inf], "the node's log-probabilities are not numbers"),
-        (THEIRS, THEIRS[: FEWEST - 1], "too few to compare"),
+        (THEIRS, THEIRS[: TOKENS_MIN - 1], "too few to compare"),
         (THEIRS, [], "too few to compare"),
         (THEIRS[:10], THEIRS, "the trainer's own log-probabilities are not numbers"),
     ],

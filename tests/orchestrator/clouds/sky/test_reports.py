@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.records.documents import MachineReport
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.clouds.sky.watch import DATED_TO_S, Reports
-from grpo_orch.policies.costs.store_costs import CONTROL_GETS_A_S, CONTROL_PUTS_A_S, LEASES_A_S, LISTED, of_control
+from grpo_orch.policies.costs.store_costs import CONTROL_GETS_PER_S, CONTROL_PUTS_PER_S, LEASES_PER_S, LISTED, usage_of_control
 
 names = itertools.count()
 
@@ -67,9 +67,9 @@ def test_quiet_fleet_makes_the_estimated_requests(count: int) -> None:
     assert set(fleet.reports.by_node) == set(fleet.nodes)
     fleet.store.gets = fleet.store.listings = 0
     fleet.looks(60)
-    use = of_control(60.0, count)
-    assert fleet.store.listings == use.puts - 60 * CONTROL_PUTS_A_S
-    assert fleet.store.gets == pytest.approx(use.gets - 60 * (CONTROL_GETS_A_S + LEASES_A_S * count))
+    use = usage_of_control(60.0, count)
+    assert fleet.store.listings == use.puts - 60 * CONTROL_PUTS_PER_S
+    assert fleet.store.gets == pytest.approx(use.gets - 60 * (CONTROL_GETS_PER_S + LEASES_PER_S * count))
 
 
 @pytest.mark.parametrize("count", [2, 40])
