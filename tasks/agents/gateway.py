@@ -98,13 +98,13 @@ class Gateway:
     async def open(self, session: str, settings: OpenSession) -> None:
         """Open a session. Raises GenerationFailed, StoreError."""
         headers = {str(hdrs.CONTENT_TYPE): "application/json"}
-        answer = await self.ask("PUT", f"{SESSIONS}/{session}", to_json(settings), headers)
+        answer = await self.request("PUT", f"{SESSIONS}/{session}", to_json(settings), headers)
         if answer.status >= 300:
             raise GenerationFailed(f"the gateway answered {answer.status} to a session: {_text(answer)}")
 
     async def trace(self, session: str) -> Trace:
         """Return what the gateway recorded for a session. Raises SessionLost, GenerationFailed, StoreError."""
-        answer = await self.ask("GET", f"{SESSIONS}/{session}")
+        answer = await self.request("GET", f"{SESSIONS}/{session}")
         if _is_lost(answer):
             raise SessionLost(session)
         if answer.status != 200:
@@ -121,9 +121,9 @@ class Gateway:
 
     async def forget(self, session: str) -> None:
         """Have the gateway drop a session that is stored elsewhere. Raises StoreError."""
-        await self.ask("DELETE", f"{SESSIONS}/{session}")
+        await self.request("DELETE", f"{SESSIONS}/{session}")
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
         """Return the gateway's complete response, retrying while it is unavailable. Raises StoreError."""
@@ -333,7 +333,7 @@ class Forwarder:
     ) -> Answer:
         session.without_turn += 1
         with session.waiting():
-            answer = await self._gateway.ask(method, path, body or None, headers)
+            answer = await self._gateway.request(method, path, body or None, headers)
         session.without_turn -= method == "POST" and answer.status == 200
         return answer
 

@@ -32,7 +32,7 @@ from grpo_orch.tasks.completions.gateway_client import GenerationFailed
 from grpo_orch.tasks.completions.refused_prompts import BadPrompts
 from grpo_orch.tasks.machine.exit_note import leave_exit_code
 from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
-from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_env, read_run_here
 from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from grpo_orch.tasks.models.base import found_here
 from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
@@ -58,7 +58,7 @@ def main() -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         env = read_node_env()
-    except NotANode as error:
+    except NodeEnvMissing as error:
         print(f"grpo-orch evaluator: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
     code, why = _run(env)

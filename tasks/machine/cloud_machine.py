@@ -64,7 +64,7 @@ from grpo_orch.tasks.machine.children import (
 )
 from grpo_orch.tasks.machine.exit_note import take_reason
 from grpo_orch.tasks.machine.metadata import MetadataService
-from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env
+from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_env
 
 log = structlog.get_logger()
 
@@ -148,7 +148,7 @@ def main() -> int:
         env = read_node_env()
         drain_s = DRAIN_S if role is Role.ROLLOUT else 0.0
         return run(env, [sys.executable, "-m", WORK[role]], metadata.services(), drain_s)
-    except (NotANode, StoreError) as error:
+    except (NodeEnvMissing, StoreError) as error:
         print(f"grpo-orch machine: {error}", file=sys.stderr)
         return exit_codes.FAILED
 

@@ -19,7 +19,7 @@ from grpo_orch.policies.model.node_contract import (
 from grpo_orch.policies.model.vocabulary import Precedence, precedence_of
 
 
-class NotANode(Exception):
+class NodeEnvMissing(Exception):
     """A variable is missing that every node of a run has."""
 
 
@@ -54,7 +54,7 @@ def read_node_env() -> NodeEnv:
             host=os.environ.get("GRPO_ORCH_NODE_HOST", "127.0.0.1"),
         )
     except KeyError as error:
-        raise NotANode(f"{error.args[0]} is not set; only the controller starts a node's work") from error
+        raise NodeEnvMissing(f"{error.args[0]} is not set; only the controller starts a node's work") from error
 
 
 def read_run_here(store: Store, token: str) -> RunRecord:

@@ -28,7 +28,7 @@ FOLDER = "base-model"  # in a machine's working folder
 OUTLINE = "base-outline"  # the same files without weights
 
 
-class Closed(Exception):
+class BaseModelClosed(Exception):
     """Raised in the fetching thread after `BaseModel.close`."""
 
 
@@ -132,14 +132,14 @@ class BaseModel:
         source = self._source
         try:
             folder = hub.fetch(source.model, source.revision, source.cache, self._env, self._report, self._limit_s)
-        except hub.NotFetched as error:
+        except hub.DownloadFailed as error:
             log.warning("base_model_not_from_hub", model=source.model, why=str(error))
             return None
         return folder if any(folder.glob(WEIGHTS)) else None  # otherwise its weights have another format
 
     def _report(self, stage: Stage) -> None:
         if self._closed.is_set():
-            raise Closed
+            raise BaseModelClosed
         self._on_progress(stage)
 
 

@@ -25,7 +25,7 @@ from grpo_orch.tasks.machine.base_model import FILES, NOT_FILES
 REPORT_S = 1.0
 
 
-class NotFetched(Exception):
+class DownloadFailed(Exception):
     """Raised if the download failed; the message gives the reason in one line."""
 
 
@@ -70,18 +70,18 @@ def fetch(
             if report.folder:
                 return Path(report.folder)
             if report.error:
-                raise NotFetched(report.error)
+                raise DownloadFailed(report.error)
             stage = Stage(HUB, report.done_bytes, report.total_bytes)
             say(stage)
             if makes_progress(latest, stage):
                 latest, since_s = stage, time.monotonic()
             elif time.monotonic() - since_s > limit_s(stage, limit_of_silence_s):
-                raise NotFetched(f"no further for {limit_of_silence_s:.0f} s")
+                raise DownloadFailed(f"no further for {limit_of_silence_s:.0f} s")
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    raise NotFetched(f"its process ended with {process.returncode}")
+    raise DownloadFailed(f"its process ended with {process.returncode}")
 
 
 def main(argv: Sequence[str]) -> int:

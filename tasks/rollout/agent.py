@@ -38,7 +38,7 @@ from grpo_orch.tasks.machine.launching import counted_gpus, set_up
 from grpo_orch.tasks.machine.node_env import NodeEnv, read_node_env, read_run_here
 from grpo_orch.tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
 from grpo_orch.tasks.rollout.node_agent import Agent
-from grpo_orch.tasks.rollout.rollout_engine import GaveUp
+from grpo_orch.tasks.rollout.rollout_engine import EngineAbandoned
 
 log = structlog.get_logger()
 
@@ -79,7 +79,7 @@ async def serve(env: NodeEnv, spec: RunSpec, store: Store, shares: Sequence[str]
         log.info("stopped")
         return exit_codes.OK
     error = work.exception()
-    if isinstance(error, ExceptionGroup) and error.subgroup(GaveUp) is not None:
+    if isinstance(error, ExceptionGroup) and error.subgroup(EngineAbandoned) is not None:
         log.error("gave_up", hint="see vLLM's log above")
         return exit_codes.FAILED
     work.result()

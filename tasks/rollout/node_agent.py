@@ -33,7 +33,7 @@ from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.gateway_link import GatewayLink
 from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from grpo_orch.tasks.rollout.policy_loader import PolicyLoader, Ready
-from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineSlot, GaveUp, RolloutEngine, Timing
+from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineSlot, EngineAbandoned, RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 
 log = structlog.get_logger()
@@ -100,7 +100,7 @@ class Agent:
         """Run an engine. If it gives up, the others continue as long as they are at least half of all."""
         try:
             await engine.run()
-        except* GaveUp as errors:
+        except* EngineAbandoned as errors:
             engine.is_given_up = True
             remaining = sum(not other.is_given_up for other in self.engines)
             if 2 * remaining < len(self.engines):

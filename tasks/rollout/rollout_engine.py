@@ -57,7 +57,7 @@ class Timing:
 TIMING = Timing()
 
 
-class GaveUp(Exception):
+class EngineAbandoned(Exception):
     """vLLM does not start on this machine, or is unfit for the run."""
 
 
@@ -153,7 +153,7 @@ class RolloutEngine:
                     continue
                 hint = "set rollout.recovery: exact in run.yaml"
                 log.error("vllm_unfit", engine=self.name, why=str(error), hint=hint)
-                raise GaveUp(str(error)) from error
+                raise EngineAbandoned(str(error)) from error
             except ServerFailed as error:
                 failures += 1
                 self._files.mark_failed(self.name)
@@ -197,7 +197,7 @@ class RolloutEngine:
         """Wait before the next start. Raises GaveUp after STARTS_MAX consecutive failures."""
         log.error("vllm_failed", engine=self.name, start=failures, of=STARTS_MAX, why=why)
         if failures == STARTS_MAX:
-            raise GaveUp(why)
+            raise EngineAbandoned(why)
         await asyncio.sleep(self._timing.restart_wait_s * 2**failures)
 
     async def _start(self, spec: RunSpec, *, bare: bool) -> Server:

@@ -27,7 +27,7 @@ from grpo_orch.tasks.storing.step_costs import StepCosts
 
 log = structlog.get_logger()
 
-ADD_UP = (  # summed over a row's logs
+SUMMED_KEYS = (  # summed over a row's logs
     metrics.TOKENS,
     metrics.TOKENS_DISCARDED,
     metrics.WAIT_S,
@@ -108,7 +108,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self._values.update(self._unused_generation)
         self._unused_generation = {}
         for name, value in self._costs.take().items():
-            adds_up = name in ADD_UP
+            adds_up = name in SUMMED_KEYS
             self._values[name] = round(value + self._values.get(name, 0.0), 6) if adds_up else value
         self._values.update(storable(logs))
         logged = {name: self._values[name] for name in LOGGED if name in logs and name in self._values}

@@ -39,7 +39,7 @@ from grpo_orch.tasks.completions.refused_prompts import BadPrompts
 from grpo_orch.tasks.machine.children import end_with_parent
 from grpo_orch.tasks.machine.exit_note import leave_exit_code
 from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
-from grpo_orch.tasks.machine.node_env import NodeEnv, NotANode, read_node_env, read_run_here
+from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_env, read_run_here
 from grpo_orch.tasks.machine.spooling import SpoolFull, find_spool, remove_spool
 from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from grpo_orch.tasks.models import shared
@@ -63,7 +63,7 @@ LAST_WORDS = {
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; rank 0 reports for all ranks
 # Errors that `_run` maps to exit codes.
-FORESEEN = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NoIntactCheckpoint, UntrustedRun, WrongVersions, StoreError)
+EXPECTED_ERRORS = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NoIntactCheckpoint, UntrustedRun, WrongVersions, StoreError)
 RESTORED = "restored"  # folder in the machine's workdir
 END_S = 120.0  # lets experiment trackers send their last data; nodes and the next trainer wait meanwhile
 
@@ -74,7 +74,7 @@ def main() -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         env = read_node_env()
-    except NotANode as error:
+    except NodeEnvMissing as error:
         print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
     code, why = _run(env)
@@ -150,7 +150,7 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         trainer, spool = assemble(env, record, store, heartbeat, leaving, restored, forks, base_model)
     except BadSpec as error:
         return exit_codes.BAD_SPEC, str(error)
-    except FORESEEN:
+    except EXPECTED_ERRORS:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
         return unexpected_error(error, is_first=restored is None, when="before training")
@@ -235,7 +235,7 @@ def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
         return exit_codes.NOTHING_LEARNT if RANK == 0 else exit_codes.OK, why  # as for LeaveNow
     except Diverged as error:
         return exit_codes.DIVERGED, f"stopped at step {trainer.state.global_step}: {error}"
-    except FORESEEN:
+    except EXPECTED_ERRORS:
         raise
     except Exception as error:  # noqa: BLE001  # libraries and the user's data may raise anything
         step = trainer.state.global_step

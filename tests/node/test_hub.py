@@ -122,7 +122,7 @@ def test_model_download_reports_progress_and_skips_extras(at_hub: dict[str, str]
 
 def test_a_download_that_does_not_get_on_is_ended(at_hub: dict[str, str]) -> None:
     Hub.sends.clear()
-    with pytest.raises(hub.NotFetched, match="no further for 0 s"):
+    with pytest.raises(hub.DownloadFailed, match="no further for 0 s"):
         hub.fetch("own/model", None, None, at_hub, lambda _: None, 0.0)
 
 
@@ -137,7 +137,7 @@ def test_interrupt_of_a_download_ends_the_process(at_hub: dict[str, str]) -> Non
 
 def test_a_gated_model_needs_the_token(at_hub: dict[str, str]) -> None:
     Hub.token = "secret"
-    with pytest.raises(hub.NotFetched) as refused:
+    with pytest.raises(hub.DownloadFailed) as refused:
         hub.fetch("own/model", None, None, at_hub, lambda _: None, HANG_S)
     assert "401" in str(refused.value)
     assert "\n" not in str(refused.value)

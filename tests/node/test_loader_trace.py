@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_orch.tasks.rollout.vllm.loader_trace import NotFollowed, bits, places_of
+from grpo_orch.tasks.rollout.vllm.loader_trace import LoaderNotTraced, bits, places_of
 
 SHAPES = {
     "q": (8, 6),
@@ -115,6 +115,6 @@ def test_a_loader_that_does_more_than_copy_is_not_followed(load: Callable[[Any, 
                 load(self, one)
 
     model = Other()
-    with pytest.raises(NotFollowed, match=why):
+    with pytest.raises(LoaderNotTraced, match=why):
         places_of(model, {"w": (torch.float32, (4, 4))})
     assert torch.equal(model.w, torch.full((4, 4), 7.0))

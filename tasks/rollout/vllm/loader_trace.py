@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 
-class NotFollowed(Exception):
+class LoaderNotTraced(Exception):
     """This model's loader cannot be traced. The model is unchanged."""
 
 
@@ -95,7 +95,7 @@ def places_of(model: Any, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]) ->
             with recorder:
                 model.load_weights((name, tensor) for name, tensor in list(recorder.names.values()))
         except Exception as error:  # a loader may raise anything for tensors without content
-            raise NotFollowed(f"{type(error).__name__}: {error}") from error
+            raise LoaderNotTraced(f"{type(error).__name__}: {error}") from error
     return recorder.places
 
 
@@ -127,7 +127,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch has no ty
         if func is aten._to_copy.default and named and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             return aten.detach.default(args[0])  # a move to a device, and there is no content to move
         if named and not func.is_view:
-            raise NotFollowed(f"{self._name(named[0])} is an argument of {func}")
+            raise LoaderNotTraced(f"{self._name(named[0])} is an argument of {func}")
         if func._schema.is_mutable:
             return args[0]
         return func(*args, **kwargs)
@@ -138,9 +138,9 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch has no ty
     def _record(self, target: Any, source: Any) -> None:
         name = self._name(source)
         if target.shape != source.shape:
-            raise NotFollowed(f"{name} {list(source.shape)} is copied to shape {list(target.shape)}")
+            raise LoaderNotTraced(f"{name} {list(source.shape)} is copied to shape {list(target.shape)}")
         if target.untyped_storage().data_ptr() not in self.owned:
-            raise NotFollowed(f"{name} {list(source.shape)} is copied to a tensor that is not a parameter")
+            raise LoaderNotTraced(f"{name} {list(source.shape)} is copied to a tensor that is not a parameter")
         self.places[name].append(Part(source.storage_offset(), tuple(source.shape), source.stride(), target))
 
 

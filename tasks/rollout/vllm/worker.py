@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from grpo_orch.checkpoint.weights import delta
-from grpo_orch.tasks.rollout.vllm.loader_trace import NotFollowed, Places, bits, places_of
+from grpo_orch.tasks.rollout.vllm.loader_trace import LoaderNotTraced, Places, bits, places_of
 
 # Sampling as a function of a request's seed and a token's position.
 #
@@ -133,7 +133,7 @@ class Patching:
         if new := {name: kind for name, kind in kinds.items() if name not in places}:
             try:
                 places |= places_of(model, new)
-            except NotFollowed as error:
+            except LoaderNotTraced as error:
                 return str(error)[:500]
         self._grpo_places = addresses, places
         return ""

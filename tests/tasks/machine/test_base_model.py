@@ -26,7 +26,7 @@ from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.models import hub, shared
-from grpo_orch.tasks.models.base import FOLDER, BaseModel, Closed, Source, found_here, source_of, with_model
+from grpo_orch.tasks.models.base import FOLDER, BaseModel, BaseModelClosed, Source, found_here, source_of, with_model
 from grpo_orch.tasks.rollout.compile_caches import FOLDERS
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
@@ -103,7 +103,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def fetch(model: str, *_: Any) -> Path:
         names.append(model)
-        raise hub.NotFetched("GatedRepoError: 401")
+        raise hub.DownloadFailed("GatedRepoError: 401")
 
     monkeypatch.setattr(hub, "fetch", fetch)
     return names
@@ -234,7 +234,7 @@ def test_weights_in_other_formats_are_left_to_their_loader(
 def test_close_ends_running_transfers(published: Store, tmp_path: Path) -> None:
     one = base(published, tmp_path / "node")
     one.close()
-    with pytest.raises(Closed):
+    with pytest.raises(BaseModelClosed):
         one.whole()
     assert found_here(tmp_path / "node") is None
 

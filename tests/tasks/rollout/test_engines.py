@@ -19,7 +19,7 @@ from grpo_orch.policies.serving.wire import Announce, EngineStats, PolicyRef
 from grpo_orch.tasks.machine.children import descendants
 from grpo_orch.tasks.rollout import engine_files
 from grpo_orch.tasks.rollout.agent import gpus_of_engines
-from grpo_orch.tasks.rollout.rollout_engine import GaveUp
+from grpo_orch.tasks.rollout.rollout_engine import EngineAbandoned
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.budget import HANG_S
 from tests.rigs.rollout_machine import Boot, Machine, spec_of
@@ -147,7 +147,7 @@ async def test_machine_ends_once_less_than_half_its_engines_remain(
     if ends:
         error = await machine.failure()
         assert isinstance(error, ExceptionGroup)
-        assert error.subgroup(GaveUp) is not None
+        assert error.subgroup(EngineAbandoned) is not None
         assert all(boot.ends.is_set() for boot in machine.boots if int(boot.member[-1]) >= lame)
     else:
         await machine.eventually(lambda: sum(one.is_given_up for one in machine.agent.engines) == lame)

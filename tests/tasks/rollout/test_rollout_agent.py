@@ -16,7 +16,7 @@ import pytest
 from aiohttp import ClientSession
 
 from grpo_orch.policies.serving.sampling_check import Trial, judge
-from grpo_orch.tasks.machine.node_env import NotANode, read_node_env
+from grpo_orch.tasks.machine.node_env import NodeEnvMissing, read_node_env
 from grpo_orch.tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from grpo_orch.tasks.rollout.vllm.server import Server, Unfit
 from tests.budget import HANG_S, until
@@ -222,5 +222,5 @@ def test_a_node_names_the_variable_that_it_lacks(monkeypatch: pytest.MonkeyPatch
     for name in ("RUN", "NODE", "TOKEN", "WORKDIR"):
         monkeypatch.setenv(f"GRPO_ORCH_{name}", "x")
     monkeypatch.delenv("GRPO_ORCH_ATTEMPT", raising=False)
-    with pytest.raises(NotANode, match="GRPO_ORCH_ATTEMPT is not set"):
+    with pytest.raises(NodeEnvMissing, match="GRPO_ORCH_ATTEMPT is not set"):
         read_node_env()
