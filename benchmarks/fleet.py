@@ -37,7 +37,7 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
 from grpo_orch.orchestrator.clouds.protocol import LaunchOrder
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices
-from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, World
+from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, Simulation
 from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.model.state import Node, Slot
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of
@@ -65,7 +65,7 @@ def spec(nodes: int, least: int = 1) -> RunSpec:
 
 def tick_ms(nodes: int) -> float:
     """Milliseconds of a settled tick with so many nodes that serve, the cloud's listing included."""
-    world = World(0, spec(nodes, nodes), physics=INSTANT, max_steps=10**9)
+    world = Simulation(0, spec(nodes, nodes), physics=INSTANT, max_steps=10**9)
     assert world.newest is not None
     controller, clock = world.newest.controller, world.newest.clock
     found = [_serving(slot_of(Role.ROLLOUT, place), clock.now_s()) for place in range(nodes)]
@@ -119,7 +119,7 @@ def measure(job: Job) -> float:
 def _over_usd(name: str, seed: int) -> float:
     cap_usd = Random(f"cap {name} {seed}").uniform(*CAPS_USD)
     run = replace(spec(FLEET), budget=Budget(usd=cap_usd))
-    world = World(seed, run, weather=market(name, seed, FLEET), physics=BRISK, max_steps=10**9)
+    world = Simulation(seed, run, weather=market(name, seed, FLEET), physics=BRISK, max_steps=10**9)
     world.rest()
     while not world.is_over and world.time_s < CAP_HOURS * 3600:
         world.run_for(60.0)

@@ -226,7 +226,7 @@ def notify_urls(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]
     return {name: environment[name] for name in spec.notify.url_env if environment.get(name)}
 
 
-def missing(spec: RunSpec, environment: Mapping[str, str]) -> str:
+def missing_secrets(spec: RunSpec, environment: Mapping[str, str]) -> str:
     """Return a message that names the unset variables; empty if all are set."""
     names = [name for name in spec.secrets if not environment.get(name)]
     if not names:

@@ -94,7 +94,7 @@ def find_step(steps: Sequence[Step], text: str = "") -> Step:
     raise NoSamples(f"no samples of step {text}; the nearest are {', '.join(map(str, nearest))}")
 
 
-def why_none(store: Store) -> str:
+def no_samples_reason(store: Store) -> str:
     """Return the reason why a run has no samples. Raises StoreError."""
     if next(iter(store.entries(layout.ROLLOUTS)), None) is None:
         return "no step has been scored yet"
@@ -119,7 +119,7 @@ def policy_of(step: Step) -> PolicyVersion:
 # Selecting completions by text, reward, node and policy, and sorting them by reward.
 
 
-class Order(StrEnum):
+class SortOrder(StrEnum):
     """The order of completions. Those without a reward come last."""
 
     STORED = "stored"
@@ -128,7 +128,7 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleFilter:
     """A filter of completions; empty and None match all.
 
     `search` is found in the completion or its prompt, ignoring case.
@@ -144,7 +144,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSample:
     """A completion and its place in the step."""
 
     link: Link
@@ -169,14 +169,14 @@ class Summary:
     policies: tuple[str, ...]
 
 
-def choose(
+def select(
     step: Step,
     groups: Iterable[tuple[int, Head, Group]],
-    wanted: Wanted,
-    order: Order,
+    wanted: SampleFilter,
+    order: SortOrder,
     count: int,
     first: int = 0,
-) -> tuple[list[Found], Summary]:
+) -> tuple[list[FoundSample], Summary]:
     """Return `count` matching completions, skipping the `first` ones, and a summary of all completions.
 
     Reads the groups once, and keeps at most `first + count` completions in memory. Raises the errors of `groups`.
@@ -184,15 +184,15 @@ def choose(
     tally = _Tally()
     matching = (item for item in _all(step, groups) if tally.count(item, is_match=_matches(item, wanted)))
     match order:
-        case Order.STORED:
+        case SortOrder.STORED:
             chosen = [item for index, item in enumerate(matching) if first <= index < first + count]
-        case Order.WORST | Order.BEST:
-            sign = 1 if order is Order.WORST else -1
+        case SortOrder.WORST | SortOrder.BEST:
+            sign = 1 if order is SortOrder.WORST else -1
             chosen = heapq.nsmallest(first + count, matching, key=lambda item: _rank(item, sign))[first:]
     return chosen, tally.summary()
 
 
-def _matches(item: Found, wanted: Wanted) -> bool:
+def _matches(item: FoundSample, wanted: SampleFilter) -> bool:
     sample = item.sample
     if wanted.reward_min is not None and (sample.reward is None or sample.reward < wanted.reward_min):
         return False
@@ -217,15 +217,15 @@ def _version(sample: Sample) -> str:
     return sample.policy.partition("@")[0]  # the label also names the artifact
 
 
-def _rank(item: Found, sign: int) -> tuple[bool, float]:
+def _rank(item: FoundSample, sign: int) -> tuple[bool, float]:
     reward = item.sample.reward
     return reward is None, 0.0 if reward is None else sign * reward
 
 
-def _all(step: Step, groups: Iterable[tuple[int, Head, Group]]) -> Iterator[Found]:
+def _all(step: Step, groups: Iterable[tuple[int, Head, Group]]) -> Iterator[FoundSample]:
     for number, head, group in groups:
         for index, sample in enumerate(group.samples):
-            yield Found(Link(str(step), number, index), head, group, sample)
+            yield FoundSample(Link(str(step), number, index), head, group, sample)
 
 
 class _Tally:
@@ -236,7 +236,7 @@ class _Tally:
         self._completions = self._matching = self._cut = self._handed_over = 0
         self._rewards = list[float]()
 
-    def count(self, item: Found, *, is_match: bool) -> bool:
+    def count(self, item: FoundSample, *, is_match: bool) -> bool:
         """Count a completion, and return `is_match`."""
         sample = item.sample
         self._groups.add(item.link.group)
@@ -269,7 +269,7 @@ class _Tally:
 # JSON data, for programs and templates.
 
 
-def completion_plain(item: Found) -> dict[str, Any]:
+def completion_plain(item: FoundSample) -> dict[str, Any]:
     """Return a completion as JSON data, without its prompt."""
     sample = item.sample
     chars = [*sample.handed_over_chars, *[None] * len(sample.handed_over)]

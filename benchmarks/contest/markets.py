@@ -14,7 +14,7 @@ from grpo_orch.orchestrator.simulate.market_trace import (
     GAPS,
     SPOT_PRICE_MAX_FACTOR,
     ZONES,
-    Weather,
+    MarketTrace,
     Zone,
     on_demand_pools,
     plentiful,
@@ -25,7 +25,7 @@ from grpo_orch.orchestrator.simulate.market_trace import (
 WEST = "west"
 
 
-def _price_war(random: Random, nodes: int) -> Weather:
+def _price_war(random: Random, nodes: int) -> MarketTrace:
     """Enough everywhere, at prices that walk between half the usual and more than a machine on demand costs."""
 
     def prices() -> tuple[float, ...]:
@@ -37,15 +37,15 @@ def _price_war(random: Random, nodes: int) -> Weather:
     return tuple(Zone(name, GAP_S, (nodes,) * (GAPS), prices()) for name in ZONES[:2])
 
 
-def _bad_zone(random: Random, nodes: int) -> Weather:
+def _bad_zone(random: Random, nodes: int) -> MarketTrace:
     """Three zones, of which the cheapest takes back what it gave within the hour, most of the time."""
     dips = [with_dips(random, nodes, a_day=0.5, gaps=(1, 3)) for _ in range(3)]
     bad, *good = (pool_of(f"{EAST}-{zone}", counts, 1.0) for zone, counts in zip("abc", dips, strict=True))
-    bad = replace(bad, prices=(0.85,), losses_an_hour=random.uniform(1.5, 3.0))
+    bad = replace(bad, prices=(0.85,), losses_per_h=random.uniform(1.5, 3.0))
     return bad, *good, *on_demand_pools(random, EAST, nodes)
 
 
-def _cheapest_refuses(random: Random, nodes: int) -> Weather:
+def _cheapest_refuses(random: Random, nodes: int) -> MarketTrace:
     """Three zones; the cheapest refuses nearly all launches, and at times takes back what it gave."""
     dips = [
         with_dips(random, nodes, a_day=2.0, gaps=(6, 36)),
@@ -56,7 +56,7 @@ def _cheapest_refuses(random: Random, nodes: int) -> Weather:
     return shy, *good, *on_demand_pools(random, EAST, nodes)
 
 
-def _regions(random: Random, nodes: int) -> Weather:
+def _regions(random: Random, nodes: int) -> MarketTrace:
     """Two regions of two zones, two kinds in each, a quota in one; droughts take a region at once, for hours. The
     second kind is slower by a quarter and cheaper by a tenth."""
     found: list[Zone] = []
@@ -66,7 +66,7 @@ def _regions(random: Random, nodes: int) -> Weather:
             own = with_dips(random, nodes, a_day=2.0, gaps=(2, 24))
             counts = tuple(one * there for one, there in zip(own, drought, strict=True))
             here = replace(pool_of(f"{region}-{zone}", counts, price), region=region)
-            here = replace(here, losses_an_hour=random.uniform(0.02, 0.2), refuses=random.uniform(0.0, 0.3))
+            here = replace(here, losses_per_h=random.uniform(0.02, 0.2), refuses=random.uniform(0.0, 0.3))
             slow = replace(here, machine="H100:1", speed=0.75, prices=(0.9 * price,))
             slow = replace(slow, counts=tuple(min(nodes, 2 * one) for one in _shifted(counts, random)))
             found += [replace(here, quota=max(1, nodes - 1) if region == EAST else None), slow]
@@ -80,7 +80,7 @@ def _shifted(counts: tuple[int, ...], random: Random) -> tuple[int, ...]:
     return counts[-late:] + counts[:-late]
 
 
-MARKETS: Mapping[str, Callable[[Random, int], Weather]] = {
+MARKETS: Mapping[str, Callable[[Random, int], MarketTrace]] = {
     "unclouded": lambda _, nodes: plentiful(nodes),
     **CLIMATES,
     "price-war": _price_war,
@@ -90,6 +90,6 @@ MARKETS: Mapping[str, Callable[[Random, int], Weather]] = {
 }
 
 
-def market(name: str, seed: int, nodes: int) -> Weather:
+def market(name: str, seed: int, nodes: int) -> MarketTrace:
     """Return the weather of a market, as `orchestrator.simulate.market_trace.climate` does for its own."""
     return MARKETS[name](Random(f"{name} {seed}"), nodes)

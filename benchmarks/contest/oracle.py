@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
-from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
+from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, Zone
 from grpo_orch.orchestrator.simulate.simulation import Outcome
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import RunSpec
@@ -17,7 +17,7 @@ SHORTEST_S = 1.0  # from one look of the oracle's to the next
 GIVES = 0.5  # of a zone that refuses more nobody can have machines when he wants them
 
 
-def oracle(spec: RunSpec, weather: Weather, physics: Physics, prices: Prices, hours: float) -> Outcome:
+def oracle(spec: RunSpec, weather: MarketTrace, physics: Physics, prices: Prices, hours: float) -> Outcome:
     """In the best region, at each moment the fleet whose steps are cheapest; machines need no start, and what is
     lost is replaced at once. It never parks, as the contenders' trainers do not, unless a trainer that is to be on
     spot has no machine."""
@@ -26,7 +26,7 @@ def oracle(spec: RunSpec, weather: Weather, physics: Physics, prices: Prices, ho
     return max((_in(zones, spec, physics, prices, hours) for zones in here), key=lambda one: one.steps_per_usd)
 
 
-def _in(zones: Weather, spec: RunSpec, physics: Physics, prices: Prices, hours: float) -> Outcome:
+def _in(zones: MarketTrace, spec: RunSpec, physics: Physics, prices: Prices, hours: float) -> Outcome:
     gap_s, steps, usd = max(SHORTEST_S, min(zone.gap_s for zone in zones)), 0.0, 0.0
     for gap in range(math.ceil(hours * 3600 / gap_s)):
         lasts_s = min(gap_s, hours * 3600 - gap * gap_s)
@@ -37,7 +37,7 @@ def _in(zones: Weather, spec: RunSpec, physics: Physics, prices: Prices, hours: 
 
 
 def _fleets(
-    spec: RunSpec, zones: Weather, physics: Physics, prices: Prices, time_s: float
+    spec: RunSpec, zones: MarketTrace, physics: Physics, prices: Prices, time_s: float
 ) -> Iterator[tuple[float, float]]:
     """Dollars and seconds of a step, with each number of the cheapest nodes that are to be had."""
     spot = sorted(_machines(zones, Market.SPOT, prices.spot_usd_per_h, time_s))
@@ -59,7 +59,7 @@ def _fleets(
 
 
 def _machines(
-    zones: Weather, market: Market, usual_usd_per_h: float, time_s: float
+    zones: MarketTrace, market: Market, usual_usd_per_h: float, time_s: float
 ) -> Iterator[tuple[float, float, float]]:
     """Of each that is to be had: USD an hour of what one of speed 1 does, USD an hour, speed."""
     for zone in zones:

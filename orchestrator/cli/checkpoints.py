@@ -27,7 +27,7 @@ from grpo_orch.checkpoint.stream.transfer import read_manifest
 from grpo_orch.checkpoint.stream.transfer import verify as read_all
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, data_size, duration, kept_as
 from grpo_orch.policies.model import exit_codes
 
@@ -58,7 +58,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     for title in ("version", "age", "size"):
         table.add_column(title, no_wrap=True)
     table.add_column("kept as")
-    now_s = Looker(store).settle()
+    now_s = RunObserver(store).settle()
     for checkpoint in listed:
         age = duration(now_s - checkpoint.created_at_s)
         why = ", ".join(reasons[checkpoint.at]) or NOT_KNOWN

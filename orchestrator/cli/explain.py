@@ -11,7 +11,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.formatting import clock, duration, plain, usd
 from grpo_orch.policies.fleet.explain import Explanation
 from grpo_orch.policies.fleet.market import Offer
@@ -29,7 +29,7 @@ def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
     if output is Output.JSON:
         print_json(_plain(explanation))
         return
-    _print(explanation, Looker(store).settle())
+    _print(explanation, RunObserver(store).settle())
 
 
 def _print(explanation: Explanation, now_s: float) -> None:

@@ -20,28 +20,28 @@ from grpo_orch.orchestrator.cli.remote import controller_of, remote_log
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
 from grpo_orch.orchestrator.samples import (
-    Found,
+    FoundSample,
     NoSamples,
-    Order,
+    SortOrder,
     Step,
     Summary,
-    Wanted,
-    choose,
+    SampleFilter,
+    select,
     completion_plain,
     find_step,
     groups_of,
     messages_plain,
     stored_steps,
     summary_plain,
-    why_none,
+    no_samples_reason,
 )
 from grpo_orch.orchestrator.views import model, screen
 from grpo_orch.orchestrator.views import report as reports
 from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from grpo_orch.orchestrator.views.report import Report
-from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, clock, going_on, plain, short, shown, wrap
+from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, clock, continue_command, plain, short, escape_invisible, wrap
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -63,10 +63,10 @@ def status(
     if watch and output is Output.TEXT:
         attach(store)
         return
-    looker = Looker(store)
+    looker = RunObserver(store)
     looker.settle()
     while True:
-        view = looker.look()
+        view = looker.observe()
         if output is Output.TEXT:
             console.print(Screen(view, max(HEIGHT, console.height if console.is_terminal else 0)))
         else:
@@ -118,7 +118,7 @@ def _print_event(line: EventLine) -> None:
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
-    _print_report(_report(Looker(store)), output)
+    _print_report(_report(RunObserver(store)), output)
 
 
 def _print_report(built: Report, output: Output) -> None:
@@ -149,13 +149,13 @@ def plot(
 
 def attach(store: Store, output: Output = Output.TEXT) -> None:
     """Watch the run until it ends, then print its report; Ctrl-C detaches. Raises Stop if it ended badly."""
-    looker = Looker(store)
+    looker = RunObserver(store)
     try:
         if output is Output.JSON:
-            while not looker.look().over:
+            while not looker.observe().over:
                 time.sleep(FOLLOW_EVERY_S)
         else:
-            screen.watch(looker.look, threading.Event().wait, console)
+            screen.watch(looker.observe, threading.Event().wait, console)
     except KeyboardInterrupt:
         text_terminal(output).print(
             f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
@@ -189,7 +189,7 @@ def _spec_was_refused(store: Store) -> bool:
 
 def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
     """Return the error of a run that failed, gave up or is paused; None for any other."""
-    hint = going_on(built.phase, built.reason, built.store)
+    hint = continue_command(built.phase, built.reason, built.store)
     match built.phase:
         case RunPhase.FAILED:
             if spec_refused:  # a run keeps the specification that it was created with
@@ -215,7 +215,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         raise Stop(f"no log of {node!r}; available logs: {known}", exit_codes.USAGE) from None
 
 
-def _report(looker: Looker) -> Report:
+def _report(looker: RunObserver) -> Report:
     now_s = looker.settle()
     return reports.build_report(looker.reader, now_s)
 
@@ -260,10 +260,10 @@ def samples(
     """Show completions of a step: prompt, text, rewards, advantage, node and policy."""
     if worst and best:
         raise Stop("--worst and --best are mutually exclusive", exit_codes.USAGE)
-    order = Order.WORST if worst else Order.BEST if best else Order.STORED
+    order = SortOrder.WORST if worst else SortOrder.BEST if best else SortOrder.STORED
     store, _ = open_run(target)
     found = _step_of(store, step)
-    chosen, summary = choose(found, groups_of(store, found), Wanted(search=search), order, count)
+    chosen, summary = select(found, groups_of(store, found), SampleFilter(search=search), order, count)
     if output is Output.JSON:
         listed = [{**completion_plain(item), "prompt": messages_plain(item.group.prompt)} for item in chosen]
         print_json({**summary_plain(found, summary), "completions": listed})
@@ -284,11 +284,11 @@ def _step_of(store: Store, text: str) -> Step:
     """Return the step that `text` names. Raises Stop."""
     steps = stored_steps(store)
     if not steps:
-        raise Stop(why_none(store), exit_codes.USAGE)
+        raise Stop(no_samples_reason(store), exit_codes.USAGE)
     try:
         return find_step(steps, text)
     except NoSamples as error:
-        raise Stop(shown(str(error)), exit_codes.USAGE) from None
+        raise Stop(escape_invisible(str(error)), exit_codes.USAGE) from None
 
 
 def _headline(step: Step, summary: Summary) -> str:
@@ -301,7 +301,7 @@ def _headline(step: Step, summary: Summary) -> str:
     )
 
 
-def _print_completion(item: Found, *, with_prompt: bool) -> None:
+def _print_completion(item: FoundSample, *, with_prompt: bool) -> None:
     sample = item.sample
     _print(f"{item.link}  reward {short(sample.reward)}  advantage {short(sample.advantage)}", "bold")
     for line in _facts(completion_plain(item)):
@@ -351,7 +351,7 @@ def excerpt(message: Message, chars: int, lines: int) -> str:
         head, end = (
             (text[: len(text) - message.after], text[len(text) - message.after :]) if left_out else (text, "")
         )
-    head, end = shown(head), shown(end)
+    head, end = escape_invisible(head), escape_invisible(end)
     if left_out:
         head = f"{head} [{left_out:,} characters left out] "
     shown_lines = (head + end).split("\n")
@@ -363,7 +363,7 @@ def excerpt(message: Message, chars: int, lines: int) -> str:
 
 
 def _name(text: str) -> str:
-    return shown(text, NAME_MAX).replace("\n", " ")
+    return escape_invisible(text, NAME_MAX).replace("\n", " ")
 
 
 def _print(text: str, style: str = "") -> None:
@@ -387,7 +387,7 @@ def web(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Serve a live web page of a run, from any machine that can read its store. Stop it with Ctrl-C."""
-    from grpo_orch.orchestrator.web.server import HERE, serve  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.server import LOOPBACK, serve  # slow to import, and only needed here
 
     store, record = open_run(target)
 
@@ -400,4 +400,4 @@ def web(
     try:
         serve(store, port, print_url)
     except OSError as error:
-        raise Stop(f"cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE) from None
+        raise Stop(f"cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE) from None

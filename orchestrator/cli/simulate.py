@@ -18,13 +18,13 @@ from rich.table import Table
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
-from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, Weather, climate, read_trace
-from grpo_orch.orchestrator.simulate.scenarios import Told, tell
+from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, MarketTrace, climate, read_trace
+from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult, run_scenario
 from grpo_orch.orchestrator.simulate.simulation import (
     HOURS,
     ON_DEMAND,
     THIS_RUN,
-    Broken,
+    InvariantViolated,
     Outcome,
     on_demand,
     simulate_hours,
@@ -34,12 +34,12 @@ from grpo_orch.policies.model.spec import RunSpec, generates_itself
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class SimulationReport:
     """Results of scenarios with faults, and of this run without faults compared with the same run on demand."""
 
-    weather: str
+    market: str
     hours: float  # simulated hours of each outcome
-    stories: Sequence[Told]
+    scenarios: Sequence[ScenarioResult]
     outcomes: Mapping[str, Outcome]
 
     @property
@@ -49,19 +49,19 @@ class Simulation:
         return {name: outcome.steps_per_usd / base if base else 0.0 for name, outcome in self.outcomes.items()}
 
 
-def simulation_json(simulation: Simulation) -> dict[str, Any]:
+def simulation_json(simulation: SimulationReport) -> dict[str, Any]:
     return {
-        "weather": simulation.weather,
-        "seeds": len(simulation.stories),
+        "weather": simulation.market,
+        "seeds": len(simulation.scenarios),
         "broken": 0,
-        "stories": [asdict(scenario) for scenario in simulation.stories],
+        "stories": [asdict(scenario) for scenario in simulation.scenarios],
         "hours": simulation.hours,
         "steps_per_usd_to_on_demand": round(simulation.ratios[THIS_RUN], 3),
         "outcomes": {name: asdict(outcome) for name, outcome in simulation.outcomes.items()},
     }
 
 
-def scenarios_line(scenarios: Sequence[Told]) -> str:
+def scenarios_line(scenarios: Sequence[ScenarioResult]) -> str:
     """Summarize the scenarios in one sentence."""
     counts: dict[str, int] = {}
     for scenario in scenarios:
@@ -72,8 +72,8 @@ def scenarios_line(scenarios: Sequence[Told]) -> str:
     return f"{number} over {hours:.0f} simulated hours, no invariant violated: {phases}"
 
 
-def render(simulation: Simulation) -> Table:
-    title = f"{simulation.hours:.0f} h of spot market: {simulation.weather}"
+def render(simulation: SimulationReport) -> Table:
+    title = f"{simulation.hours:.0f} h of spot market: {simulation.market}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for name in ("steps", "USD", "steps/USD", "vs on demand", "machines"):
@@ -134,7 +134,7 @@ def simulate(
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
             outcomes[label] = simulate_hours(run, weather_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
-    simulation = Simulation(name, HOURS, scenarios, outcomes)
+    simulation = SimulationReport(name, HOURS, scenarios, outcomes)
     if output is Output.JSON:
         print_json(simulation_json(simulation))
     else:
@@ -151,22 +151,22 @@ def _without_deadline(spec: RunSpec) -> RunSpec:
     return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
-class _WeatherOf:
+class _MarketOf:
     """Returns the spot market of a seed: a model's varies with the seed, a trace's does not."""
 
-    def __init__(self, name: str, trace: Weather | None, nodes: int) -> None:
+    def __init__(self, name: str, trace: MarketTrace | None, nodes: int) -> None:
         self._name, self._trace, self._nodes = name, trace, nodes
 
-    def __call__(self, seed: int) -> Weather:
+    def __call__(self, seed: int) -> MarketTrace:
         return self._trace or climate(self._name, seed, self._nodes)
 
 
-def _weather(name: str, trace: Path | None, spec: RunSpec) -> _WeatherOf:
+def _weather(name: str, trace: Path | None, spec: RunSpec) -> _MarketOf:
     nodes = spec.rollout.replicas.max
     if trace is None and name not in CLIMATES:
         raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
     try:
-        return _WeatherOf(name, read_trace(trace, nodes) if trace else None, nodes)
+        return _MarketOf(name, read_trace(trace, nodes) if trace else None, nodes)
     except InvalidTrace as error:
         raise Stop(str(error), exit_codes.USAGE) from None
 
@@ -185,13 +185,13 @@ def _prices(spec: RunSpec) -> Prices:
 
 
 def _scenarios(
-    seeds: range, spec: RunSpec, weather_of: _WeatherOf, replay: str, progress: Progress
-) -> Iterator[Told]:
+    seeds: range, spec: RunSpec, weather_of: _MarketOf, replay: str, progress: Progress
+) -> Iterator[ScenarioResult]:
     task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:
         try:
-            yield tell(seed, spec, weather=weather_of(seed), prices=_prices(spec))
-        except Broken as error:
+            yield run_scenario(seed, spec, weather=weather_of(seed), prices=_prices(spec))
+        except InvariantViolated as error:
             raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
         progress.advance(task)
 

@@ -53,7 +53,7 @@ from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_dae
 from grpo_orch.orchestrator.home import (
     keep_run_digest,
     known_token,
-    missing,
+    missing_secrets,
     notify_urls,
     remember_run,
     run_digest,
@@ -158,7 +158,7 @@ def rollback(
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
     """Raise Stop if the environment lacks a secret that the nodes need."""
-    if problem := missing(spec, os.environ):
+    if problem := missing_secrets(spec, os.environ):
         raise Stop(f"{problem}; export it or remove it from that list", exit_codes.USAGE)
 
 
@@ -431,13 +431,13 @@ def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket 
         return None
     if remote:
         raise Stop("--web does not work with --remote; run `grpo-orch web` here instead", exit_codes.USAGE)
-    from grpo_orch.orchestrator.web.server import HERE, listen  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.server import LOOPBACK, listen  # slow to import, and only needed here
 
     try:
         return listen(port)
     except OSError as error:
         raise Stop(
-            f"--web-port {port}: cannot listen on {HERE}: {error.strerror or error}", exit_codes.USAGE
+            f"--web-port {port}: cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE
         ) from None
 
 
@@ -557,7 +557,7 @@ def show_plan(
         table.add_row("controller", Market.ON_DEMAND, machine, f"{controller_usd_per_h:.2f}")
     plan = make_plan(spec, find_size, by_offers(offers, controller_usd_per_h))
     table.add_section()
-    table.add_row("total", "", f"store {spec.storage}", f"{plan.most_usd_per_h or 0:.2f}")
+    table.add_row("total", "", f"store {spec.storage}", f"{plan.max_usd_per_h or 0:.2f}")
     terminal.print(table)
     if record.evaluation is None:
         terminal.print(render_short(plan), highlight=False)

@@ -25,7 +25,7 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     drop_false_switches,
     normalize_vllm_flags,
 )
-from grpo_orch.orchestrator.config.model_size import NotKnown
+from grpo_orch.orchestrator.config.model_size import SizeUnknown
 from grpo_orch.orchestrator.config.notices import find_notices
 from grpo_orch.orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, sort_problems
 from grpo_orch.orchestrator.config.rewards import check_rewards
@@ -179,7 +179,7 @@ def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], finding
         return spec
     try:
         size = find_size(spec)
-    except NotKnown as error:
+    except SizeUnknown as error:
         disk = f"machines get {DISK_SIZE} of `resources`, or SkyPilot's default of {DEFAULT_GB} GB"
         findings.notice(("trainer", "model"), f"the model's size is unknown ({error}), so {disk}")
         return spec

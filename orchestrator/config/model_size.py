@@ -68,7 +68,7 @@ HUB_TIMEOUT_S = 5.0  # for all requests together, including the DNS lookup
 ITEM_BYTES = {**WIDTH, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
 
 
-class NotKnown(Exception):
+class SizeUnknown(Exception):
     """The size is unknown; the message is the reason in a few words."""
 
 
@@ -78,11 +78,11 @@ def find_size(spec: RunSpec, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
     if folder.is_dir():
         return _in_folder(folder)
     if name.startswith((".", "/", "~")):
-        raise NotKnown(f"{name} is a folder on the machines")
+        raise SizeUnknown(f"{name} is a folder on the machines")
     if (cached := _cached(name)) is not None and _is_complete(cached):
         return _in_folder(cached)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise NotKnown("HF_HUB_OFFLINE is set")
+        raise SizeUnknown("HF_HUB_OFFLINE is set")
     return _size_on_hub(timeout_s, name)
 
 
@@ -115,14 +115,14 @@ def _in_folder(folder: Path) -> ModelSize:
     try:
         tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in layout_of(path).values()]
     except (Corrupt, OSError) as error:
-        raise NotKnown(str(error)) from error
+        raise SizeUnknown(str(error)) from error
     if tensors:
         params = sum(tensor.size_bytes // tensor.item_bytes for tensor in tensors)
         return ModelSize(params, sum(tensor.size_bytes for tensor in tensors), config)
     metadata = json_in(folder / INDEX).get("metadata")
     stored_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     if not isinstance(stored_bytes, int) or stored_bytes <= 0:
-        raise NotKnown(f"{folder} has no safetensors files and no index")
+        raise SizeUnknown(f"{folder} has no safetensors files and no index")
     text_config = config.get("text_config") or {}
     dtypes = [
         section.get(key)
@@ -141,7 +141,7 @@ def _size_on_hub(timeout_s: float, name: str) -> ModelSize:
     def request() -> None:
         try:
             results.append(_request_size(timeout_s, name))
-        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, NotKnown) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, SizeUnknown) as error:
             results.append(error)
 
     thread = threading.Thread(target=request, daemon=True)
@@ -150,11 +150,11 @@ def _size_on_hub(timeout_s: float, name: str) -> ModelSize:
     match results[:]:
         case [ModelSize() as size]:
             return size
-        case [NotKnown() as error]:
+        case [SizeUnknown() as error]:
             raise error
         case [Exception() as error]:
-            raise NotKnown(f"cannot reach the hub: {str(error) or type(error).__name__}") from error
-    raise NotKnown(f"the hub did not answer within {timeout_s:.0f} s")
+            raise SizeUnknown(f"cannot reach the hub: {str(error) or type(error).__name__}") from error
+    raise SizeUnknown(f"the hub did not answer within {timeout_s:.0f} s")
 
 
 def _request_size(timeout_s: float, name: str) -> ModelSize:
@@ -166,12 +166,12 @@ def _request_size(timeout_s: float, name: str) -> ModelSize:
     with httpx.Client(base_url=base, headers=headers, timeout=timeout_s, follow_redirects=True) as http:
         answer = http.get(f"/api/models/{name}")
         if answer.status_code in (401, 403, 404):
-            raise NotKnown(f"the hub answered {answer.status_code} for {name}; is HF_TOKEN set?")
+            raise SizeUnknown(f"the hub answered {answer.status_code} for {name}; is HF_TOKEN set?")
         model = answer.raise_for_status().json()
         safetensors = model.get("safetensors") if isinstance(model, dict) else None
         counts = safetensors.get("parameters") if isinstance(safetensors, dict) else None
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
-            raise NotKnown("the hub reports no size: it has no safetensors files")
+            raise SizeUnknown("the hub reports no size: it has no safetensors files")
         file = http.get(f"/{name}/resolve/main/config.json")
         config = file.json() if file.status_code == 200 else {}
     stored_bytes = sum(count * ITEM_BYTES.get(dtype, 2) for dtype, count in counts.items())

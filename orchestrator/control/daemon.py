@@ -42,7 +42,7 @@ from grpo_orch.orchestrator.control.run_clock import RunClock
 from grpo_orch.orchestrator.home import (
     HomeUnusable,
     all_secrets,
-    missing,
+    missing_secrets,
     run_token,
     secret_environment,
     secrets_for,
@@ -178,7 +178,7 @@ def _refuse_held(store: Store) -> None:
 
 def _environment(spec: RunSpec, store_url: str, token: str, launch: Launch) -> dict[str, str]:
     """Return a node's environment, with secrets. Raises CloudRefused if a secret is missing here."""
-    if problem := missing(spec, os.environ):
+    if problem := missing_secrets(spec, os.environ):
         raise CloudRefused(Refusal.CREDENTIALS, f"{problem}; export it and `grpo-orch resume {quote(store_url)}`")
     environment = {
         **secret_environment(secrets_for(spec, role_of(launch.slot), os.environ)),

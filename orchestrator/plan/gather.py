@@ -128,7 +128,7 @@ def make_plan(
         hours=hours,
         deadline=deadline,
         bought=count,
-        most_usd_per_h=most_usd_per_h(trainer, rollout, book.controller_usd_per_h),
+        max_usd_per_h=max_usd_per_h(trainer, rollout, book.controller_usd_per_h),
         usd_per_step=usd_per_step,
         usd_per_million_tokens=usd_per_million_tokens,
         disks_usd_per_h=disks_usd_per_h(spec, count if has_nodes else 0),
@@ -205,13 +205,13 @@ def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: floa
         return None
     deadline_s, most = time_of(named), max(1, spec.rollout.replicas.max)
     if shape is None or steps is None:
-        return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, kept=None)
+        return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, is_met=None)
     start_s = now_s + BOOT_S
     course = DeadlineProgress(start_s, start_s, deadline_s, BOOT_S, 0, steps)
     nodes = max(1, pays, nodes_for(course, shape, most))
     kept = course.end_s(shape, nodes) <= deadline_s
     end_s = course.end_s(shape, nodes if kept else most)
-    return DeadlinePlan(deadline_s=deadline_s, nodes=nodes, end_s=end_s, kept=kept)
+    return DeadlinePlan(deadline_s=deadline_s, nodes=nodes, end_s=end_s, is_met=kept)
 
 
 # GPUs of machines that run.yaml names only by `instance_type`, looked up in a price list.
@@ -265,10 +265,10 @@ def plan_checkpoints(
         save_steps=save_steps,
         every_s=None if step is None else save_steps * step.step_s,
         stored_s={speed // 10**6: size / speed for speed in STORE_BYTES_PER_S},
-        most=most,
+        max_count=most,
         base_bytes=base,
-        stay_bytes=stay,
-        stay_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
+        kept_bytes=stay,
+        kept_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
     )
 
 
@@ -323,12 +323,12 @@ def plan_money(
     return tuple(found)
 
 
-def most_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float) -> float | None:
+def max_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float) -> float | None:
     """Return USD per hour of all machines that run.yaml allows, on its markets; None if a price is unknown."""
     if rollout is None:
         return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), controller_usd_per_h)
     markets = (trainer.market, rollout.market)
-    return hourly(trainer.prices, rollout.prices, rollout.most, markets, controller_usd_per_h)
+    return hourly(trainer.prices, rollout.prices, rollout.max_nodes, markets, controller_usd_per_h)
 
 
 def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[float | None, float | None]:
@@ -359,9 +359,9 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     return LostPlan(
         step_s=again_s,
         step_usd=usd,
-        steps_most=steps,
-        most_s=steps * again_s,
-        most_usd=None if usd is None else steps * usd,
+        max_steps=steps,
+        max_s=steps * again_s,
+        max_usd=None if usd is None else steps * usd,
     )
 
 

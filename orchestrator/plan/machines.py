@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
-from grpo_orch.orchestrator.config.model_size import NotKnown, find_config, json_in
+from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, json_in
 from grpo_orch.orchestrator.plan.model import MachinePlan
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
@@ -120,7 +120,7 @@ def find_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
     """Look up the model in its folder, in the hub's cache, and on the hub."""
     try:
         size = find_size(spec)
-    except NotKnown as error:
+    except SizeUnknown as error:
         config = find_config(spec)
         if not config:
             return KnownModel(unknown=f"{spec.trainer.model}: its size is unknown ({error})")
@@ -159,15 +159,15 @@ def _from_config(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
 
 def cached_lookup(find_size: FindSize) -> FindSize:
     """Return `find_size` with a cache for one run, because a query to the hub takes seconds."""
-    results: list[ModelSize | NotKnown] = []
+    results: list[ModelSize | SizeUnknown] = []
 
     def lookup(spec: RunSpec) -> ModelSize:
         if not results:
             try:
                 results.append(find_size(spec))
-            except NotKnown as error:
+            except SizeUnknown as error:
                 results.append(error)
-        if isinstance(results[0], NotKnown):
+        if isinstance(results[0], SizeUnknown):
             raise results[0]
         return results[0]
 
@@ -302,8 +302,8 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     return MachinePlan(
         role=role,
         market=market_of(role, spec),
-        least=least,
-        most=most,
+        min_nodes=least,
+        max_nodes=most,
         gpu=named[0] if named else gpu.name if gpu else "",
         gpu_is_named=bool(named),
         gpus=gpus_of(role, spec),

@@ -41,8 +41,8 @@ class MachinePlan:
 
     role: Role
     market: Market
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     gpu: str = ""
     gpu_is_named: bool = False
     gpus: int = 0
@@ -89,7 +89,7 @@ class StepPlan:
     step_s: float  # with `nodes` rollout nodes
     nodes: int
     max_staleness: int
-    in_turns_s: float | None
+    sequential_s: float | None
     overlapped_s: float | None
     source: Source
 
@@ -117,7 +117,7 @@ class DeadlinePlan:
     deadline_s: float
     nodes: int
     end_s: float | None
-    kept: bool | None
+    is_met: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +126,9 @@ class LostPlan:
 
     step_s: float
     step_usd: float | None
-    steps_most: int  # between two checkpoints
-    most_s: float
-    most_usd: float | None
+    max_steps: int  # between two checkpoints
+    max_s: float
+    max_usd: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +147,10 @@ class CheckpointPlan:
     save_steps: int
     every_s: float | None
     stored_s: dict[int, float]
-    most: int | None
+    max_count: int | None
     base_bytes: int
-    stay_bytes: int | None
-    stay_usd_per_month: float | None
+    kept_bytes: int | None
+    kept_usd_per_month: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ class Plan:
     hours: float | None
     deadline: DeadlinePlan | None
     bought: int
-    most_usd_per_h: float | None
+    max_usd_per_h: float | None
     usd_per_step: float | None
     usd_per_million_tokens: float | None
     disks_usd_per_h: float

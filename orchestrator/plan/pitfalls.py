@@ -218,9 +218,9 @@ def store_in_other_cloud(run: PlannedRun) -> Iterator[Warned]:
 
 
 def rare_checkpoints(run: PlannedRun) -> Iterator[Warned]:
-    if run.trainer.market is not Market.SPOT or run.lost is None or run.lost.most_s <= CHECKPOINT_S_MAX:
+    if run.trainer.market is not Market.SPOT or run.lost is None or run.lost.max_s <= CHECKPOINT_S_MAX:
         return
-    problem = f"the trainer is on spot: a preemption without notice costs up to {run.lost.most_s / 60:.0f} minutes"
+    problem = f"the trainer is on spot: a preemption without notice costs up to {run.lost.max_s / 60:.0f} minutes"
     yield Warned("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
 
 

@@ -289,7 +289,7 @@ def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured:
         step_s=step_s,
         nodes=nodes,
         max_staleness=spec.rollout.max_staleness,
-        in_turns_s=in_turns_s,
+        sequential_s=in_turns_s,
         overlapped_s=overlapped_s,
         source="estimated" if measured is None else "measured",
     )

@@ -10,7 +10,7 @@ from random import Random
 from grpo_orch.checkpoint.records.metrics import MetricsWriter
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
-from grpo_orch.orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, Weather, Zone
+from grpo_orch.orchestrator.simulate.market_trace import SPOT_PRICE_MAX_FACTOR, MarketTrace, Zone
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore, Trouble
 from grpo_orch.policies.model.node_contract import TIMELINE_ENV
 from grpo_orch.policies.model.pools import Pool, PoolOffer
@@ -88,7 +88,7 @@ BRISK = Physics(
 
 
 @dataclass
-class Box:
+class SimulatedMachine:
     """A machine and its work."""
 
     node: str
@@ -194,10 +194,10 @@ class SimulatedCloud:
     """
 
     def __init__(
-        self, weather: Weather, physics: Physics, prices: Prices, objects: Objects, random: Random
+        self, weather: MarketTrace, physics: Physics, prices: Prices, objects: Objects, random: Random
     ) -> None:
         self.weather, self.physics, self.prices = weather, physics, prices
-        self.boxes: dict[str, Box] = {}
+        self.boxes: dict[str, SimulatedMachine] = {}
         self.held = Counter[str]()  # machines that use capacity, by zone key
         self._zones = {zone.key: zone for zone in weather}
         self.bought: list[str] = []
@@ -215,7 +215,7 @@ class SimulatedCloud:
         self.slow_by_s = 0.0  # added to launches
         self.closed_zones: set[str] = set()
         self.time_s = 0.0
-        self.on_loss: Callable[[Box], None] = lambda _: None
+        self.on_loss: Callable[[SimulatedMachine], None] = lambda _: None
         self._objects, self._random = objects, random
 
     def pass_time(self, time_s: float) -> None:
@@ -230,14 +230,14 @@ class SimulatedCloud:
             if box.taken_at_s is not None and time_s >= box.taken_at_s and not box.gone:
                 self.lose(box)
 
-    def usd_per_h(self, box: Box) -> float:
+    def usd_per_h(self, box: SimulatedMachine) -> float:
         zone = self._zones.get(box.key)
         return self._list_usd_per_h(box.role, box.market) * (zone.price_at(self.time_s) if zone else 1.0)
 
     def _list_usd_per_h(self, role: Role, market: Market) -> float:
         return self.prices.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h(role)
 
-    def charged_usd_per_h(self, box: Box) -> float:
+    def charged_usd_per_h(self, box: SimulatedMachine) -> float:
         """Return the price of the machine and its disk."""
         return self.usd_per_h(box) + self.disk_usd_per_h.get(box.role, 0.0)
 
@@ -245,7 +245,7 @@ class SimulatedCloud:
         return self.prices.trainer_usd_per_h if role is Role.TRAINER else self.prices.node_usd_per_h
 
     @property
-    def most_usd_per_h(self) -> dict[str, float]:
+    def max_usd_per_h(self) -> dict[str, float]:
         """Highest price of a machine of each kind, by `kind_of`."""
         spot = SPOT_PRICE_MAX_FACTOR * self.prices.spot_usd_per_h
         return {
@@ -297,19 +297,19 @@ class SimulatedCloud:
         ]
         return not any(zone.count_at(time_s) for zone in zones)
 
-    def lose(self, box: Box) -> None:
+    def lose(self, box: SimulatedMachine) -> None:
         """Lose a machine and its disk."""
         self._release(box)
         box.lose()
         self.on_loss(box)
 
-    def warn(self, box: Box, taken_at_s: float | None) -> None:
+    def warn(self, box: SimulatedMachine, taken_at_s: float | None) -> None:
         """Send a preemption notice; with None the machine is not preempted."""
         if taken_at_s is not None:
             self._release(box)
         box.notice, box.taken_at_s = True, taken_at_s
 
-    def terminate(self, node: str) -> Box | None:
+    def terminate(self, node: str) -> SimulatedMachine | None:
         """Terminate and return a machine; None if there is none."""
         box = self.boxes.pop(node, None)
         if box is not None:
@@ -321,7 +321,7 @@ class SimulatedCloud:
             if box.zone == name and not box.gone:
                 self.lose(box)
 
-    def of(self, role: Role) -> list[Box]:
+    def of(self, role: Role) -> list[SimulatedMachine]:
         return [box for box in self.boxes.values() if box.role is role]
 
     def _buy(self, order: LaunchOrder, timeline: int) -> None:
@@ -337,7 +337,7 @@ class SimulatedCloud:
             weights_s = self.physics.first_weights_s if is_first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)
-        box = Box(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
+        box = SimulatedMachine(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
         if zone is not None:
             box.zone, box.key, box.pool, box.speed = zone.name, zone.key, zone.pool, zone.speed
             self.held[zone.key] += 1
@@ -348,7 +348,7 @@ class SimulatedCloud:
         if self.takes_early and order.role is Role.ROLLOUT and order.market is Market.SPOT:
             self._take_early(box)
 
-    def _take_early(self, box: Box) -> None:
+    def _take_early(self, box: SimulatedMachine) -> None:
         """Schedule a preemption before the machine works, with an immediate notice or without."""
         taken_at_s = self._random.uniform(box.up_at_s, box.works_at_s)
         if self._random.random() < self.physics.noticed:
@@ -399,23 +399,23 @@ class SimulatedCloud:
         count = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
         return count - self.held[zone.key]
 
-    def _release(self, box: Box) -> None:
+    def _release(self, box: SimulatedMachine) -> None:
         """Free the machine's capacity in its zone."""
         if box.uses_capacity:
             self.held[box.key] -= 1
 
     def _take_back(self, zone: Zone, hours: float) -> None:
         excess = max(0, -self._free_count(zone))
-        if not self.held[zone.key] or not (excess or zone.losses_an_hour):
+        if not self.held[zone.key] or not (excess or zone.losses_per_h):
             return
         held = [box for box in self.boxes.values() if box.key == zone.key and box.uses_capacity]
         taken = self._random.sample(held, min(len(held), excess))
-        lost = zone.losses_an_hour * hours
+        lost = zone.losses_per_h * hours
         taken += [box for box in held if lost and self._random.random() < lost and box not in taken]
         for box in taken:
             self._preempt(box)
 
-    def _preempt(self, box: Box) -> None:
+    def _preempt(self, box: SimulatedMachine) -> None:
         if self._random.random() < self.physics.noticed:
             self.warn(box, self.time_s + self.physics.take_back_s)
         else:

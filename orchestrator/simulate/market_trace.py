@@ -44,7 +44,7 @@ class Zone:
     machine: str = "H200:1"
     market: Market = Market.SPOT
     refuses: float = 0.0  # share of launches refused despite capacity
-    losses_an_hour: float = 0.0  # per machine, in addition to decreases of `counts`
+    losses_per_h: float = 0.0  # per machine, in addition to decreases of `counts`
     quota: int | None = None  # machines of the type and market in the region
     speed: float = 1.0  # of a machine
 
@@ -67,7 +67,7 @@ class Zone:
         return self.prices[int(time_s / self.gap_s) % len(self.prices)] if self.prices else 1.0
 
 
-Weather = tuple[Zone, ...]
+MarketTrace = tuple[Zone, ...]
 
 
 # Named climates, from a seed. `scarce` matches public availability traces of four nodes: no machine for 16 to 62 %
@@ -79,12 +79,12 @@ EAST = "east"
 ON_DEMAND_OUTAGE = 0.02  # share of the time without on-demand machines in a zone
 
 
-def plentiful(nodes: int) -> Weather:
+def plentiful(nodes: int) -> MarketTrace:
     """Return a trace that grants every request and never preempts."""
     return (Zone(ZONES[0], GAP_S, (nodes,)),)
 
 
-def _calm(random: Random, nodes: int) -> Weather:
+def _calm(random: Random, nodes: int) -> MarketTrace:
     """Enough machines everywhere; each zone has one short dip in two days."""
     return tuple(
         Zone(name, GAP_S, tuple(nodes * (random.random() > 1 / (2 * DAY_GAPS)) for _ in range(GAPS)))
@@ -92,7 +92,7 @@ def _calm(random: Random, nodes: int) -> Weather:
     )
 
 
-def _daily(random: Random, nodes: int) -> Weather:
+def _daily(random: Random, nodes: int) -> MarketTrace:
     """All machines at night, a quarter in office hours, with noise."""
 
     def count(gap: int) -> int:
@@ -103,7 +103,7 @@ def _daily(random: Random, nodes: int) -> Weather:
     return (Zone(ZONES[0], GAP_S, tuple(count(gap) for gap in range(GAPS))),)
 
 
-def _storms(random: Random, nodes: int) -> Weather:
+def _storms(random: Random, nodes: int) -> MarketTrace:
     """Enough machines everywhere, but outages of whole zones for half an hour to four hours."""
 
     def counts() -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def _storms(random: Random, nodes: int) -> Weather:
     return tuple(Zone(name, GAP_S, counts()) for name in ZONES)
 
 
-def _scarce(random: Random, nodes: int) -> Weather:
+def _scarce(random: Random, nodes: int) -> MarketTrace:
     """One zone, empty for a sixth to over a half of the time, with 3 to 11 preemptions of all machines a day."""
     empty_share, drops = random.uniform(0.2, 0.58), random.uniform(3.5, 10.0)
     cycle = DAY_GAPS / drops  # gaps from one drop to the next
@@ -128,12 +128,12 @@ def _scarce(random: Random, nodes: int) -> Weather:
     return (Zone(ZONES[0], GAP_S, tuple(counts[:GAPS])),)
 
 
-def _never(random: Random, nodes: int) -> Weather:  # noqa: ARG001  # a climate's signature
+def _never(random: Random, nodes: int) -> MarketTrace:  # noqa: ARG001  # a climate's signature
     """No spot machines."""
     return (Zone(ZONES[0], GAP_S, (0,)),)
 
 
-def _zone_out(random: Random, nodes: int) -> Weather:
+def _zone_out(random: Random, nodes: int) -> MarketTrace:
     """Three zones at similar prices; each has outages of all its machines, for hours."""
     traces = [with_dips(random, nodes, a_day=2.0, gaps=(12, 72)) for _ in range(3)]
     pools = zip("abc", traces, (0.95, 1.0, 1.05), strict=True)
@@ -141,7 +141,7 @@ def _zone_out(random: Random, nodes: int) -> Weather:
     return *zones, *on_demand_pools(random, EAST, nodes)
 
 
-CLIMATES: Mapping[str, Callable[[Random, int], Weather]] = {
+CLIMATES: Mapping[str, Callable[[Random, int], MarketTrace]] = {
     "calm": _calm,
     "daily": _daily,
     "storms": _storms,
@@ -151,7 +151,7 @@ CLIMATES: Mapping[str, Callable[[Random, int], Weather]] = {
 }
 
 
-def climate(name: str, seed: int, nodes: int) -> Weather:
+def climate(name: str, seed: int, nodes: int) -> MarketTrace:
     """Return the trace of a climate. Raises KeyError for an unknown name.
 
     Args:
@@ -163,7 +163,7 @@ def climate(name: str, seed: int, nodes: int) -> Weather:
 
 
 def pool_of(name: str, counts: tuple[int, ...], price: float) -> Zone:
-    return Zone(name, GAP_S, counts, (price,), region=EAST, losses_an_hour=0.03)
+    return Zone(name, GAP_S, counts, (price,), region=EAST, losses_per_h=0.03)
 
 
 def on_demand_pools(random: Random, region: str, nodes: int, price: float = 1.0) -> list[Zone]:
@@ -197,7 +197,7 @@ class InvalidTrace(Exception):
     """The file is not a valid market trace; the message has its path, the problem and the expected form."""
 
 
-def read_trace(path: Path, nodes: int) -> Weather:
+def read_trace(path: Path, nodes: int) -> MarketTrace:
     """Return the market trace in a file. Raises InvalidTrace.
 
     Args:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from grpo_orch.orchestrator.simulate.cloud import BRISK, Box, Prices
-from grpo_orch.orchestrator.simulate.market_trace import ZONES, Weather, Zone
+from grpo_orch.orchestrator.simulate.cloud import BRISK, SimulatedMachine, Prices
+from grpo_orch.orchestrator.simulate.market_trace import ZONES, MarketTrace, Zone
 from grpo_orch.orchestrator.simulate.store import Trouble
-from grpo_orch.orchestrator.simulate.simulation import DT_S, World
+from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
 from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.spec import Budget, RunSpec, generates_itself
@@ -23,16 +23,16 @@ STALE_S = 180.0  # maximum delay of clouds' listings
 OPERATIONS = 16  # maximum operations on the store and the cloud per tick
 
 Undo = Callable[[], None]
-Fault = Callable[[World, Random], Undo | None]
+Fault = Callable[[Simulation, Random], Undo | None]
 
 
-def store_away(world: World, random: Random) -> Undo:
+def store_away(world: Simulation, random: Random) -> Undo:
     world.objects.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
     world.note(f"the store: {world.objects.trouble.value}")
     return world.objects.clear
 
 
-def cut_off(world: World, random: Random) -> Undo | None:
+def cut_off(world: Simulation, random: Random) -> Undo | None:
     stores = [box.store for box in world.cloud.boxes.values()]
     stores += [daemon.store for daemon in world.daemons if not daemon.dead]
     if not stores:
@@ -47,14 +47,14 @@ def cut_off(world: World, random: Random) -> Undo | None:
     return undo
 
 
-def clocks_set(world: World, random: Random) -> None:
+def clocks_set(world: Simulation, random: Random) -> None:
     world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
     for daemon in world.daemons:
         daemon.ahead_s += random.choice((-HOUR_S, HOUR_S))
     world.note("clocks are set")
 
 
-def suspended(world: World, random: Random) -> None:
+def suspended(world: Simulation, random: Random) -> None:
     for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
         daemon.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
         if random.random() < 0.5:
@@ -65,25 +65,25 @@ def suspended(world: World, random: Random) -> None:
             world.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
 
 
-def daemon_dies(world: World, random: Random) -> None:
+def daemon_dies(world: Simulation, random: Random) -> None:
     """Kill the daemon at a random operation of its next tick."""
     world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
     for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
         daemon.die_in = random.randrange(OPERATIONS)
 
 
-def second_daemon(world: World, random: Random) -> None:  # noqa: ARG001  # a fault's signature
+def second_daemon(world: Simulation, random: Random) -> None:  # noqa: ARG001  # a fault's signature
     world.note("a second daemon resumes the run")
     world.resume()
 
 
-def machine_lost(world: World, random: Random) -> None:
+def machine_lost(world: Simulation, random: Random) -> None:
     if box := _random_box(world, random):
         world.cloud.lose(box)
         world.note(f"{box.node} is lost")
 
 
-def zone_lost(world: World, random: Random) -> Undo:
+def zone_lost(world: Simulation, random: Random) -> Undo:
     zone = random.choice(world.cloud.weather).name
     world.cloud.lose_zone(zone)
     world.cloud.closed_zones.add(zone)
@@ -91,14 +91,14 @@ def zone_lost(world: World, random: Random) -> Undo:
     return lambda: world.cloud.closed_zones.discard(zone)
 
 
-def notice(world: World, random: Random) -> None:
+def notice(world: Simulation, random: Random) -> None:
     if box := _random_box(world, random):
         is_false_alarm = random.random() < 0.5
         world.cloud.warn(box, None if is_false_alarm else world.time_s + world.cloud.physics.take_back_s)
         world.note(f"{box.node} gets a{' false' if is_false_alarm else ''} preemption notice")
 
 
-def rebalance(world: World, random: Random) -> None:
+def rebalance(world: Simulation, random: Random) -> None:
     """Send a rebalance recommendation, perhaps with a preemption notice."""
     if not (box := _random_box(world, random)):
         return
@@ -110,14 +110,14 @@ def rebalance(world: World, random: Random) -> None:
     world.note(f"{box.node} gets a rebalance recommendation{notice_text}")
 
 
-def work_ends(world: World, random: Random) -> None:
+def work_ends(world: Simulation, random: Random) -> None:
     box = _random_box(world, random)
     if box is not None and box.is_working(world.time_s):
         box.exit_code = 1
         world.note(f"the process on {box.node} exits with code 1")
 
 
-def diverges(world: World, random: Random) -> None:
+def diverges(world: Simulation, random: Random) -> None:
     """Let the newest timeline diverge soon."""
     trainers = [box for box in world.cloud.of(Role.TRAINER) if box.step > 0]
     if trainers and world.spec.policies.kl.action != "alert":
@@ -128,7 +128,7 @@ def diverges(world: World, random: Random) -> None:
         world.note(f"timeline {at.timeline} diverges from step {onset} and trips at step {trip}")
 
 
-def no_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+def no_capacity(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.refusing = True
     world.note("no capacity")
     if trainers := world.cloud.of(Role.TRAINER):
@@ -140,7 +140,7 @@ def no_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a faul
     return undo
 
 
-def no_spot(world: World, random: Random) -> Undo:
+def no_spot(world: Simulation, random: Random) -> Undo:
     world.cloud.refusing_spot = True
     world.note("no spot capacity")
     machine_lost(world, random)
@@ -151,7 +151,7 @@ def no_spot(world: World, random: Random) -> Undo:
     return undo
 
 
-def no_rollout_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+def no_rollout_capacity(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.refusing_rollouts = True
     for box in world.cloud.of(Role.ROLLOUT):
         if not box.gone:
@@ -164,7 +164,7 @@ def no_rollout_capacity(world: World, random: Random) -> Undo:  # noqa: ARG001  
     return undo
 
 
-def cloud_away(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+def cloud_away(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
     world.cloud.away = True
     world.note("the cloud does not answer")
 
@@ -174,7 +174,7 @@ def cloud_away(world: World, random: Random) -> Undo:  # noqa: ARG001  # a fault
     return undo
 
 
-def answers_lost(world: World, random: Random) -> Undo:
+def answers_lost(world: Simulation, random: Random) -> Undo:
     world.cloud.answers_lost = True
     world.note("launches succeed, but their answers are lost")
     machine_lost(world, random)
@@ -185,14 +185,14 @@ def answers_lost(world: World, random: Random) -> Undo:
     return undo
 
 
-def stale_listing(world: World, random: Random) -> None:
+def stale_listing(world: Simulation, random: Random) -> None:
     world.cloud.stale = world.cloud.truth()
     world.cloud.stale_until_s = world.time_s + STALE_S
     world.note("listings are stale")
     machine_lost(world, random)
 
 
-def never_work(world: World, random: Random) -> Undo:
+def never_work(world: Simulation, random: Random) -> Undo:
     world.cloud.never_work = True
     world.note("new rollout machines never work")
     machine_lost(world, random)
@@ -203,7 +203,7 @@ def never_work(world: World, random: Random) -> Undo:
     return undo
 
 
-def taken_early(world: World, random: Random) -> Undo:
+def taken_early(world: Simulation, random: Random) -> Undo:
     world.cloud.takes_early = True
     world.note("new spot rollout machines are preempted before they work")
     machine_lost(world, random)
@@ -214,7 +214,7 @@ def taken_early(world: World, random: Random) -> Undo:
     return undo
 
 
-def slow_launches(world: World, random: Random) -> Undo:
+def slow_launches(world: Simulation, random: Random) -> Undo:
     world.cloud.slow_by_s = 1000.0
     world.note("launches take longer than the deadline")
     machine_lost(world, random)
@@ -225,7 +225,7 @@ def slow_launches(world: World, random: Random) -> Undo:
     return undo
 
 
-def _random_box(world: World, random: Random) -> Box | None:
+def _random_box(world: Simulation, random: Random) -> SimulatedMachine | None:
     boxes = [box for box in world.cloud.boxes.values() if not box.gone]
     return random.choice(boxes) if boxes else None
 
@@ -277,7 +277,7 @@ BOUGHT_BASE, BOUGHT_PER_NODE = 15, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ScenarioResult:
     """The outcome of a scenario."""
 
     seed: int
@@ -289,10 +289,10 @@ class Told:
     digest: str
 
 
-def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Prices | None = None) -> Told:
+def run_scenario(seed: int, spec: RunSpec, *, weather: MarketTrace | None = None, prices: Prices | None = None) -> ScenarioResult:
     """Run the scenario of a seed. Raises Broken, which names the seed, if an invariant is violated."""
     spec = _without_restart_limit(_with_budget(seed, spec, prices or Prices()))
-    world = World(seed, spec, weather=weather or _two_zones(spec), physics=BRISK, prices=prices)
+    world = Simulation(seed, spec, weather=weather or _two_zones(spec), physics=BRISK, prices=prices)
     random = world.random
     _inject_faults(world, random)
     if not world.is_over and not world.stopping:
@@ -307,7 +307,7 @@ def tell(seed: int, spec: RunSpec, *, weather: Weather | None = None, prices: Pr
     assert world.newest is not None
     state = world.newest.controller.state
     hours = (world.time_s - 1000.0) / 3600
-    return Told(
+    return ScenarioResult(
         seed, state.phase, state.reason, hours, world.cloud.spent_usd, len(world.cloud.bought), world.digest
     )
 
@@ -325,7 +325,7 @@ def _with_budget(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
     return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.6, 1.2)))
 
 
-def _inject_faults(world: World, random: Random) -> None:
+def _inject_faults(world: Simulation, random: Random) -> None:
     undos: list[tuple[float, Undo]] = []
     for _ in range(FAULTS_MAX):
         world.run_for(random.choice(QUIET_S))
@@ -344,7 +344,7 @@ def _inject_faults(world: World, random: Random) -> None:
         undo()
 
 
-def _inject_lasting_fault(world: World, random: Random) -> None:
+def _inject_lasting_fault(world: Simulation, random: Random) -> None:
     """Perhaps inject a fault that never ends, or stop the run."""
     match random.randrange(6):
         case 0:
@@ -362,7 +362,7 @@ def _inject_lasting_fault(world: World, random: Random) -> None:
             pass
 
 
-def _check_starvation(world: World) -> bool:
+def _check_starvation(world: Simulation) -> bool:
     """If no rollout node can ever work again, check that the run waits, states why and buys little.
 
     Returns False if the run can end.
@@ -399,12 +399,12 @@ def _needs_spot(spec: RunSpec) -> bool:
     return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec)
 
 
-def _has_no_spot(world: World) -> bool:
+def _has_no_spot(world: Simulation) -> bool:
     """Return whether the trace has no spot machine for the next RECOVERY_S."""
     times_s = range(int(world.time_s), int(world.time_s + RECOVERY_S), int(SPOT_SAMPLE_S))
     return all(world.cloud.is_without_spot(time_s) for time_s in times_s)
 
 
-def _two_zones(spec: RunSpec) -> Weather:
+def _two_zones(spec: RunSpec) -> MarketTrace:
     """Return two zones, each with enough machines for all nodes."""
     return tuple(Zone(name, 300.0, (spec.rollout.replicas.max,)) for name in ZONES[:2])

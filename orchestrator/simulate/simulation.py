@@ -24,8 +24,8 @@ from grpo_orch.orchestrator.control.controller import Controller, Decide
 from grpo_orch.orchestrator.control.daemon import renew
 from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import RunClock
-from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, Box, Physics, Prices, SimulatedCloud
-from grpo_orch.orchestrator.simulate.market_trace import Weather, plentiful
+from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, SimulatedMachine, Physics, Prices, SimulatedCloud
+from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, plentiful
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
 from grpo_orch.orchestrator.simulate.work import Trips, Work
 from grpo_orch.policies.control.decide import decide
@@ -49,14 +49,14 @@ from grpo_orch.policies.tick.snapshot import Machine
 UNKNOWN_S = 600.0  # longest time for which a machine may be unknown to an observing controller
 
 
-class Broken(AssertionError):
+class InvariantViolated(AssertionError):
     """An invariant was violated; the message has the seed, the time and the events before."""
 
 
 class Safety:
     """Raises Broken at the first violated invariant, and at every later check."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self._allowed_usd = 0.0  # limit raised while no controller could act
         self._unknown_s: dict[str, float] = {}
@@ -70,7 +70,7 @@ class Safety:
             recent = "\n".join(self._world.log[-40:])
             self.broken = f"seed {self._world.seed}, at {self._world.time_s:.0f} s: {otherwise}\n{recent}"
         if self.broken:
-            raise Broken(self.broken)
+            raise InvariantViolated(self.broken)
 
     def check_moment(self, dt_s: float) -> None:
         """Check the invariants of every time step."""
@@ -142,7 +142,7 @@ class Safety:
         late_s = self._world.time_s - since_s if daemon.journal.epoch != epoch else 0.0
         self.check(late_s <= ACT_WITHIN_S, f"{daemon.name} acts {late_s:.0f} s after it was replaced: {action}")
 
-    def _may_lose_trainer(self, box: Box) -> bool:
+    def _may_lose_trainer(self, box: SimulatedMachine) -> bool:
         world = self._world
         trainers = world.cloud.of(Role.TRAINER)
         is_replaced = any(
@@ -208,7 +208,7 @@ class _Died(BaseException):
 class QueuedActuator(Actuator):
     """The production actuator. Each of its threads finishes within the tick, or starts after it."""
 
-    def __init__(self, world: World, daemon: SimulatedDaemon) -> None:
+    def __init__(self, world: Simulation, daemon: SimulatedDaemon) -> None:
         super().__init__(
             _ControllerCloud(world, daemon),  # type: ignore[arg-type]  # the methods that it calls
             daemon.store,
@@ -231,7 +231,7 @@ class SimulatedDaemon:
     Raises StoreUnavailable if it cannot take over the run, Fenced if another daemon does at the same moment.
     """
 
-    def __init__(self, world: World, name: str, ahead_s: float) -> None:
+    def __init__(self, world: Simulation, name: str, ahead_s: float) -> None:
         self.world, self.name, self.ahead_s = world, name, ahead_s
         self.store = SimulatedStore(world.objects)
         self.clock = RunClock(lambda: EPOCH_S + world.time_s + self.ahead_s, lambda: world.time_s)
@@ -299,7 +299,7 @@ class _InstantPrices(pricing.Prices):
 
     def __init__(self, cloud: Cloud, simulated: SimulatedCloud) -> None:
         super().__init__(cloud)
-        self._known = simulated.most_usd_per_h
+        self._known = simulated.max_usd_per_h
         self._simulated = simulated
 
     def observe(self) -> Mapping[str, float]:
@@ -313,7 +313,7 @@ class _InstantPrices(pricing.Prices):
 class _ControllerCloud:
     """The cloud as called by one controller; checks invariants before launches and terminations."""
 
-    def __init__(self, world: World, daemon: SimulatedDaemon) -> None:
+    def __init__(self, world: Simulation, daemon: SimulatedDaemon) -> None:
         self._world, self._daemon = world, daemon
 
     def machines(self) -> dict[str, Machine]:
@@ -342,7 +342,7 @@ STORE_SKEW_S = 10 * 86400.0  # maximum error of the store's clock
 RESUME_S = 60.0  # until another daemon resumes a run without one
 
 
-class World:
+class Simulation:
     """A simulated run. `time_s` is the true time. Raises Broken if an invariant is violated.
 
     Args:
@@ -363,7 +363,7 @@ class World:
         seed: int,
         spec: RunSpec,
         *,
-        weather: Weather | None = None,
+        weather: MarketTrace | None = None,
         physics: Physics = BRISK,
         prices: Prices | None = None,
         max_steps: int = 500,
@@ -501,7 +501,7 @@ class Outcome:
 
 def simulate_hours(
     spec: RunSpec,
-    weather: Weather,
+    weather: MarketTrace,
     physics: Physics,
     prices: Prices,
     hours: float,
@@ -515,7 +515,7 @@ def simulate_hours(
     Args:
         decide: the fleet policy; the default is the production controller's.
     """
-    world = World(
+    world = Simulation(
         seed,
         spec,
         weather=weather,

@@ -23,7 +23,7 @@ class Trouble(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredObject:
     """An object and its modification time by the store's clock."""
 
     data: bytes
@@ -41,16 +41,16 @@ class Objects:
     def __init__(self, random: Random, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.random = random
         self.clock = clock
-        self.folders: dict[str, dict[str, Kept]] = {}  # by the first part of the key, for fast listings
+        self.folders: dict[str, dict[str, StoredObject]] = {}  # by the first part of the key, for fast listings
         self.trouble = Trouble.NONE
         self.late: list[Callable[[], object]] = []
 
-    def folder(self, key: str) -> dict[str, Kept]:
+    def folder(self, key: str) -> dict[str, StoredObject]:
         return self.folders.setdefault(key.partition("/")[0], {})
 
     def write(self, key: str, data: bytes) -> None:
         """Write an object, dated by the store's clock."""
-        self.folder(key)[key] = Kept(data, datetime.fromtimestamp(math.floor(self.clock()), UTC))
+        self.folder(key)[key] = StoredObject(data, datetime.fromtimestamp(math.floor(self.clock()), UTC))
 
     def create(self, key: str, data: bytes) -> None:
         """Write an object unless it exists."""

@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
-from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Box, SimulatedCloud
+from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedMachine, SimulatedCloud
 from grpo_orch.policies.control.rollback.choice import choose_start
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.ledger.retention import (
@@ -92,14 +92,14 @@ class Work:
         self._check(len(self.stepped) <= 1, f"two trainers act: {self.stepped}")
         self._gateways()
 
-    def forget(self, box: Box) -> None:
+    def forget(self, box: SimulatedMachine) -> None:
         """Record the loss of a machine and its unstored checkpoints."""
         if box.role is Role.TRAINER:
             self.safe_steps[box.timeline] = max(
                 (at.step for at in self.listed if at.timeline == box.timeline), default=0
             )
 
-    def _upload(self, box: Box) -> None:
+    def _upload(self, box: SimulatedMachine) -> None:
         """Run the uploader, which outlives the trainer."""
         while box.spool and box.store.writes:
             forks = documents.read_forks(box.store)
@@ -112,10 +112,10 @@ class Work:
         """Return the catalog with another checkpoint, after retention."""
         checkpoints = {checkpoint.at: checkpoint for checkpoint in revision.checkpoints}
         checkpoints[new] = Checkpoint(str(new), f"checkpoints/{new}", "", self._cloud.time_s, 1)
-        retained = stored(list(checkpoints), new, self._verdict(new), forks, self._spec.checkpoints)
+        retained = retain(list(checkpoints), new, self._verdict(new), forks, self._spec.checkpoints)
         return replace(revision, checkpoints=[checkpoints[at] for at in retained])
 
-    def _train(self, box: Box, dt_s: float) -> None:
+    def _train(self, box: SimulatedMachine, dt_s: float) -> None:
         with contextlib.suppress(StoreUnavailable):
             heartbeat = documents.TRAINER.read(box.store)
             newest = documents.newest_timeline(box.store)
@@ -145,7 +145,7 @@ class Work:
         elif is_leaving and not box.spool:
             box.exit_code = exit_codes.STOPPED
 
-    def _begin(self, box: Box) -> bool:
+    def _begin(self, box: SimulatedMachine) -> bool:
         """Start at the newest checkpoint of its timeline's ancestry. Returns whether it could."""
         if not box.store.writes or box.spool:
             return False  # it must first write a heartbeat and store the checkpoints in its spool
@@ -163,7 +163,7 @@ class Work:
         box.step = float(start_step)
         return True
 
-    def _step(self, box: Box, dt_s: float) -> bool:
+    def _step(self, box: SimulatedMachine, dt_s: float) -> bool:
         """Make a part of a step. Returns whether it could.
 
         It needs rollout nodes, or has been without them for so long that it generates itself.
@@ -191,7 +191,7 @@ class Work:
             self.stepped.append(box.node)
         return True
 
-    def _log(self, box: Box) -> None:
+    def _log(self, box: SimulatedMachine) -> None:
         """Log the metrics of the finished step."""
         values = {
             metrics.GENERATE_S: box.generated_s,
@@ -204,7 +204,7 @@ class Work:
         at_s = EPOCH_S + self._cloud.time_s
         box.log.append(metrics.MetricsRow(box.timeline, int(box.step), at_s, box.attempt, values))
 
-    def _seal(self, box: Box, step: int, *, is_final: bool, is_tripped: bool) -> None:
+    def _seal(self, box: SimulatedMachine, step: int, *, is_final: bool, is_tripped: bool) -> None:
         """Save a checkpoint every `save_steps` and at the end, but none after a trip."""
         saved = step if is_final else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
         newest = box.sealed.step if box.sealed is not None and box.sealed.timeline == box.timeline else 0
@@ -214,7 +214,7 @@ class Work:
         box.spool.append(box.sealed)
         self.safe_steps[box.timeline] = max(self.safe_steps.get(box.timeline, 0), saved)
 
-    def _is_leaving(self, box: Box) -> bool:
+    def _is_leaving(self, box: SimulatedMachine) -> bool:
         if box.notice and box.role is Role.TRAINER:
             return True
         try:
@@ -222,7 +222,7 @@ class Work:
         except StoreUnavailable:
             return False
 
-    def _write_heartbeat(self, box: Box, activity: str, *, is_leaving: bool) -> None:
+    def _write_heartbeat(self, box: SimulatedMachine, activity: str, *, is_leaving: bool) -> None:
         at_s = EPOCH_S + self._cloud.time_s
         heartbeat = Trainer(box.node, box.attempt, box.timeline, int(box.step), self.max_steps, activity, at_s)
         verdict = self._verdict(PolicyVersion(box.timeline, int(box.step)))
@@ -264,7 +264,7 @@ class Work:
 # Retention in the simulated store.
 
 
-def stored(
+def retain(
     listed: Sequence[PolicyVersion],
     new: PolicyVersion,
     verdict: Verdict,

@@ -39,7 +39,7 @@ KL_ZERO = 1e-5  # some trainers log 0 when they compute no KL
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Curve:
     """One metric over a run: the count of finite numbers, and the medians of the first and last ones.
 
     `wobble` is the median distance between neighbours, in the metric's unit.
@@ -51,7 +51,7 @@ class Course:
     wobble: float
 
 
-def courses(points: Sequence[Point]) -> dict[str, Course]:
+def curves(points: Sequence[Point]) -> dict[str, Curve]:
     """Return the course of each logged metric that the detectors read."""
     found = {}
     for name in WORDS:
@@ -61,16 +61,16 @@ def courses(points: Sequence[Point]) -> dict[str, Course]:
         if values:
             wobble = median(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0
             start, end = median(values[:ENDS_POINTS]), median(values[-ENDS_POINTS:])
-            found[name] = Course(len(values), start, end, wobble)
+            found[name] = Curve(len(values), start, end, wobble)
     return found
 
 
-def kl_of(seen: Mapping[str, Course]) -> str | None:
+def kl_of(seen: Mapping[str, Curve]) -> str | None:
     """Return the metric that is the run's KL, None if none was logged."""
     return next((name for name in ("kl", KL_SEQUENCE) if name in seen), None)
 
 
-def why_unknown(points: Sequence[Point], seen: Mapping[str, Course]) -> str | None:
+def why_unknown(points: Sequence[Point], seen: Mapping[str, Curve]) -> str | None:
     """Explain why the run cannot be called healthy, and what would help; None if it can.
 
     A divergence shows first in KL and reward. Without these, other metrics can prove a divergence but not health.
@@ -90,7 +90,7 @@ def why_unknown(points: Sequence[Point], seen: Mapping[str, Course]) -> str | No
     return f"{missing} was logged; TRL logs `kl` if beta is above 0, and always logs `reward`"
 
 
-def summary(seen: Mapping[str, Course]) -> str:
+def summary(seen: Mapping[str, Curve]) -> str:
     """Return one sentence: which metrics were checked, and how KL and reward changed."""
     if not seen:
         return "no metric that shows a divergence was logged"
@@ -109,7 +109,7 @@ def summary(seen: Mapping[str, Course]) -> str:
     return f"checked {checked}" + (f": {', '.join(changes)}" if changes else "")
 
 
-def _reward_words(course: Course) -> str:
+def _reward_words(course: Curve) -> str:
     start, end = short(course.start), short(course.end)
     if start == end or abs(course.end - course.start) <= course.wobble:
         return f"reward stayed at about {end}"
@@ -144,7 +144,7 @@ class Detection:
     verdict: Verdict
     target_step: int | None
     save_steps: int | None
-    seen: Mapping[str, Course]
+    seen: Mapping[str, Curve]
     unknown: str | None
 
     @property
@@ -202,7 +202,7 @@ def detect(
     target = None
     if verdict.health is Health.TRIPPED and verdict.onset_step is not None and not trace.counts_records:
         target = _target(trace, verdict.onset_step, saved)
-    seen = courses(trace.points)
+    seen = curves(trace.points)
     unknown = why_unknown(trace.points, seen) if verdict.health is Health.HEALTHY else None
     return Detection(file, run, trace, verdict, target, saved, seen, unknown)
 

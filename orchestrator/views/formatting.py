@@ -71,7 +71,7 @@ def seconds_words(value: float) -> str:
     return duration(value) if value >= 60 else f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
 
 
-def overlap_words(step_s: float, in_turns_s: float, overlapped_s: float, max_staleness: int) -> str:
+def overlap_words(step_s: float, sequential_s: float, overlapped_s: float, max_staleness: int) -> str:
     """Describe the gain of overlapping generation with training, or at a staleness of 0 the possible gain.
 
     Args:
@@ -82,7 +82,7 @@ def overlap_words(step_s: float, in_turns_s: float, overlapped_s: float, max_sta
     """
     now = seconds_words(step_s)
     if max_staleness:
-        other = seconds_words(max(step_s, in_turns_s))
+        other = seconds_words(max(step_s, sequential_s))
         return f"with rollout.max_staleness: {max_staleness} a step takes {now} instead of about {other}"
     other = seconds_words(min(step_s, overlapped_s))
     return f"with rollout.max_staleness: 1 a step would take about {other} instead of {now}"
@@ -144,7 +144,7 @@ INVISIBLE = re.compile(
 )
 
 
-def shown(text: str, most: int = SHOWN_MAX) -> str:
+def escape_invisible(text: str, most: int = SHOWN_MAX) -> str:
     """Write each invisible character as `‹U+202E›`, and cut the text after `most` characters."""
     cut = text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} more characters"
     return INVISIBLE.sub(lambda found: f"‹U+{ord(found[0]):04X}›", cut)
@@ -232,7 +232,7 @@ def skipped_words(skipped: Iterable[Skipped]) -> str:
 # How to continue a run that ended before its last step.
 
 
-def going_on(phase: RunPhase, reason: str, store: str) -> str:
+def continue_command(phase: RunPhase, reason: str, store: str) -> str:
     """Return the command that continues the run; empty where there is none."""
     match phase:
         case RunPhase.FAILED:
@@ -286,7 +286,7 @@ _JOINT = " · "
 
 def plain(words: str) -> str:
     """Return the text on one line, without characters that move the cursor."""
-    return " ".join(shown(words).split())
+    return " ".join(escape_invisible(words).split())
 
 
 def fit(words: str, width: int) -> str:

@@ -118,7 +118,7 @@ class SetAsideView:
     """An optional object of the store that could not be read and is ignored."""
 
     key: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class StoppedKindView:
     kind: str  # `rollout on spot`
     reason: str
     since_s: float  # seconds since the epoch
-    tried_again_s: float  # earliest time of the next test machine, seconds since the epoch
+    next_try_s: float  # earliest time of the next test machine, seconds since the epoch
     tries: int  # so far
 
 

@@ -113,7 +113,7 @@ def _facts(plan: Plan) -> Table:
     table = _grid()
     for row in _step_rows(plan):
         table.add_row(*row)
-    if plan.nodes is not None and plan.rollout is not None and plan.rollout.most > 1:
+    if plan.nodes is not None and plan.rollout is not None and plan.rollout.max_nodes > 1:
         table.add_row("nodes", _node_words(plan.nodes, plan.rollout))
     if plan.rollout is not None and plan.rollout.cache_tokens is not None:
         cache = f"{plan.rollout.cache_tokens:,} tokens an engine"
@@ -124,9 +124,9 @@ def _facts(plan: Plan) -> Table:
             table.add_row("RAM", f"{machine.role} machine, GiB: {parts}")
     if plan.lost is not None:
         step = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
-        most = f"{duration(plan.lost.most_s)}{_dollars(plan.lost.most_usd)}"
+        most = f"{duration(plan.lost.max_s)}{_dollars(plan.lost.max_usd)}"
         table.add_row(
-            "lost step", f"costs {step}; up to {plan.lost.steps_most} steps, {most} (completions are kept)"
+            "lost step", f"costs {step}; up to {plan.lost.max_steps} steps, {most} (completions are kept)"
         )
     if plan.checkpoints is not None:
         table.add_row("checkpoint", stored_words(plan.checkpoints))
@@ -143,7 +143,7 @@ def deadline_words(deadline: DeadlinePlan) -> Text:
     if deadline.end_s is None:
         return Text(f"{at}; unknown whether it can be met")
     end = moment(deadline.end_s)
-    if deadline.kept:
+    if deadline.is_met:
         return Text(f"{at}, met: expected end {end} with {deadline.nodes} nodes")
     return Text(f"{at}, NOT met: expected end {end} with all nodes", style="bold red")
 
@@ -151,7 +151,7 @@ def deadline_words(deadline: DeadlinePlan) -> Text:
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.step is not None:
         yield "step", f"{duration(plan.step.step_s)}, {plan.step.source}: {_step_words(plan.step)}"
-        in_turns_s, overlapped_s = plan.step.in_turns_s, plan.step.overlapped_s
+        in_turns_s, overlapped_s = plan.step.sequential_s, plan.step.overlapped_s
         if in_turns_s is not None and overlapped_s is not None:
             words = overlap_words(plan.step.step_s, in_turns_s, overlapped_s, plan.step.max_staleness)
             yield "overlap", words
@@ -165,7 +165,7 @@ def _step_words(step: StepPlan) -> str:
 
 
 def _node_words(nodes: NodesPlan, rollout: MachinePlan) -> str:
-    exact = "" if nodes.exact is None else f" (n* = {short(nodes.exact)}, of {rollout.least} to {rollout.most})"
+    exact = "" if nodes.exact is None else f" (n* = {short(nodes.exact)}, of {rollout.min_nodes} to {rollout.max_nodes})"
     shown = nodes.steps[:NODES_SHOWN]
     steps = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
     best = "prices are not known" if nodes.exact is None else f"best: {nodes.best}"
@@ -230,9 +230,9 @@ def _unit_cost_words(plan: Plan) -> str:
 
 
 def _bought_words(bought: int, rollout: MachinePlan | None) -> str:
-    if rollout is None or bought == rollout.most:
+    if rollout is None or bought == rollout.max_nodes:
         return ""
-    return f", with {bought} of {rollout.most} rollout nodes, the cheapest fleet size"
+    return f", with {bought} of {rollout.max_nodes} rollout nodes, the cheapest fleet size"
 
 
 def _kinds(plan: Plan) -> Table:
@@ -317,14 +317,14 @@ def stored_words(plan: CheckpointPlan) -> str:
     every = "" if plan.every_s is None else f" ({duration(plan.every_s)})"
     times = ", ".join(f"{duration(seconds)} at {speed:,} MB/s" for speed, seconds in plan.stored_s.items())
     words = f"{short(plan.size_bytes / GB)} GB every {plan.save_steps} steps{every}, stored in {times}"
-    return f"{words}; {_kept_words(plan)}" if plan.stay_bytes is not None else words
+    return f"{words}; {_kept_words(plan)}" if plan.kept_bytes is not None else words
 
 
 def _kept_words(plan: CheckpointPlan) -> str:
     base = " and the base model" if plan.base_bytes else ""
-    kept = f"at most {plan.most}{base} are kept, {short((plan.stay_bytes or 0) / GB)} GB"
-    if plan.stay_usd_per_month is None:
+    kept = f"at most {plan.max_count}{base} are kept, {short((plan.kept_bytes or 0) / GB)} GB"
+    if plan.kept_usd_per_month is None:
         return f"{kept}; the store's price is not known"
-    if not plan.stay_usd_per_month:
+    if not plan.kept_usd_per_month:
         return kept
-    return f"{kept}, {usd(plan.stay_usd_per_month)} a month"
+    return f"{kept}, {usd(plan.kept_usd_per_month)} a month"

@@ -296,7 +296,7 @@ def _tokens_per_s(rows: Sequence[MetricsRow]) -> float | None:
 # Reading a run repeatedly.
 
 
-class Looker:
+class RunObserver:
     """Reads a run repeatedly; each `look` reads only what is new. Raises NotFound when there is no run."""
 
     def __init__(self, store: Store) -> None:
@@ -306,10 +306,10 @@ class Looker:
         self._time = RunTime()
         self._watch = GatewayWatch(store, trust_first=True, unreadable=self.reader.unreadable)
 
-    def look(self) -> RunView:
+    def observe(self) -> RunView:
         """Return the current view of the run. Raises StoreError."""
         self.gateway = self._watch.observe()
-        self.rates.see(self.gateway)
+        self.rates.update(self.gateway)
         self.reader.refresh()
         return described(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
 
@@ -345,7 +345,7 @@ class Rates:
         ] = {}  # by member: gateway uptime in seconds, engine's token count
         self.by_machine: Mapping[str, float] = {}
 
-    def see(self, gateway: GatewayStatus | None) -> None:
+    def update(self, gateway: GatewayStatus | None) -> None:
         """Take the gateway's newest status; None without a recent one."""
         members = [] if gateway is None else gateway.members
         counts = {

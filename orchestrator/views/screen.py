@@ -194,7 +194,7 @@ def trouble(view: RunView, width: int) -> list[Text]:
         words = f"timeline {rollback.timeline}, from {rollback.start or 'the start'}, {rollback.text} ({passed})"
         lines += labelled("rollback", words, width, TROUBLE_LINES, "cyan")
     for stopped in view.not_bought:
-        wait = duration(max(0.0, stopped.tried_again_s - view.now_s))
+        wait = duration(max(0.0, stopped.next_try_s - view.now_s))
         words = f"{stopped.kind}, next test machine in {wait}: {stopped.reason}"
         lines += labelled("not bought", words, width, TROUBLE_LINES, "bold red")
     return lines

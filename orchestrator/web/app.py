@@ -21,11 +21,11 @@ from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
 from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
-from grpo_orch.orchestrator.views.formatting import data_size, duration, format_time, going_on, short, shown, usd
+from grpo_orch.orchestrator.views.formatting import data_size, duration, format_time, continue_command, short, escape_invisible, usd
 from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.access import add_headers, guard
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Look, Watch, looks
+from grpo_orch.orchestrator.web.watch import Observation, Watch, observations
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
@@ -43,7 +43,7 @@ class Figure:
     tone: str = ""
 
 
-def strip(look: Look) -> list[Figure]:
+def strip(look: Observation) -> list[Figure]:
     """Return the figures at the top of every page, in order."""
     return look.cached("strip", lambda: _figures(look))
 
@@ -52,7 +52,7 @@ def troubles(view: RunView) -> list[str]:
     """Describe the problems that do not end the run, a line each."""
     lines = []
     for stopped in view.not_bought:
-        wait_s = stopped.tried_again_s - view.now_s
+        wait_s = stopped.next_try_s - view.now_s
         when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
         lines.append(f"Buying is stopped for {stopped.kind}; next test machine {when}: {stopped.reason}")
     if view.store_slow:
@@ -60,7 +60,7 @@ def troubles(view: RunView) -> list[str]:
             "The store is slow: the newest checkpoint was postponed, earlier ones are still being uploaded"
         )
     ignored = view.set_aside[-SET_ASIDE_SHOWN:]
-    return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.why}" for damaged in ignored]
+    return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.reason}" for damaged in ignored]
 
 
 def deadline_line(view: RunView) -> Figure | None:
@@ -76,7 +76,7 @@ def deadline_line(view: RunView) -> Figure | None:
 def headline(view: RunView) -> str:
     """Describe in a few words what matters most right now."""
     if view.phase in TERMINAL_RUN:
-        hint = going_on(view.phase, view.reason, view.store)
+        hint = continue_command(view.phase, view.reason, view.store)
         return f"{view.reason}; {hint}" if hint else view.reason
     if not view.daemon.alive:
         return f"no controller; run: grpo-orch resume {quote(view.store)}"
@@ -90,7 +90,7 @@ def headline(view: RunView) -> str:
     return f"the trainer is {view.activity}" if view.activity else view.reason
 
 
-def _figures(look: Look) -> list[Figure]:
+def _figures(look: Observation) -> list[Figure]:
     view, money = look.view, look.view.money
     of = f"of {view.max_steps:,}" if view.max_steps else ""
     above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
@@ -187,11 +187,11 @@ class Site:
 
         return handle
 
-    def _draw(self, page: Page, look: Look, data: dict[str, Any], url: str) -> str:
+    def _draw(self, page: Page, look: Observation, data: dict[str, Any], url: str) -> str:
         assert page.template is not None
         return render(page.template, {**self._shared(look, page, url), **data})
 
-    def _shared(self, look: Look, page: Page | None, url: str) -> dict[str, Any]:
+    def _shared(self, look: Observation, page: Page | None, url: str) -> dict[str, Any]:
         """Return the variables of every template."""
         as_json = f"{url}{'&' if '?' in url else '?'}format=json"
         shared = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
@@ -214,7 +214,7 @@ class Site:
     async def _send_looks(self, request: web.Request, response: web.StreamResponse) -> None:
         await response.prepare(request)
         await response.write(f"retry: {RETRY_MS}\n\n".encode())
-        stream = looks(self._watch, self._watch.newest.number)
+        stream = observations(self._watch, self._watch.newest.number)
         next_look = asyncio.ensure_future(anext(stream))
         try:
             while True:
@@ -295,7 +295,7 @@ def _iso(time_s: float) -> str:
 
 def _as_text(value: Any) -> Any:
     """Pass every text that a template prints through `shown`."""
-    return value if isinstance(value, Markup) or not isinstance(value, str) else shown(value)
+    return value if isinstance(value, Markup) or not isinstance(value, str) else escape_invisible(value)
 
 
 _environment = Environment(
@@ -313,7 +313,7 @@ _environment.filters.update(
     data_size=data_size,
     time=_day_and_time,
     iso=_iso,
-    cut=shown,
+    cut=escape_invisible,
 )
 
 

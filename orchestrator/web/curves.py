@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.records.metrics import PARTS, PUBLISHED, MetricsRow, S
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
 from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
 from grpo_orch.orchestrator.web.pages import states_of
-from grpo_orch.orchestrator.web.watch import Look
+from grpo_orch.orchestrator.web.watch import Observation
 from grpo_orch.policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
 from grpo_orch.policies.ledger.rentals import End, Life, lives
 from grpo_orch.policies.model.events import FleetMoved
@@ -33,7 +33,7 @@ TIMED = ("generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s", "s
 Values = list[float | None]
 
 
-def _series(look: Look, request: PageRequest) -> dict[str, Any]:
+def _series(look: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(look, request)
     axis, low, high = window.axis, window.low, window.high
     points = request.whole("points", POINTS, 10, POINTS_MAX)
@@ -122,7 +122,7 @@ def _at(row: MetricsRow, axis: str) -> float:
     return float(row.step) if axis == "step" else row.time_s
 
 
-def _faults(look: Look) -> list[dict[str, Any]]:
+def _faults(look: Observation) -> list[dict[str, Any]]:
     rehearsed = [rehearsed_fault(fault) for fault in look.faults]
     faults = merge_faults(rehearsed, journalled_faults(look.history))
     costs = fault_costs(look.rows, faults)
@@ -137,7 +137,7 @@ def _faults(look: Look) -> list[dict[str, Any]]:
     ]
 
 
-def _timelines(look: Look) -> list[dict[str, Any]]:
+def _timelines(look: Observation) -> list[dict[str, Any]]:
     """Return, for each timeline after the first, its start step and the last step of the one before."""
     return [
         {
@@ -155,7 +155,7 @@ SERIES = Page("/series", _series)
 # The seconds of each part of a step, in a window of time or steps.
 
 
-def _split(look: Look, request: PageRequest) -> dict[str, Any]:
+def _split(look: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(look, request)
     points = request.whole("points", POINTS, 10, POINTS_MAX)
     splits = look.cached("split", lambda: split(look.path))
@@ -202,7 +202,7 @@ POLICIES_MAX = 12
 MOVES_MAX = 40
 
 
-def _lanes(look: Look, request: PageRequest) -> dict[str, Any]:
+def _lanes(look: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(look, request)
     ended = request.choice("ended", ("no", "yes")) == "yes"
     first, count = request.whole("first", 0, 0, FAR), request.whole("count", LANES_SHOWN, 1, LANES_MAX)
@@ -309,7 +309,7 @@ def _cells(inside: Sequence[Life], window: Window) -> list[dict[str, Any]]:
     return found
 
 
-def policies(look: Look, window: Window) -> list[dict[str, Any]]:
+def policies(look: Observation, window: Window) -> list[dict[str, Any]]:
     """Return the policy changes: all if few, else those at round steps; and always the moves to a new timeline."""
     inside = [row for row in look.path if window.from_s <= row.time_s <= window.until_s]
     if any(PUBLISHED in row.values for row in inside):
@@ -325,7 +325,7 @@ def policies(look: Look, window: Window) -> list[dict[str, Any]]:
     return sorted([*changes, *forks[-MOVES_MAX:]], key=lambda change: change["time"])
 
 
-def _moves(look: Look) -> list[tuple[float, FleetMoved]]:
+def _moves(look: Observation) -> list[tuple[float, FleetMoved]]:
     return [(at_s, event) for _, at_s, events in look.history for event in events if isinstance(event, FleetMoved)]
 
 

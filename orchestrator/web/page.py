@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
-from grpo_orch.orchestrator.web.watch import Look
+from grpo_orch.orchestrator.web.watch import Observation
 
 TEXT_MAX = 200  # characters of a parameter
 
@@ -75,7 +75,7 @@ class Page:
     """
 
     path: str
-    data: Callable[[Look, PageRequest], dict[str, Any]]
+    data: Callable[[Observation, PageRequest], dict[str, Any]]
     template: str | None = None
     name: str = ""
 
@@ -104,7 +104,7 @@ class Window:
         return self.low <= self.at(row) <= self.high
 
 
-def window_of(look: Look, request: PageRequest) -> Window:
+def window_of(look: Observation, request: PageRequest) -> Window:
     """Return the requested window. Raises PageError."""
     axis = request.choice("x", AXES)
     low, high = request.number("from", -FAR, -FAR, FAR), request.number("to", FAR, -FAR, FAR)
@@ -120,7 +120,7 @@ def window_of(look: Look, request: PageRequest) -> Window:
     return Window(axis, low, high, from_s, max(from_s, until_s))
 
 
-def extent(look: Look) -> tuple[float, float]:
+def extent(look: Observation) -> tuple[float, float]:
     """Return the first and last known moment of the run, seconds since the epoch.
 
     The last is now if a controller is alive, else that of the last record.

@@ -11,19 +11,19 @@ import numpy as np
 
 from grpo_orch.checkpoint.records.metrics import unused_before
 from grpo_orch.orchestrator.samples import (
-    Found,
+    FoundSample,
     Link,
     NoSamples,
-    Order,
-    Wanted,
-    choose,
+    SortOrder,
+    SampleFilter,
+    select,
     completion_plain,
     find_step,
     groups_of,
     messages_plain,
     stored_steps,
     summary_plain,
-    why_none,
+    no_samples_reason,
 )
 from grpo_orch.orchestrator.views.events import event_json
 from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
@@ -39,7 +39,7 @@ from grpo_orch.orchestrator.views.formatting import (
     start_words,
 )
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Look
+from grpo_orch.orchestrator.web.watch import Observation
 from grpo_orch.policies.ledger.accounting import abandoned
 from grpo_orch.policies.ledger.rentals import spent_over_time
 from grpo_orch.policies.model.events import BudgetSet, Diverged
@@ -49,7 +49,7 @@ from grpo_orch.policies.serving.gateway_status import MemberStatus
 # The first page: curves, step times, machines and the latest events.
 
 
-def _run(look: Look, _: PageRequest) -> dict[str, Any]:
+def _run(look: Observation, _: PageRequest) -> dict[str, Any]:
     return {"run": to_json(look.view)}
 
 
@@ -59,7 +59,7 @@ RUN = Page("/", _run, "run.html", "Run")
 # The stored checkpoints, and the rules that keep each of them.
 
 
-def _checkpoints(look: Look, _: PageRequest) -> dict[str, Any]:
+def _checkpoints(look: Observation, _: PageRequest) -> dict[str, Any]:
     reasons = kept_as(look.checkpoints, look.record.spec, look.state.forks, look.trainer)
     listed = [
         {
@@ -80,11 +80,11 @@ CHECKPOINTS = Page("/checkpoints", _checkpoints, "checkpoints.html", "Checkpoint
 # Each rollback: its evidence, its start, its changes, and its outcome.
 
 
-def _rollbacks(look: Look, _: PageRequest) -> dict[str, Any]:
+def _rollbacks(look: Observation, _: PageRequest) -> dict[str, Any]:
     return {"rollbacks": look.cached("rollbacks", lambda: _all_rollbacks(look))}
 
 
-def _all_rollbacks(look: Look) -> list[dict[str, Any]]:
+def _all_rollbacks(look: Observation) -> list[dict[str, Any]]:
     state = look.state
     divergences = [event for _, _, events in look.history for event in events if isinstance(event, Diverged)]
     befores = [None, *(rollback.fork for rollback in state.rollbacks)]
@@ -126,7 +126,7 @@ ROLLBACKS = Page("/rollbacks", _rollbacks, "rollbacks.html", "Rollbacks")
 MONEY_POINTS = 400
 
 
-def _money(look: Look, _: PageRequest) -> dict[str, Any]:
+def _money(look: Observation, _: PageRequest) -> dict[str, Any]:
     money = look.view.money
     return {
         "money": asdict(money),
@@ -134,7 +134,7 @@ def _money(look: Look, _: PageRequest) -> dict[str, Any]:
     }
 
 
-def _over_time(look: Look) -> dict[str, Any]:
+def _over_time(look: Observation) -> dict[str, Any]:
     """Return columns of at most MONEY_POINTS values by category, each budget with its start, and the forecast."""
     now_s, money = look.view.now_s, look.view.money
     spent = [asdict(at) for at in spent_over_time(look.history, now_s, look.controllers)]
@@ -153,7 +153,7 @@ def _over_time(look: Look) -> dict[str, Any]:
     }
 
 
-def _budgets(look: Look) -> list[tuple[float, float]]:
+def _budgets(look: Observation) -> list[tuple[float, float]]:
     """Return the start of each budget, seconds since the epoch, and its USD."""
     first = look.record.spec.budget.usd
     since_s = look.history[0][1] if look.history else look.view.now_s
@@ -172,7 +172,7 @@ EVENTS_ON_A_PAGE = 200
 FAR = 10**9
 
 
-def _events(look: Look, request: PageRequest) -> dict[str, Any]:
+def _events(look: Observation, request: PageRequest) -> dict[str, Any]:
     kind, word = request.text("kind"), request.text("word")
     first = request.whole("first", 0, 0, FAR)
     found = [
@@ -200,7 +200,7 @@ NODES_ON_A_PAGE = 100
 FIRST_NODE_MAX = 10**6
 
 
-def _nodes_page(look: Look, request: PageRequest) -> dict[str, Any]:
+def _nodes_page(look: Observation, request: PageRequest) -> dict[str, Any]:
     first = request.whole("first", 0, 0, FIRST_NODE_MAX)
     nodes = look.cached("nodes", lambda: _nodes(look))
     counts = Counter(node["state"] for node in nodes)
@@ -213,19 +213,19 @@ def _nodes_page(look: Look, request: PageRequest) -> dict[str, Any]:
     }
 
 
-def states_of(look: Look) -> dict[str, str]:
+def states_of(look: Observation) -> dict[str, str]:
     """Return the current state of each machine."""
     return {node.node: str(node.state) for node in look.view.nodes}
 
 
-def _members(look: Look) -> defaultdict[str, list[MemberStatus]]:
+def _members(look: Observation) -> defaultdict[str, list[MemberStatus]]:
     members = defaultdict[str, list[MemberStatus]](list)
     for member in look.gateway.members if look.gateway else []:
         members[machine_of(member.node)].append(member)
     return members
 
 
-def _nodes(look: Look) -> list[dict[str, Any]]:
+def _nodes(look: Observation) -> list[dict[str, Any]]:
     members = _members(look)
     nodes = []
     for node in look.view.nodes:
@@ -260,12 +260,12 @@ SAMPLES_ON_A_PAGE = 32  # completions
 _ONLY = {"": (None, None), "cut": (True, None), "whole": (False, None), "handed_over": (None, True)}
 
 
-def _samples(look: Look, request: PageRequest) -> dict[str, Any]:
-    order = Order(request.choice("order", tuple(Order)))
+def _samples(look: Observation, request: PageRequest) -> dict[str, Any]:
+    order = SortOrder(request.choice("order", tuple(SortOrder)))
     only = request.choice("only", tuple(_ONLY))
     first = request.whole("first", 0, 0, FAR)
     words = {name: request.text(name) for name in ("step", "search", "low", "high", "node", "policy")}
-    wanted = Wanted(
+    wanted = SampleFilter(
         search=words["search"],
         reward_min=_number(request, "low"),
         reward_max=_number(request, "high"),
@@ -277,12 +277,12 @@ def _samples(look: Look, request: PageRequest) -> dict[str, Any]:
     asked_for = {**words, "order": str(order), "only": only}
     steps = stored_steps(look.store)
     if not steps:
-        return {"why_none": why_none(look.store), "asked_for": asked_for, "groups": []}
+        return {"why_none": no_samples_reason(look.store), "asked_for": asked_for, "groups": []}
     try:
         step = find_step(steps, words["step"])
     except NoSamples as error:
         raise PageError(404, str(error)) from None
-    chosen, summary = choose(step, groups_of(look.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
+    chosen, summary = select(step, groups_of(look.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
     index = steps.index(step)
     return {
         **summary_plain(step, summary),
@@ -315,7 +315,7 @@ SAMPLES = Page("/samples", _samples, "samples.html", "Samples")
 # A single completion in full, at a URL that is valid as long as the samples of its step are kept.
 
 
-def _sample(look: Look, request: PageRequest) -> dict[str, Any]:
+def _sample(look: Observation, request: PageRequest) -> dict[str, Any]:
     try:
         link = Link.parse("/".join(request.text(name) for name in ("step", "group", "index")))
         step = find_step(stored_steps(look.store), link.step)
@@ -323,7 +323,7 @@ def _sample(look: Look, request: PageRequest) -> dict[str, Any]:
         raise PageError(404, str(error)) from None
     for number, head, group in groups_of(look.store, step):
         if number == link.group and link.index < len(group.samples):
-            found = Found(link, head, group, group.samples[link.index])
+            found = FoundSample(link, head, group, group.samples[link.index])
             return {
                 "step": str(step),
                 "prompt": messages_plain(group.prompt),

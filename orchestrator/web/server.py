@@ -18,8 +18,8 @@ from grpo_orch.orchestrator.gateway.surface.listener import listening
 from grpo_orch.orchestrator.web.app import Site
 from grpo_orch.orchestrator.web.watch import Watch
 
-HERE = "127.0.0.1"
-PORT = 8642  # default; any free port if it is taken
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 8642  # default; any free port if it is taken
 RETRY_S = 5.0
 NICE = 10
 
@@ -40,17 +40,17 @@ async def _serve(store: Store, sock: socket.socket, on_ready: Callable[[str], No
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with listening(Site(Watch(store)).app(), lambda _: True, sock, None):
-        on_ready(f"http://{HERE}:{sock.getsockname()[1]}/")
+        on_ready(f"http://{LOOPBACK}:{sock.getsockname()[1]}/")
         await stop.wait()
 
 
 def listen(port: int | None) -> socket.socket:
     """Return a listening socket; `port` as in `serve`. Raises OSError."""
-    for candidate in [PORT, 0] if port is None else [port]:
+    for candidate in [DEFAULT_PORT, 0] if port is None else [port]:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((HERE, candidate))
+            sock.bind((LOOPBACK, candidate))
             sock.listen()
         except OSError:
             sock.close()

@@ -23,7 +23,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
 from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
 from grpo_orch.orchestrator.views.model import RunView
-from grpo_orch.orchestrator.views.run_view import Looker
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.ledger.rentals import ControllerRental
 from grpo_orch.policies.model.events import Event
 from grpo_orch.policies.model.state import RunState
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """The state of a run at one moment."""
 
     number: int  # increases with every look that found something new
@@ -74,7 +74,7 @@ class Watch:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._looker = Looker(store)
+        self._looker = RunObserver(store)
         self._history: list[tuple[int, float, tuple[Event, ...]]] = []
         self._events: list[EventLine] = []
         self._number = 0
@@ -85,14 +85,14 @@ class Watch:
         self.newest = self.look()
         self._looked_at_s = time.monotonic()
 
-    async def fresh(self) -> Look:
+    async def fresh(self) -> Observation:
         """Return the newest look, refreshed if it is older than `pace_s`."""
         async with self._looking:
             if time.monotonic() - self._looked_at_s >= self.pace_s:
                 await self._look_again()
         return self.newest
 
-    async def after(self, number: int) -> Look:
+    async def after(self, number: int) -> Observation:
         """Wait for a look with a higher number."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.newest.number > number)
@@ -137,9 +137,9 @@ class Watch:
                 self.newest = look
                 self._changed.notify_all()
 
-    def look(self) -> Look:
+    def look(self) -> Observation:
         """Read the run once more."""
-        view, reader = self._looker.look(), self._looker.reader
+        view, reader = self._looker.observe(), self._looker.reader
         last = self._history[-1][0] if self._history else 0
         known = {fault.number for fault in reader.faults}
         shown = {line.number for line in self._events if not line.epoch}
@@ -152,7 +152,7 @@ class Watch:
         if fresh:
             self._events = [*self._events, *sorted(fresh, key=lambda line: line.time_s)]
         self._number += 1
-        return Look(
+        return Observation(
             number=self._number,
             store=self._store,
             record=reader.record,
@@ -171,7 +171,7 @@ class Watch:
         )
 
 
-def _mark(look: Look) -> tuple[object, ...]:
+def _mark(look: Observation) -> tuple[object, ...]:
     """Return a key that changes when a look shows something new."""
     last = look.path[-1] if look.path else None
     gateway = look.gateway
@@ -187,7 +187,7 @@ def _mark(look: Look) -> tuple[object, ...]:
     )
 
 
-async def looks(watch: Watch, known: int) -> AsyncGenerator[Look, None]:
+async def observations(watch: Watch, known: int) -> AsyncGenerator[Observation, None]:
     """Yield every look that is newer than number `known`."""
     with watch.watching():
         while True:

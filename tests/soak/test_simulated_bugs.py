@@ -18,7 +18,7 @@ from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.controller import Controller
 from grpo_orch.orchestrator.simulate import scenarios, work
 from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
-from grpo_orch.orchestrator.simulate.simulation import Broken
+from grpo_orch.orchestrator.simulate.simulation import InvariantViolated
 from grpo_orch.policies.control import decide as deciding
 from grpo_orch.policies.control.rollback import begin as rollback_begin
 from grpo_orch.policies.fleet import budget, market
@@ -150,8 +150,8 @@ def test_a_bug_is_found(bug: Callable[[], AbstractContextManager[object]]) -> No
     with bug():
         for seed in range(STORIES):
             try:
-                scenarios.tell(seed, spec(2))
-            except Broken as found:
+                scenarios.run_scenario(seed, spec(2))
+            except InvariantViolated as found:
                 print(f"{bug.__name__.strip('_')}: seed {seed}: {str(found).splitlines()[0]}")
                 return
     raise AssertionError(f"{STORIES} stories did not find it")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.control.decide import decide, is_done
 from grpo_orch.policies.control.rollback.choice import choose_start
 from grpo_orch.policies.costs.steps import StepShape
@@ -371,7 +371,7 @@ class World:
         tripped = timeline in self.trips and step >= self.trips[timeline][0]
         if step and step % self.save_steps == 0 and not tripped:
             new, verdict = PolicyVersion(timeline, step), self._verdict(timeline)
-            self.checkpoints = stored(self.checkpoints, new, verdict, self.forks, self.spec.checkpoints)
+            self.checkpoints = retain(self.checkpoints, new, verdict, self.forks, self.spec.checkpoints)
         waits = not (rollouts or generates_itself(self.spec))
         activity = "done" if step == self.max_steps else "waiting" if waits else "training"
         if tripped and self.guarded:

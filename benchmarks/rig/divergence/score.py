@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.rig.divergence.diverging import SAVE_STEPS
 from benchmarks.rig.divergence.traces import Trace
-from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.vocabulary import PolicyVersion
@@ -153,7 +153,7 @@ class Checkpoints:
         """Save what is due before `step`: what a restarted trainer saves again is there already."""
         while self._due < step:
             new = PolicyVersion(0, self._due)
-            self._listed = stored(self._listed, new, verdict, (), CheckpointsSpec(), self._logging_steps)
+            self._listed = retain(self._listed, new, verdict, (), CheckpointsSpec(), self._logging_steps)
             self._due += SAVE_STEPS
 
 

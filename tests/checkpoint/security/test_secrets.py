@@ -29,7 +29,7 @@ from grpo_orch.orchestrator.control import daemon
 from grpo_orch.orchestrator.home import (
     all_secrets,
     default_secrets,
-    missing,
+    missing_secrets,
     run_id_of,
     secret_environment,
     secrets_for,
@@ -87,10 +87,10 @@ def test_a_model_and_data_that_are_at_hand_need_no_token(tmp_path: Path) -> None
 
 def test_secrets_named_in_run_yaml_are_required_others_optional(tmp_path: Path) -> None:
     run = replace(run_spec(tmp_path), secrets=("LICENCE", "HF_TOKEN"))
-    assert missing(run, HERE) == ""
-    assert missing(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, but listed in `secrets` of run.yaml"
-    assert "LICENCE, HF_TOKEN are not set" in missing(run, {"HF_TOKEN": ""})
-    assert missing(replace(run, secrets=()), {}) == ""
+    assert missing_secrets(run, HERE) == ""
+    assert missing_secrets(run, {"HF_TOKEN": HF}) == "LICENCE is not set here, but listed in `secrets` of run.yaml"
+    assert "LICENCE, HF_TOKEN are not set" in missing_secrets(run, {"HF_TOKEN": ""})
+    assert missing_secrets(replace(run, secrets=()), {}) == ""
 
 
 def test_secrets_of_any_name_reach_skypilot_separately(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.records.documents import write_fork
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
 from grpo_orch.checkpoint.stream.spool import Seal
-from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.detect.divergence import Verdict
 from grpo_orch.policies.ledger.retention import keep_before, keep_since
 from grpo_orch.policies.model.spec import CheckpointsSpec
@@ -66,5 +66,5 @@ def test_uploader_retires_as_the_simulated_store_does(tmp_path: Path) -> None:
             held = [Checkpoint(str(one), "", "", 0.0, 0) for one in sorted({*listed, at})]
             seal = Seal(str(at), 0.0, {}, {}, keep_before(step, verdict, 1), keep_since(step, 1))
             gone = set(retire(held, seal))
-            listed = stored(listed, at, verdict, forks[:timeline], spec)
+            listed = retain(listed, at, verdict, forks[:timeline], spec)
             assert [one.at for one in held if one.at not in gone] == listed

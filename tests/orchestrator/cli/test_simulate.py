@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.orchestrator.cli import simulate
-from grpo_orch.orchestrator.simulate.scenarios import Told
-from grpo_orch.orchestrator.simulate.simulation import Broken, Outcome
+from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult
+from grpo_orch.orchestrator.simulate.simulation import InvariantViolated, Outcome
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli
@@ -45,13 +45,13 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
 def test_deadline_is_omitted_and_reported(run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
     """The simulated clock stands years before it."""
     run_yaml.write_text(run_yaml.read_text() + "policies: {fleet: {deadline: '2100-01-01T00:00:00Z'}}\n")
-    told, steered = Told(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()
+    told, steered = ScenarioResult(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()
 
-    def tell(_: int, spec: RunSpec, **__: object) -> Told:
+    def tell(_: int, spec: RunSpec, **__: object) -> ScenarioResult:
         steered.append(spec.policies.fleet.deadline)
         return told
 
-    monkeypatch.setattr(simulate, "tell", tell)
+    monkeypatch.setattr(simulate, "run_scenario", tell)
     monkeypatch.setattr(simulate, "simulate_hours", lambda *_: Outcome(1.0, 1.0))
     monkeypatch.setattr(simulate, "render", lambda _: "")
     found = grpo_orch("simulate", str(run_yaml), "--seeds", "1")
@@ -63,10 +63,10 @@ def test_deadline_is_omitted_and_reported(run_yaml: Path, monkeypatch: pytest.Mo
 def test_a_broken_promise_names_the_command_that_replays_it(
     run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
 ) -> None:
-    def broken(seed: int, *_: object, **__: object) -> Told:
-        raise Broken(f"seed {seed}: two trainers act")
+    def broken(seed: int, *_: object, **__: object) -> ScenarioResult:
+        raise InvariantViolated(f"seed {seed}: two trainers act")
 
-    monkeypatch.setattr(simulate, "tell", broken)
+    monkeypatch.setattr(simulate, "run_scenario", broken)
     found = grpo_orch("simulate", str(run_yaml), "--seed", "41", "--climate", "scarce")
     assert f"grpo-orch simulate {run_yaml} --climate scarce --seeds 1 --seed 41" in found.err
     assert found.code == 1

@@ -15,7 +15,7 @@ import typer
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.orchestrator.cli import app
 from grpo_orch.orchestrator.control.lease import own_lease
-from grpo_orch.orchestrator.views.formatting import going_on
+from grpo_orch.orchestrator.views.formatting import continue_command
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.rigs.command_line import Cli
@@ -71,5 +71,5 @@ def test_suggested_next_commands_can_be_pasted(name: str, grpo_orch: Cli, tmp_pa
 
 @pytest.mark.parametrize("phase", [RunPhase.FAILED, RunPhase.PAUSED, RunPhase.GAVE_UP])
 def test_suggested_resume_command_can_be_pasted(phase: RunPhase) -> None:
-    told = going_on(phase, "because", "file:///two words/$x")
+    told = continue_command(phase, "because", "file:///two words/$x")
     assert shlex.split(told.partition(": ")[2])[-1] == "file:///two words/$x"

@@ -17,7 +17,7 @@ from sky import Resources
 from sky.utils import schemas
 
 from grpo_orch.orchestrator.config.load import Loaded, load
-from grpo_orch.orchestrator.config.model_size import NotKnown, find_size
+from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_size
 from grpo_orch.orchestrator.config.problems import ConfigError
 from grpo_orch.policies.weights.disks import ModelSize, gb_of
 from tests.budget import HANG_S
@@ -29,9 +29,9 @@ OF_70B = ModelSize(70_554_000_000, 141_108_000_000, {"dtype": "bfloat16"})
 OF_7B = ModelSize(7_616_000_000, 15_232_000_000, {"dtype": "bfloat16"})
 
 
-def loaded(tmp_path: Path, trainer: str, rollout: str, size: ModelSize | NotKnown) -> Loaded:
+def loaded(tmp_path: Path, trainer: str, rollout: str, size: ModelSize | SizeUnknown) -> Loaded:
     def find(_: object) -> ModelSize:
-        if isinstance(size, NotKnown):
+        if isinstance(size, SizeUnknown):
             raise size
         return size
 
@@ -122,7 +122,7 @@ def test_machines_with_disks_of_their_own_are_asked_for_none(infra: str, tmp_pat
 
 
 def test_unknown_size_is_reported_and_changes_nothing(tmp_path: Path) -> None:
-    found = loaded(tmp_path, H100, H100, NotKnown("cannot reach the hub: no route"))
+    found = loaded(tmp_path, H100, H100, SizeUnknown("cannot reach the hub: no route"))
     assert disks(found) == (None, None)
     assert told(found) == [
         "trainer.model: the model's size is unknown (cannot reach the hub: no route), so machines get disk_size "
@@ -148,7 +148,7 @@ def size_of(model: str, workdir: Path, timeout_s: float = HANG_S) -> ModelSize:
 def test_folder_size_is_by_its_files_or_index(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(NotKnown, match="no safetensors files and no index"):
+    with pytest.raises(SizeUnknown, match="no safetensors files and no index"):
         size_of("./model", tmp_path)
     (folder / "config.json").write_text('{"torch_dtype": "float32"}')
     (folder / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 400}, "weight_map": {}}')
@@ -156,7 +156,7 @@ def test_folder_size_is_by_its_files_or_index(tmp_path: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(weights_file(["a", "b"]))
     assert size_of("./model", tmp_path) == ModelSize(4, 8, {"torch_dtype": "float32"})
     (folder / "model-2.safetensors").write_bytes(b"<html>")
-    with pytest.raises(NotKnown):
+    with pytest.raises(SizeUnknown):
         size_of("./model", tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_hub_gives_the_size_of_a_model_by_dtype(hub: type[Hub], tmp_path: Path) 
 )
 def test_hub_without_size_is_no_error(answer: tuple[int, Any], why: str, hub: type[Hub], tmp_path: Path) -> None:
     hub.answers = {"/api/models/own/model": answer}
-    with pytest.raises(NotKnown, match=why):
+    with pytest.raises(SizeUnknown, match=why):
         size_of("own/model", tmp_path)
 
 
@@ -224,18 +224,18 @@ def test_hub_without_size_is_no_error(answer: tuple[int, Any], why: str, hub: ty
 def test_without_a_hub_nothing_hangs(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "nonsense" if state == "no URL" else f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if state == "offline" else "")
-    with pytest.raises(NotKnown):
+    with pytest.raises(SizeUnknown):
         size_of("own/model", tmp_path)
 
 
 def test_hub_that_sends_without_an_end_is_left_at_the_timeout(hub: type[Hub], tmp_path: Path) -> None:
     """Each read succeeds in time, so no timeout of a read ends the request."""
     hub.drips_s = 1.0
-    with pytest.raises(NotKnown, match="did not answer within"):
+    with pytest.raises(SizeUnknown, match="did not answer within"):
         size_of("own/model", tmp_path, timeout_s=0.1)
 
 
 @pytest.mark.usefixtures("hub")
 def test_folder_on_the_machines_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(NotKnown, match="is a folder on the machines"):
+    with pytest.raises(SizeUnknown, match="is a folder on the machines"):
         size_of("/mnt/models/llama", tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_orch.orchestrator.cli.prepare import RECIPES
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.config.load import load
-from grpo_orch.orchestrator.config.model_size import NotKnown
+from grpo_orch.orchestrator.config.model_size import SizeUnknown
 from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import KnownModel, find_model
 from grpo_orch.orchestrator.plan.model import Plan
@@ -54,7 +54,7 @@ def spec_of(recipe: str) -> RunSpec:
 def size_of(spec: RunSpec, config: Mapping[str, Any] | None = None) -> ModelSize:
     """What the hub would say of the model."""
     if spec.trainer.model not in CONFIGS:
-        raise NotKnown("it is nobody's")
+        raise SizeUnknown("it is nobody's")
     config = config or CONFIGS[spec.trainer.model]
     params = shape_of(config).params
     return ModelSize(params, 2 * params, config)

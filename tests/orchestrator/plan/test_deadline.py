@@ -45,7 +45,7 @@ def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
 )
 def test_the_end_against_the_deadline(steps: int, nodes: int, end_s: float, kept: bool, words: str) -> None:
     found = plan_deadline(spec(steps), SHAPE, 2, NOW_S)
-    assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=nodes, end_s=NOW_S + BOOT_S + end_s, kept=kept)
+    assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=nodes, end_s=NOW_S + BOOT_S + end_s, is_met=kept)
     assert deadline_words(found).plain == f"2025-11-30 18:00 UTC, {words}"
 
 
@@ -53,5 +53,5 @@ def test_nothing_is_promised_without_deadline_or_steps() -> None:
     assert plan_deadline(spec(100, None), SHAPE, 2, NOW_S) is None
     for run, shape in ((spec(-1), SHAPE), (spec(100), None)):
         found = plan_deadline(run, shape, 2, NOW_S)
-        assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, kept=None)
+        assert found == DeadlinePlan(deadline_s=DEADLINE_S, nodes=2, end_s=None, is_met=None)
         assert "unknown whether it can be met" in deadline_words(found).plain

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.config.model_size import NotKnown, find_config, find_size
+from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, find_size
 from grpo_orch.orchestrator.config.notices import find_notices
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.plan.gather import make_plan
@@ -49,7 +49,7 @@ def test_complete_cached_snapshot_gives_size_and_partial_not(tmp_path: Path) -> 
     index = {"metadata": {"total_size": 65_527_752_704}, "weight_map": {"a": "1.bin", "b": "2.bin"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "1.bin").touch()
-    with pytest.raises(NotKnown, match="HF_HUB_OFFLINE"):
+    with pytest.raises(SizeUnknown, match="HF_HUB_OFFLINE"):
         find_size(spec_of("qwen-32b"))
     (folder / "2.bin").touch()
     assert find_size(spec_of("qwen-32b")) == ModelSize(32_763_876_352, 65_527_752_704, CONFIGS[NAME])
@@ -126,11 +126,11 @@ def test_hub_is_asked_once() -> None:
 
     def find(spec: RunSpec) -> ModelSize:
         asked.append(spec)
-        raise NotKnown("away")
+        raise SizeUnknown("away")
 
     once, spec = cached_lookup(find), spec_of("qwen-32b")
     for _ in range(2):
-        with pytest.raises(NotKnown, match="away"):
+        with pytest.raises(SizeUnknown, match="away"):
             once(spec)
     assert len(asked) == 1
     kept = cached_lookup(size_of)

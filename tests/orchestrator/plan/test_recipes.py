@@ -83,7 +83,7 @@ def test_its_dollars_on_each_market() -> None:
     assert plan.usd_per_million_tokens == pytest.approx(6.06 * plan.step.step_s / 3600 / tokens * 1e6)
     assert plan.disks_usd_per_h > 0
     assert plan.lost is not None
-    assert plan.lost.most_s == pytest.approx(50 * (plan.step.train_s or 0))
+    assert plan.lost.max_s == pytest.approx(50 * (plan.step.train_s or 0))
     assert plan.lost.step_usd == pytest.approx(6.06 * plan.lost.step_s / 3600)
     kinds = {one.gpu: one for one in plan.kinds}
     assert [one.cloud for one in kinds["H200"].trainer_prices] == ["aws", "gcp"]
@@ -225,13 +225,13 @@ def test_plan_shows_the_gain_of_overlap() -> None:
     overlapped = Measured(steps=40, step_s=20.0, timing=StepTiming(20.0, 18.0, 12.0, 1.0, 7.0, 1.0, 2.0))
     plan = plan_of(stale, overlapped)
     assert plan.step is not None
-    assert (plan.step.train_s, plan.step.in_turns_s, plan.step.overlapped_s) == (12.0, 31.0, 19.0)
+    assert (plan.step.train_s, plan.step.sequential_s, plan.step.overlapped_s) == (12.0, 31.0, 19.0)
     assert overlap_of(plan) == "with rollout.max_staleness: 2 a step takes 20 s instead of about 31 s"
     estimated = plan_of(spec).step
     assert estimated is not None
     assert estimated.generate_s is not None
     assert estimated.train_s is not None
-    assert estimated.in_turns_s == pytest.approx(estimated.step_s)
+    assert estimated.sequential_s == pytest.approx(estimated.step_s)
     assert estimated.overlapped_s == pytest.approx(estimated.step_s - min(estimated.generate_s, estimated.train_s))
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
     assert overlap_of(plan_of(alone)) is None
@@ -274,7 +274,7 @@ def test_all_purchasable_resources_and_extras_are_priced() -> None:
     assert used is not None
     assert plan.bought == 1
     assert used.usd_per_h == pytest.approx(3.96 + 2.10 + 0.50)
-    assert plan.most_usd_per_h == pytest.approx(3.96 + 2 * 2.10 + 0.50)
+    assert plan.max_usd_per_h == pytest.approx(3.96 + 2 * 2.10 + 0.50)
 
 
 def test_spot_trainer_with_on_demand_nodes_is_its_own_plan() -> None:

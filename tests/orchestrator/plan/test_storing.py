@@ -79,10 +79,10 @@ def test_checkpoint_has_trained_weights_and_optimizer_states(
 
 def test_storage_costs_by_month_and_transfers_by_request() -> None:
     found = planned("32B", save_steps=50, max_steps=10_000, logging_steps=1)
-    assert (found.save_steps, found.most) == (50, 15)
+    assert (found.save_steps, found.max_count) == (50, 15)
     assert found.base_bytes == 2 * shape_of(SIZES["32B"]).params
-    assert found.stay_bytes == 15 * found.size_bytes + found.base_bytes
-    assert found.stay_usd_per_month == pytest.approx(0.023 * (15 * 393.17 + 65.53), rel=1e-3)
+    assert found.kept_bytes == 15 * found.size_bytes + found.base_bytes
+    assert found.kept_usd_per_month == pytest.approx(0.023 * (15 * 393.17 + 65.53), rel=1e-3)
     told = stored_words(replace(found, every_s=3600.0))
     assert told == (
         "393 GB every 50 steps (1:00 h), stored in 1:05 h at 100 MB/s, 6:33 min at 1,000 MB/s; "
@@ -92,13 +92,13 @@ def test_storage_costs_by_month_and_transfers_by_request() -> None:
 
 def test_own_store_is_free_and_unpriced_store_reports_it() -> None:
     own, other = planned("1.5B", store=Location("local")), planned("1.5B", store=Location(""))
-    assert own.stay_usd_per_month == 0.0
+    assert own.kept_usd_per_month == 0.0
     assert "month" not in stored_words(own)
-    assert other.stay_usd_per_month is None
+    assert other.kept_usd_per_month is None
     assert stored_words(other).endswith("; the store's price is not known")
 
 
 def test_run_of_unknown_length_has_a_size() -> None:
     found = planned("1.5B", max_steps=-1)
-    assert (found.most, found.stay_bytes, found.stay_usd_per_month) == (None, None, None)
+    assert (found.max_count, found.kept_bytes, found.kept_usd_per_month) == (None, None, None)
     assert "stay" not in stored_words(found)

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.samples import (
-    Found,
+    FoundSample,
     Link,
     NoSamples,
-    Order,
+    SortOrder,
     Step,
-    Wanted,
-    choose,
+    SampleFilter,
+    select,
     find_step,
     groups_of,
     stored_steps,
-    why_none,
+    no_samples_reason,
 )
 from tests.generators.samples import group, handed_over, sample, store_step
 
@@ -33,7 +33,7 @@ def store() -> Store:
     return Store(f"memory://chosen-{next(_names)}")
 
 
-def links(found: list[Found]) -> list[str]:
+def links(found: list[FoundSample]) -> list[str]:
     return [f"{one.link.group}/{one.link.index}" for one in found]
 
 
@@ -63,14 +63,14 @@ def test_missing_step_is_reported_with_the_nearest(text: str, says: str) -> None
 
 
 def test_step_follows_its_policy_and_its_scorings_are_one(store: Store) -> None:
-    assert why_none(store) == "no step has been scored yet"
+    assert no_samples_reason(store) == "no step has been scored yet"
     store.put("rollouts/0000/00000004-00.json", b"{}")
-    assert "could not be stored" in why_none(store)
+    assert "could not be stored" in no_samples_reason(store)
     store_step(store, "0-4", group("second", sample("c")), call=1)
     store_step(store, "0-4", group("first", sample("a"), sample("b")))
     (step,) = stored_steps(store)
     assert str(step) == "0-5"
-    chosen, told = choose(step, groups_of(store, step), Wanted(), Order.STORED, 9)
+    chosen, told = select(step, groups_of(store, step), SampleFilter(), SortOrder.STORED, 9)
     assert [str(one.link) for one in chosen] == ["0-5/0/0", "0-5/0/1", "0-5/1/0"]
     assert (told.prompts, told.completions, told.matching) == (2, 3, 3)
 
@@ -78,27 +78,27 @@ def test_step_follows_its_policy_and_its_scorings_are_one(store: Store) -> None:
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (Wanted(), ["0/0", "0/1", "1/0", "1/1"]),
-        (Wanted(search="STRASSE"), ["0/0"]),
-        (Wanted(search="prompt of one"), ["1/0", "1/1"]),
-        (Wanted(reward_min=0.5), ["0/0", "0/1"]),
-        (Wanted(reward_max=0.5), ["0/1", "1/0"]),
-        (Wanted(reward_min=0.2, reward_max=0.9), ["0/1"]),
-        (Wanted(node="rollout-1-i1"), ["0/1", "1/0"]),
-        (Wanted(policy="0-3"), ["1/0"]),
-        (Wanted(cut=True), ["1/0"]),
-        (Wanted(cut=False), ["0/0", "0/1"]),
-        (Wanted(handed_over=True), ["0/1"]),
-        (Wanted(handed_over=True, search="nowhere"), []),
+        (SampleFilter(), ["0/0", "0/1", "1/0", "1/1"]),
+        (SampleFilter(search="STRASSE"), ["0/0"]),
+        (SampleFilter(search="prompt of one"), ["1/0", "1/1"]),
+        (SampleFilter(reward_min=0.5), ["0/0", "0/1"]),
+        (SampleFilter(reward_max=0.5), ["0/1", "1/0"]),
+        (SampleFilter(reward_min=0.2, reward_max=0.9), ["0/1"]),
+        (SampleFilter(node="rollout-1-i1"), ["0/1", "1/0"]),
+        (SampleFilter(policy="0-3"), ["1/0"]),
+        (SampleFilter(cut=True), ["1/0"]),
+        (SampleFilter(cut=False), ["0/0", "0/1"]),
+        (SampleFilter(handed_over=True), ["0/1"]),
+        (SampleFilter(handed_over=True, search="nowhere"), []),
     ],
 )
-def test_selected_samples_match_the_request(wanted: Wanted, found: list[str], store: Store) -> None:
+def test_selected_samples_match_the_request(wanted: SampleFilter, found: list[str], store: Store) -> None:
     zero = group("the prompt of zero", sample("eine Straße"), handed_over("b"))
     bad = sample("c", 0.0, node="rollout-1-i1", policy="0-3", cut=True)
     one = group("the prompt of one", bad, sample("", None, cut=None, refused="too long"))
     store_step(store, "0-4", zero, one)
     (step,) = stored_steps(store)
-    chosen, told = choose(step, groups_of(store, step), wanted, Order.STORED, 9)
+    chosen, told = select(step, groups_of(store, step), wanted, SortOrder.STORED, 9)
     assert links(chosen) == found
     assert (told.completions, told.matching, told.cut, told.handed_over) == (4, len(found), 1, 1)
     assert (told.reward_min, told.reward_mean, told.reward_max) == (0.0, 0.5, 1.0)
@@ -109,19 +109,19 @@ def test_selected_samples_match_the_request(wanted: Wanted, found: list[str], st
     st.lists(st.lists(st.none() | st.floats(-5, 5), max_size=4), max_size=5),
     st.integers(0, 5),
     st.integers(1, 5),
-    st.sampled_from(Order),
+    st.sampled_from(SortOrder),
 )
 def test_the_worst_and_best_page_by_page(
-    rewards: list[list[float | None]], first: int, count: int, order: Order
+    rewards: list[list[float | None]], first: int, count: int, order: SortOrder
 ) -> None:
     groups = [group("p", *(sample("c", one) for one in made)) for made in rewards]
     store = Store(f"memory://chosen-{next(_names)}")
     store_step(store, "0-4", *groups)
     (step,) = stored_steps(store)
-    chosen, told = choose(step, groups_of(store, step), Wanted(), order, count, first)
+    chosen, told = select(step, groups_of(store, step), SampleFilter(), order, count, first)
     listed = [(one, f"{g}/{i}") for g, made in enumerate(rewards) for i, one in enumerate(made)]
-    if order is not Order.STORED:
-        sign = 1 if order is Order.WORST else -1
+    if order is not SortOrder.STORED:
+        sign = 1 if order is SortOrder.WORST else -1
         listed.sort(key=lambda pair: float("inf") if pair[0] is None else sign * pair[0])
     assert links(chosen) == [name for _, name in listed[first : first + count]]
     assert told.completions == len(listed)

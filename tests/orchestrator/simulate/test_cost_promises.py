@@ -12,9 +12,9 @@ import pytest
 from grpo_orch.checkpoint import journal
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import Zone, plentiful
-from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.store import SimulatedStore
-from grpo_orch.orchestrator.simulate.simulation import COARSE, World
+from grpo_orch.orchestrator.simulate.simulation import COARSE, Simulation
 from grpo_orch.policies.model.buying import PROBE_MAX_S
 from grpo_orch.policies.model.events import BuyingStopped, NodeRequested
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
@@ -31,15 +31,15 @@ def on_demand(*counts: int) -> Zone:
     return Zone("a", GAP_S, counts, region="r", market=Market.ON_DEMAND)
 
 
-def world(*weather: Zone, nodes: int = 2) -> World:
-    return World(0, spec(nodes), weather=weather, physics=Physics(), max_steps=10**9, rhythm=RHYTHM)
+def world(*weather: Zone, nodes: int = 2) -> Simulation:
+    return Simulation(0, spec(nodes), weather=weather, physics=Physics(), max_steps=10**9, rhythm=RHYTHM)
 
 
-def rollouts_bought(of: World) -> int:
+def rollouts_bought(of: Simulation) -> int:
     return sum(role_of(node) is Role.ROLLOUT for node in of.cloud.bought)
 
 
-def rollout_hours(of: World, hours: float) -> float:
+def rollout_hours(of: Simulation, hours: float) -> float:
     """Machine-hours of rollout nodes in the next hours."""
     found = 0.0
     for _ in range(int(hours * 12)):
@@ -76,7 +76,7 @@ def test_spot_taken_before_it_serves_is_tried_ever_more_rarely(pools: bool, use_
     run = spec(4)
     run = replace(run, rollout=replace(run.rollout, resources=use_spot))
     weather = (SPOT, replace(SPOT, name="b"), on_demand(9)) if pools else plentiful(4)
-    found = World(0, run, weather=weather, physics=Physics(), max_steps=10**9, rhythm=COARSE, logs=True)
+    found = Simulation(0, run, weather=weather, physics=Physics(), max_steps=10**9, rhythm=COARSE, logs=True)
     found.cloud.takes_early = True
     found.run_for(12 * HOUR_S)
     assert found.newest is not None
@@ -121,7 +121,7 @@ DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB
 
 def test_disks_cost_their_price() -> None:
     instant = Physics(launch_s=0.0, setup_s=0.0, first_weights_s=0.0, weights_s=0.0)
-    world = World(0, with_disks(spec(2)), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
+    world = Simulation(0, with_disks(spec(2)), physics=instant, prices=Prices(), max_steps=10**9, rhythm=COARSE)
     world.run_for(3600.0)
     before = world.cloud.spent_usd
     world.run_for(4 * 3600.0)
@@ -131,4 +131,4 @@ def test_disks_cost_their_price() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 16, 4))  # every fourth story has a budget
 def test_the_cap_is_never_passed(seed: int) -> None:
-    tell(seed, with_disks(spec(2)))
+    run_scenario(seed, with_disks(spec(2)))

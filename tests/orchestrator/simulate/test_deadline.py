@@ -10,8 +10,8 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
 from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Physics
-from grpo_orch.orchestrator.simulate.market_trace import Weather
-from grpo_orch.orchestrator.simulate.simulation import COARSE, ON_DEMAND, World
+from grpo_orch.orchestrator.simulate.market_trace import MarketTrace
+from grpo_orch.orchestrator.simulate.simulation import COARSE, ON_DEMAND, Simulation
 from grpo_orch.policies.model.reports import DEADLINE
 from grpo_orch.policies.model.spec import (
     Dataset,
@@ -44,10 +44,10 @@ def spec(deadline_s: float | None = None) -> RunSpec:
     )
 
 
-def lived(policy: str, run: RunSpec, weather: Weather, seed: int = 0) -> World:
+def lived(policy: str, run: RunSpec, weather: MarketTrace, seed: int = 0) -> Simulation:
     """The world after the run has ended, or after six hours."""
     one = CONTENDERS[policy]
-    world = World(
+    world = Simulation(
         seed,
         one.spec_of(run),
         weather=weather,

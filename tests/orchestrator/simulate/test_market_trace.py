@@ -13,7 +13,7 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
-from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import Budget
@@ -114,18 +114,18 @@ def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
     run = spec(2)
     sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
     run = replace(run, trainer=sections[0], rollout=sections[1])
-    assert tell(2, run, weather=market("never", 2, 2)).phase is end
+    assert run_scenario(2, run, weather=market("never", 2, 2)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:
-    assert tell(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
+    assert run_scenario(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
 
 
 def test_run_asked_to_stop_at_its_end_has_ended() -> None:
-    assert tell(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
+    assert run_scenario(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
 
 
 def test_spot_only_run_waits_when_its_zone_is_lost_for_good() -> None:
     run = spec(2)
     run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
-    assert tell(22, run, weather=market("unclouded", 22, 2)).phase is RunPhase.PARKED
+    assert run_scenario(22, run, weather=market("unclouded", 22, 2)).phase is RunPhase.PARKED

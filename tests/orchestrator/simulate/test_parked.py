@@ -25,7 +25,7 @@ from grpo_orch.orchestrator.simulate.scenarios import (
     suspended,
     work_ends,
 )
-from grpo_orch.orchestrator.simulate.simulation import World
+from grpo_orch.orchestrator.simulate.simulation import Simulation
 from grpo_orch.policies.model.events import NodeRequested, RunMoved
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.state import RunState
@@ -51,19 +51,19 @@ TROUBLES: tuple[Fault, ...] = (
 )
 
 
-def training(seed: int) -> World:
-    world = World(seed, spec(2), max_steps=10**6)
+def training(seed: int) -> Simulation:
+    world = Simulation(seed, spec(2), max_steps=10**6)
     world.run_for(900.0)
     assert at(world).phase is RunPhase.TRAINING
     return world
 
 
-def at(world: World) -> RunState:
+def at(world: Simulation) -> RunState:
     assert world.newest is not None
     return world.newest.controller.state
 
 
-def steps(world: World) -> float:
+def steps(world: Simulation) -> float:
     return max((box.step for box in world.cloud.of(Role.TRAINER)), default=-1.0)
 
 

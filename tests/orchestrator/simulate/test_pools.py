@@ -14,8 +14,8 @@ from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
-from grpo_orch.orchestrator.simulate.market_trace import Weather, Zone
-from grpo_orch.orchestrator.simulate.scenarios import tell
+from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, Zone
+from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.store import Objects
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.state import RunState
@@ -139,13 +139,13 @@ def test_pool_prices_are_of_the_last_full_hour() -> None:
 
 @pytest.mark.parametrize("name", POOLED)
 def test_no_promise_breaks_where_there_is_a_choice(name: str) -> None:
-    tell(4, spec(2), weather=market(name, 4, 2))
+    run_scenario(4, spec(2), weather=market(name, 4, 2))
 
 
 def test_pool_memory_leaves_a_zone_that_preempts() -> None:
     """Without one, a machine is bought there again and again."""
-    bad = replace(zone("a", 3, price=0.85), losses_an_hour=4.0)
-    weather: Weather = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
+    bad = replace(zone("a", 3, price=0.85), losses_per_h=4.0)
+    weather: MarketTrace = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
     ours, cheapest = (steer(name, spec(2), weather, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest"))
     assert 2 * ours.bought <= cheapest.bought
     assert ours.steps > cheapest.steps

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_orch.orchestrator.simulate.scenarios import HOUR_S
 from grpo_orch.orchestrator.simulate.store import Trouble
-from grpo_orch.orchestrator.simulate.simulation import SimulatedDaemon, World
+from grpo_orch.orchestrator.simulate.simulation import SimulatedDaemon, Simulation
 from grpo_orch.policies.fleet.budget import spent_usd
 from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Role
@@ -25,9 +25,9 @@ COARSE_USD = 0.01  # what machines cost in the second or two to which stores dat
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 
-def run_without_a_daemon(skew_s: float) -> World:
+def run_without_a_daemon(skew_s: float) -> Simulation:
     """Train for an hour; then nobody can take the run over for two, from hosts that are so far ahead."""
-    world = World(0, replace(spec(2), budget=Budget(usd=CAP_USD)), max_steps=10**6)
+    world = Simulation(0, replace(spec(2), budget=Budget(usd=CAP_USD)), max_steps=10**6)
     world.run_for(HOUR_S)
     world.objects.trouble = Trouble.AWAY
     world.daemons[0].dead, world.skew_s = True, skew_s
@@ -35,7 +35,7 @@ def run_without_a_daemon(skew_s: float) -> World:
     return world
 
 
-def successor(world: World) -> SimulatedDaemon:
+def successor(world: Simulation) -> SimulatedDaemon:
     world.objects.clear()
     world.resume()
     assert world.newest is not None
@@ -43,7 +43,7 @@ def successor(world: World) -> SimulatedDaemon:
     return world.newest
 
 
-def counted_too_much_usd(world: World, daemon: SimulatedDaemon) -> float:
+def counted_too_much_usd(world: Simulation, daemon: SimulatedDaemon) -> float:
     return spent_usd(daemon.controller.state, daemon.clock.now_s()) - world.cloud.spent_usd
 
 

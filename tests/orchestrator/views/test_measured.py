@@ -64,15 +64,15 @@ def test_gateway_adds_the_current_rate_of_serving_nodes() -> None:
 
 def test_machine_rate_is_tokens_counted_between_statuses() -> None:
     rates = Rates()
-    rates.see(GatewayStatus("b", None, [member(tokens=1000)], up_s=10.0))
+    rates.update(GatewayStatus("b", None, [member(tokens=1000)], up_s=10.0))
     assert rates.by_machine == {}
-    rates.see(GatewayStatus("b", None, [member(tokens=1500)], up_s=15.0))
+    rates.update(GatewayStatus("b", None, [member(tokens=1500)], up_s=15.0))
     assert rates.by_machine == {"rollout-0-i1": 100.0}
-    rates.see(GatewayStatus("b", None, [member(tokens=1500)], up_s=15.0))  # the same status once more
+    rates.update(GatewayStatus("b", None, [member(tokens=1500)], up_s=15.0))  # the same status once more
     assert rates.by_machine == {"rollout-0-i1": 100.0}
-    rates.see(GatewayStatus("b", None, [member(tokens=7)], up_s=20.0))  # its engine began anew
+    rates.update(GatewayStatus("b", None, [member(tokens=7)], up_s=20.0))  # its engine began anew
     assert rates.by_machine == {}
-    rates.see(None)
+    rates.update(None)
     assert rates.by_machine == {}
 
 

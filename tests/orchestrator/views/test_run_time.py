@@ -16,7 +16,7 @@ from grpo_orch.orchestrator.cli import look as commands
 from grpo_orch.orchestrator.cli.options import Output
 from grpo_orch.orchestrator.control.lease import LEASE_CHECKS
 from grpo_orch.orchestrator.views import run_view as looking
-from grpo_orch.orchestrator.views.run_view import Looker, RunTime
+from grpo_orch.orchestrator.views.run_view import RunObserver, RunTime
 from grpo_orch.policies.model.events import RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
@@ -99,39 +99,39 @@ def test_money_is_reckoned_by_the_runs_time(off_s: float, monkeypatch: pytest.Mo
     world.is_steered(100.0)
     monkeypatch.setattr(time, "time", lambda: T0 + 3700.0 + off_s)
     monkeypatch.setattr(looking, "TTL_S", HANG_S)  # between two looks
-    looker = Looker(world.store)
-    looker.look()
+    looker = RunObserver(world.store)
+    looker.observe()
     documents.LEASE.write(world.store, renewed(3700.0))
-    shown, right = looker.look().money, look(world, 3700.0).money
+    shown, right = looker.observe().money, look(world, 3700.0).money
     assert shown.spent_usd == pytest.approx(right.spent_usd, abs=0.01)
 
 
 @pytest.mark.parametrize("off_s", [-HOUR_S, HOUR_S])
 def test_one_look_waits_for_a_renewal_where_clocks_differ(off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     steered = Steered(off_s, monkeypatch)
-    looker = Looker(steered.world.store)
+    looker = RunObserver(steered.world.store)
     assert looker.settle(steered.wait) == pytest.approx(T0 + 3702.0, abs=0.5)
     assert steered.waits == 4
-    shown, right = looker.look().money, look(steered.world, 3702.0).money
+    shown, right = looker.observe().money, look(steered.world, 3702.0).money
     assert shown.spent_usd == pytest.approx(right.spent_usd, abs=0.01)
 
 
 def test_one_look_waits_for_nothing_where_clocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     steered = Steered(-3.0, monkeypatch)
-    assert Looker(steered.world.store).settle(steered.wait) == T0 + 3700.0, "the last renewal"
+    assert RunObserver(steered.world.store).settle(steered.wait) == T0 + 3700.0, "the last renewal"
     assert steered.waits == 0
 
 
 def test_one_look_at_a_dead_holder_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     steered = Steered(HOUR_S, monkeypatch, is_alive=False)
-    assert Looker(steered.world.store).settle(steered.wait) == T0 + steered.at_s + HOUR_S
+    assert RunObserver(steered.world.store).settle(steered.wait) == T0 + steered.at_s + HOUR_S
     assert steered.waits == LEASE_CHECKS
 
 
 def test_one_look_at_a_run_that_has_ended_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steered = Steered(HOUR_S, monkeypatch)
     steered.world.happens(3690.0, RunMoved(RunPhase.FINISHED, "complete"))
-    Looker(steered.world.store).settle(steered.wait)
+    RunObserver(steered.world.store).settle(steered.wait)
     assert steered.waits == 0
 
 

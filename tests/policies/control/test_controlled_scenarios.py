@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.orchestrator.simulate.cloud import BRISK, Box
-from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, tell
+from grpo_orch.orchestrator.simulate.cloud import BRISK, SimulatedMachine
+from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, run_scenario
 from grpo_orch.orchestrator.simulate.store import Trouble
-from grpo_orch.orchestrator.simulate.simulation import DT_S, World
+from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
 from grpo_orch.policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import spec
@@ -26,22 +26,22 @@ BOOT_S = BRISK.launch_s + BRISK.setup_s + BRISK.first_weights_s
 def test_no_trouble_of_any_party_makes_a_controller_harm_its_run(seed: int) -> None:
     """A replaced controller does nothing more; no machine that works or has checkpoints in its spool is given up;
     what never works is not bought for ever; and once the faults end the run comes to its end."""
-    tell(seed, spec(2))
+    run_scenario(seed, spec(2))
 
 
 def test_repeated_scenario_is_identical() -> None:
-    assert tell(7, spec(2)) == tell(7, spec(2))
-    assert tell(7, spec(2)).digest != tell(8, spec(2)).digest
+    assert run_scenario(7, spec(2)) == run_scenario(7, spec(2))
+    assert run_scenario(7, spec(2)).digest != run_scenario(8, spec(2)).digest
 
 
-def training(max_steps: int = 2000) -> World:
-    world = World(0, spec(2), max_steps=max_steps)
+def training(max_steps: int = 2000) -> Simulation:
+    world = Simulation(0, spec(2), max_steps=max_steps)
     world.run_for(2 * BOOT_S + 120.0)
     assert trainer(world).step > 0
     return world
 
 
-def trainer(world: World) -> Box:
+def trainer(world: Simulation) -> SimulatedMachine:
     [box] = world.cloud.of(Role.TRAINER)
     return box
 

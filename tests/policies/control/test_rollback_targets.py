@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.orchestrator.simulate.work import stored
+from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
@@ -55,7 +55,7 @@ class Run:
         """Without `collects` the uploader dies between the listing and what retention would take."""
         for at, verdict in self.spooled[:count]:
             self.ever.add(at)
-            kept = stored(self.listed, at, verdict, self.forks, self.spec, self.logging_steps)
+            kept = retain(self.listed, at, verdict, self.forks, self.spec, self.logging_steps)
             self.listed = kept if collects else sorted({*self.listed, at})
         del self.spooled[:count]
 
