@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 
 SCHEMA = 1
 TEXTS_CHARS = 32 * 1024 * 1024  # per object: 1,024 completions of about 8,000 tokens remain complete
@@ -60,7 +60,7 @@ class Sample:
     cut: bool | None  # at the maximum length; for a session, at one of its limits
     node: str = ""
     policy: str = ""  # the label of the policy that generated it
-    handed_over: list[HandOver] = field(default_factory=list)
+    handed_over: list[Handover] = field(default_factory=list)
     handed_over_chars: list[int] = field(default_factory=list)
     mismatch_mean: float | None = None
     mismatch_max: float | None = None

@@ -277,7 +277,7 @@ class Observer:
             now_s=now_s,
             machines=machines,
             members=None if status is None else {member.node: member for member in status.members},
-            joining={} if status is None else {joining.node: joining for joining in status.coming},
+            joining={} if status is None else {joining.node: joining for joining in status.joining},
             gateway=Gateway(
                 None if status is None else status.boot_id,
                 0.0 if status is None else status.up_s,

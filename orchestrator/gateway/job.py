@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_orch.policies.model.vocabulary import Recovery
 from grpo_orch.policies.serving import recovery
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 
 VLLM_DEFAULT_TOKENS = 16
 _INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -63,7 +63,7 @@ class Job:
     prompt_token_ids: Sequence[int] | None = None  # of a text prompt: known from the first event on
     is_waiting: bool = False  # for a place on a member
     handovers: int = 0
-    handed_over: list[HandOver] = field(default_factory=list)  # from nodes that had made some of the tokens
+    handed_over: list[Handover] = field(default_factory=list)  # from nodes that had made some of the tokens
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
@@ -147,7 +147,7 @@ class Job:
 
     def _has_continuable_parameters(self) -> bool:
         if self._is_continuable is None:
-            self._is_continuable = recovery.continues(self.body)
+            self._is_continuable = recovery.can_continue(self.body)
         return self._is_continuable
 
     def _ends_on_whole_character(self) -> bool:

@@ -214,7 +214,7 @@ def _nodes(
     members = defaultdict[str, list[MemberStatus]](list)
     for member in gateway.members if gateway else []:
         members[machine_of(member.node)].append(member)
-    joining = {node.node: node.stage for node in (gateway.coming if gateway else ())}
+    joining = {node.node: node.stage for node in (gateway.joining if gateway else ())}
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
     return tuple(
         replace(

@@ -154,10 +154,10 @@ def _replace_if_stuck(tick: Tick, node: Node, coming: JoiningNode) -> None:
     boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
     # `still_s` is on the gateway's clock: failed snapshots or a new gateway do not prolong it. `waited_s` limits a
     # node whose gateway is restarted repeatedly.
-    limit_s = joining.limit_s(coming.stage, boot_timeout_s)
-    is_stuck = min(coming.still_s, waited_s) > limit_s
+    limit_s = joining.stage_limit_s(coming.stage, boot_timeout_s)
+    is_stuck = min(coming.stalled_s, waited_s) > limit_s
     if is_stuck or waited_s > joining.max_join_s(boot_timeout_s) + limit_s:
-        problem = f"no progress for {coming.still_s:.0f} s" if is_stuck else f"no member after {waited_s:.0f} s"
+        problem = f"no progress for {coming.stalled_s:.0f} s" if is_stuck else f"no member after {waited_s:.0f} s"
         reason = f"{coming.stage.name}: {problem} (`policies.boot_timeout_s`)"
         tick.move(node, NodePhase.TERMINATING, reason, None if node.served else Refusal.NEVER_SERVED)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.wire import PolicyRef, labelled_version
 
 # Open requests of an older policy for each engine that keeps it while others could load a newer one. Together they
@@ -54,7 +54,7 @@ class Demand:
         found = self._open.get(label)
         return found.ref if found is not None else self.newest if self._is_newest(label) else None
 
-    def has(self, label: str) -> bool:
+    def is_wanted(self, label: str) -> bool:
         """Whether members are to hold the policy with that label."""
         return self.ref(label) is not None
 
@@ -74,15 +74,15 @@ class Demand:
             del self._open[label]
             self._choose_newest()
 
-    def targets(self, rows: Iterable[Row]) -> dict[str, str]:
+    def targets(self, members: Iterable[Member]) -> dict[str, str]:
         """Return the label of the policy that each machine is to hold.
 
         Args:
             rows: the members that can load a policy.
         """
         assert self.newest is not None
-        machines = defaultdict[str, list[Row]](list)
-        for row in rows:
+        machines = defaultdict[str, list[Member]](list)
+        for row in members:
             machines[machine_of(row.node)].append(row)
         found = {}
         for label in sorted(self._open.keys() - {self.newest.label}, key=labelled_version):
@@ -110,7 +110,7 @@ class Demand:
             self.newest = max(self._open.values(), key=lambda policy: labelled_version(policy.ref.label)).ref
 
 
-def _order(label: str, name: str, rows: list[Row]) -> tuple[bool, bool, int, str]:
+def _order(label: str, name: str, rows: list[Member]) -> tuple[bool, bool, int, str]:
     """Sort key for the machines that keep an older policy: first those that hold it, with the most requests; then
     those that are to hold it; then those with the fewest running requests."""
     holds = any(row.policy == label for row in rows)
@@ -118,7 +118,7 @@ def _order(label: str, name: str, rows: list[Row]) -> tuple[bool, bool, int, str
     return not holds, all(row.target != label for row in rows), -running if holds else running, name
 
 
-def _capacity(row: Row) -> int:
+def _capacity(row: Member) -> int:
     """Return how many open requests of an older policy an engine may gather."""
     capacity = min(GATHERED_REQUESTS, row.max_requests)
     if row.kv_tokens and row.running and row.outstanding:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 TRIES = 3
 STARTS_MAX = 3  # of an engine, in a row without useful work: then it is abandoned
-AGAIN_S = 30.0  # for disk space to be freed, or a store to recover
+UNFIT_RETRY_S = 30.0  # for disk space to be freed, or a store to recover
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +21,21 @@ class Fitness:
     wanted: str = ""  # the policy that was tried
     failed: int = 0  # in a row
     unfit: str = ""
-    passes: bool = False  # the cause of the last failure may be temporary
+    is_temporary: bool = False  # the cause of the last failure may be temporary
 
-    def tries(self, wanted: str) -> bool:
+    def should_try(self, wanted: str) -> bool:
         """Whether to try that policy now."""
         return wanted != self.wanted or not self.unfit
 
-    def after_failure(self, wanted: str, why: str, *, passes: bool) -> Fitness:
+    def after_failure(self, wanted: str, reason: str, *, is_temporary: bool) -> Fitness:
         """Return the state after a failed try. `passes`: a later try with the same policy may succeed."""
         failed = self.failed + 1 if wanted == self.wanted else 1
-        unfit = why if self.unfit or failed >= TRIES else ""
-        return Fitness(wanted, failed, unfit, passes)
+        unfit = reason if self.unfit or failed >= TRIES else ""
+        return Fitness(wanted, failed, unfit, is_temporary)
 
     def after_time(self) -> Fitness:
         """Return the state after AGAIN_S without another policy."""
-        return Fitness(unfit=self.unfit) if self.unfit and self.passes else self
+        return Fitness(unfit=self.unfit) if self.unfit and self.is_temporary else self
 
 
 def was_worth_its_start(start_s: float, worked_s: float) -> bool:

@@ -47,7 +47,7 @@ class MembershipChange:
         return self.reason.partition(": ")[0].split(", ")
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """The description, on one line."""
         return " ".join(self.reason.partition(": ")[2].split())
 
@@ -90,4 +90,4 @@ class GatewayStatus:
     tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
     versions: list[VersionSpread] = field(default_factory=list)  # the newest, oldest first
-    coming: list[JoiningNode] = field(default_factory=list)
+    joining: list[JoiningNode] = field(default_factory=list)

@@ -41,7 +41,7 @@ class JoiningNode:
 
     node: str
     stage: Stage
-    still_s: float  # since its last progress
+    stalled_s: float  # since its last progress
 
 
 def makes_progress(mark: Stage, now: Stage) -> bool:
@@ -49,7 +49,7 @@ def makes_progress(mark: Stage, now: Stage) -> bool:
     return mark.name != now.name or now.done_bytes - mark.done_bytes > SHARE * now.total_bytes
 
 
-def limit_s(stage: Stage, boot_timeout_s: float) -> float:
+def stage_limit_s(stage: Stage, boot_timeout_s: float) -> float:
     """Return how long a node may stay at one point of a stage: the boot timeout, plus vLLM's time to read."""
     is_reading = stage.name in (ENGINE, ENGINE_UNCACHED)
     return boot_timeout_s + (stage.total_bytes / READ_BYTES_PER_S if is_reading else 0.0)

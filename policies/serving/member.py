@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Row:
+class Member:
     """One member in one term. Only the table changes it; `gateway_status.MemberStatus` is its public form.
 
     `doubted` (suspected) is set by a failed request and cleared by the next announcement. `mute` (unresponsive) is
@@ -49,11 +49,11 @@ class Row:
     address: str
     policy: str | None
     max_requests: int
-    seen_at_s: float
+    announced_at_s: float
     target: str = ""  # the policy that it is to hold; empty before any is requested
-    doubted: bool = False
-    mute: bool = False
-    stuck: bool = False
+    is_suspected: bool = False
+    is_unresponsive: bool = False
+    is_stuck: bool = False
     unfit: str = ""  # why its agent has stopped trying to load the wanted policy
     running: int = 0
     outstanding: int = 0  # tokens of the running requests
@@ -66,7 +66,7 @@ class Row:
     engines: int = 1
 
     @property
-    def places(self) -> int:
+    def free_slots(self) -> int:
         """How many more requests it may get."""
         return max(0, min(self.allowed, self.max_requests) - self.running)
 
@@ -79,9 +79,9 @@ class Row:
         is_full = self.engine is not None and self.engine.waiting > 0 and self.engine.kv_usage >= KV_FULL
         return self.running < self.max_requests and not is_full
 
-    def takes(self, load: Load) -> bool:
+    def has_room(self, load: Load) -> bool:
         """Whether it has room for this load."""
-        if not self.places:
+        if not self.free_slots:
             return False
         return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
 
@@ -98,11 +98,11 @@ class Change:
     """
 
     nodes: tuple[str, ...]
-    what: str
-    ended: tuple[int, ...] = ()
-    news: bool = True
+    description: str
+    ended_terms: tuple[int, ...] = ()
+    is_new: bool = True
 
     @property
     def reason(self) -> str:
         """The change in one line, as in a MembershipChange."""
-        return f"{', '.join(self.nodes)}: {self.what}" if self.nodes else self.what
+        return f"{', '.join(self.nodes)}: {self.description}" if self.nodes else self.description

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Row
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Member
 from grpo_orch.policies.serving.wire import SILENT_S, Announce
 
 # Requests of one prompt go to the member that has the prompt cached, until it has this many such requests more
@@ -32,7 +32,7 @@ class Membership:
     """The members of one gateway."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, Member] = {}
         self._terms = 0
         self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
@@ -40,7 +40,7 @@ class Membership:
         self._session_nodes: dict[Hashable, str] = {}  # session -> the node of its last turn
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def members(self) -> tuple[Member, ...]:
         """All members, in the order in which they joined."""
         return tuple(self._rows.values())
 
@@ -49,15 +49,15 @@ class Membership:
         """The node of each session's last turn."""
         return self._session_nodes
 
-    def row(self, node: str) -> Row | None:
+    def member(self, node: str) -> Member | None:
         """Return the member's row, or None if it is no member."""
         return self._rows.get(node)
 
-    def draining(self, node: str) -> bool:
+    def is_draining(self, node: str) -> bool:
         """Whether the node finishes its requests and leaves."""
         return bool(self._draining) and not self._draining.isdisjoint((node, machine_of(node)))
 
-    def on(self, machine: str) -> tuple[Row, ...]:
+    def on_machine(self, machine: str) -> tuple[Member, ...]:
         """Return the members on that machine; given a member's name, that member."""
         return tuple(row for row in self._rows.values() if machine in (row.node, machine_of(row.node)))
 
@@ -69,34 +69,34 @@ class Membership:
         """Add a node, or update it from its announcement."""
         boot_id, policy = announcement.boot_id, announcement.policy
         if boot_id in self._void:
-            return Change((node,), f"rejected: boot {boot_id} is over", news=False)
-        is_leaving = announcement.draining and not self.draining(node)
+            return Change((node,), f"rejected: boot {boot_id} is over", is_new=False)
+        is_leaving = announcement.draining and not self.is_draining(node)
         if is_leaving:
             self._draining.add(node)
         row, holds = self._rows.get(node), f"holds {policy or 'base weights'}{', drains' if is_leaving else ''}"
         if row is not None and row.boot_id == boot_id:
-            before, doubted, unfit = row.policy, row.doubted, row.unfit
+            before, doubted, unfit = row.policy, row.is_suspected, row.unfit
             self._update_engine(row, announcement)
             row.address, row.policy, row.max_requests = announcement.address, policy, announcement.max_requests
-            row.seen_at_s, row.doubted, row.stage = now_s, False, announcement.stage
+            row.announced_at_s, row.is_suspected, row.stage = now_s, False, announcement.stage
             row.unfit, row.join_s = announcement.unfit, announcement.join_s
-            row.stuck = row.stuck and before == policy
+            row.is_stuck = row.is_stuck and before == policy
             if unfit != announcement.unfit:
                 return Change((node,), f"{holds}, {self._unfit_note(announcement.unfit)}")
             if before != policy:
                 return Change((node,), f"{holds}, before: {before or 'base weights'}")
             return Change(
-                (node,), f"{holds}{', no longer suspected' if doubted else ''}", news=is_leaving or doubted
+                (node,), f"{holds}{', no longer suspected' if doubted else ''}", is_new=is_leaving or doubted
             )
         self._terms += 1
-        self._rows[node] = Row(
+        self._rows[node] = Member(
             self._terms,
             node,
             boot_id,
             announcement.address,
             policy,
             announcement.max_requests,
-            seen_at_s=now_s,
+            announced_at_s=now_s,
             unfit=announcement.unfit,
             kv_tokens=announcement.kv_tokens,
             engine=announcement.engine,
@@ -110,7 +110,7 @@ class Membership:
         self._void.add(row.boot_id)
         return Change((node,), f"boot {boot_id} replaces {row.boot_id}, {holds}{unfit}", (row.term,))
 
-    def _update_engine(self, row: Row, announcement: Announce) -> None:
+    def _update_engine(self, row: Member, announcement: Announce) -> None:
         """Store the engine's stats, and send no more requests to an engine whose KV cache is full.
 
         Further requests would wait there or preempt others; waiting in the gateway, they can go to any member.
@@ -141,9 +141,9 @@ class Membership:
 
     def remove(self, node: str) -> Change:
         """Remove a node, or all of a machine's, for good: these boots never return."""
-        rows = self.on(node)
+        rows = self.on_machine(node)
         if not rows:
-            return Change((node,), "not removed: it is no member", news=False)
+            return Change((node,), "not removed: it is no member", is_new=False)
         for row in rows:
             self._void.add(row.boot_id)
             del self._rows[row.node]
@@ -151,54 +151,54 @@ class Membership:
 
     def drain(self, node: str) -> Change:
         """Send no new requests to a node, or to a machine's nodes, in this boot or a later one."""
-        news = not self.draining(node)
+        news = not self.is_draining(node)
         self._draining.add(node)
-        rows = self.on(node)
+        rows = self.on_machine(node)
         names = tuple(row.node for row in rows) or (node,)
-        return Change(names, f"drains, {sum(row.running for row in rows)} requests running", news=news)
+        return Change(names, f"drains, {sum(row.running for row in rows)} requests running", is_new=news)
 
-    def doubt(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
+    def suspect(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
         """Suspect a member: a request failed there or, with `whole`, it makes no tokens any more.
 
         It gets no new request until it has announced itself again.
         """
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", news=False)
+            return Change((node,), "no longer a member", is_new=False)
         # Its other requests may be fine.
         row.allowed = RETRY_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
-        row.stuck = row.stuck or whole
-        news, row.doubted = not row.doubted, True
-        return Change((node,), f"suspected: {why}", news=news)
+        row.is_stuck = row.is_stuck or whole
+        news, row.is_suspected = not row.is_suspected, True
+        return Change((node,), f"suspected: {why}", is_new=news)
 
-    def muted(self, node: str, term: int, why: str) -> Change:
+    def mark_unresponsive(self, node: str, term: int, why: str) -> Change:
         """Mark a member as unresponsive: it gets no requests until it answers, even if its agent announces it."""
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", news=False)
+            return Change((node,), "no longer a member", is_new=False)
         row.allowed = RETRY_REQUESTS
-        news, row.mute = not row.mute, True
-        return Change((node,), f"unresponsive: {why}", news=news)
+        news, row.is_unresponsive = not row.is_unresponsive, True
+        return Change((node,), f"unresponsive: {why}", is_new=news)
 
-    def answered(self, node: str, term: int) -> Change:
+    def mark_responsive(self, node: str, term: int) -> Change:
         """Mark a member as responsive again."""
         row = self._in_term(node, term)
-        if row is None or not row.mute:
-            return Change((node,), "responsive", news=False)
-        row.mute = False
+        if row is None or not row.is_unresponsive:
+            return Change((node,), "responsive", is_new=False)
+        row.is_unresponsive = False
         return Change((node,), "responsive again")
 
     def expire(self, now_s: float) -> Change:
         """Remove every member without an announcement for more than SILENT_S. It may announce itself again."""
-        silent = [row for row in self._rows.values() if now_s - row.seen_at_s > SILENT_S]
+        silent = [row for row in self._rows.values() if now_s - row.announced_at_s > SILENT_S]
         for row in silent:
             del self._rows[row.node]
         if not silent:
-            return Change((), "all members are announced", news=False)
+            return Change((), "all members are announced", is_new=False)
         nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
         return Change(nodes, f"no announcement for {SILENT_S:g} s", terms)
 
-    def serving(self, policy: str) -> tuple[Row, ...]:
+    def serving(self, policy: str) -> tuple[Member, ...]:
         """Return the members that may serve this policy, whether or not they have room for a request.
 
         They hold it and are not draining, suspected or unresponsive. Members that are to keep it come alone, if
@@ -207,11 +207,11 @@ class Membership:
         holders = tuple(
             row
             for row in self._rows.values()
-            if row.policy == policy and not (row.doubted or row.mute or self.draining(row.node))
+            if row.policy == policy and not (row.is_suspected or row.is_unresponsive or self.is_draining(row.node))
         )
         return tuple(row for row in holders if row.target in ("", policy)) or holders
 
-    def loading(self, policy: str) -> tuple[Row, ...]:
+    def loading(self, policy: str) -> tuple[Member, ...]:
         """Return the members that do not hold the policy yet and can load it."""
         return tuple(
             row
@@ -219,11 +219,11 @@ class Membership:
             if row.policy != policy and row.target in ("", policy) and self._may_load(row)
         )
 
-    def able(self) -> tuple[Row, ...]:
+    def loadable(self) -> tuple[Member, ...]:
         """Return the members that can hold a policy."""
         return tuple(row for row in self._rows.values() if self._may_load(row))
 
-    def aim(self, targets: Mapping[str, str]) -> tuple[str, ...]:
+    def set_targets(self, targets: Mapping[str, str]) -> tuple[str, ...]:
         """Set the policy that each machine's members are to hold; return the members for which it changed."""
         rows = [row for row in self._rows.values() if targets.get(machine_of(row.node), row.target) != row.target]
         for row in rows:
@@ -236,7 +236,7 @@ class Membership:
         load: Load,
         avoid: frozenset[str] = frozenset(),
         refused_by: frozenset[str] = frozenset(),
-    ) -> Row | None:
+    ) -> Member | None:
         """Choose the member for one more request; None if none has room.
 
         Choose the member with the fewest outstanding tokens, or the member of the group's last request while that
@@ -252,14 +252,14 @@ class Membership:
         """
         serving = self.serving(policy)
         serving = tuple(row for row in serving if row.node not in refused_by) or serving
-        working = tuple(row for row in serving if not row.stuck)
+        working = tuple(row for row in serving if not row.is_stuck)
         others = tuple(row for row in working if row.node not in avoid)
-        best = next((rows for rows in (others, working) if any(row.places for row in rows)), serving)
+        best = next((rows for rows in (others, working) if any(row.free_slots for row in rows)), serving)
         last_node = self._session_nodes.get(load.group) if load.is_turn else None
         if any(row.node == last_node and row.keeps_session for row in best):
-            with_room = [row for row in best if row.node == last_node or row.takes(load)]
+            with_room = [row for row in best if row.node == last_node or row.has_room(load)]
         else:
-            with_room = [row for row in best if row.takes(load)]
+            with_room = [row for row in best if row.has_room(load)]
         if not with_room:
             return None
         if load.is_turn and last_node is None:
@@ -272,7 +272,7 @@ class Membership:
                 return row
         return least_loaded
 
-    def started(self, node: str, load: Load) -> None:
+    def request_started(self, node: str, load: Load) -> None:
         """Count a request that was sent to the node."""
         row = self._rows[node]
         row.running += 1
@@ -288,16 +288,16 @@ class Membership:
         row = self._in_term(node, term)
         if row is not None:
             row.replaying -= load.replayed
-            row.stuck = False
+            row.is_stuck = False
             row.allowed = min(row.allowed + 1, row.max_requests)
 
-    def finished(self, node: str, term: int, load: Load, *, begun: bool) -> None:
+    def request_finished(self, node: str, term: int, load: Load, *, got_token: bool) -> None:
         """Count the end, of whatever kind, of a request sent in that term. `begun`: it got a token there."""
         row = self._in_term(node, term)
         if row is not None:
             row.running -= 1
             row.outstanding -= load.tokens
-            row.replaying -= 0 if begun else load.replayed
+            row.replaying -= 0 if got_token else load.replayed
 
     def forget_groups(self) -> None:
         """Forget which member has which prompt cached: new weights void the caches."""
@@ -307,20 +307,20 @@ class Membership:
         """Forget a session that has ended."""
         self._session_nodes.pop(session, None)
 
-    def _fewest_sessions(self, rows: Sequence[Row]) -> Row:
+    def _fewest_sessions(self, rows: Sequence[Member]) -> Member:
         sessions = Counter(self._session_nodes.values())
         return min(rows, key=lambda row: (sessions[row.node], row.outstanding))
 
-    def _may_load(self, row: Row) -> bool:
-        return not (row.mute or row.stuck or row.unfit or self.draining(row.node))
+    def _may_load(self, row: Member) -> bool:
+        return not (row.is_unresponsive or row.is_stuck or row.unfit or self.is_draining(row.node))
 
-    def _in_term(self, node: str, term: int) -> Row | None:
+    def _in_term(self, node: str, term: int) -> Member | None:
         row = self._rows.get(node)
         return row if row is not None and row.term == term else None
 
     def _drop(self, node: str, boot_id: str, event: str) -> Change:
         row = self._rows.get(node)
         if row is None or row.boot_id != boot_id:
-            return Change((node,), f"boot {boot_id} {event}; it was no member", news=False)
+            return Change((node,), f"boot {boot_id} {event}; it was no member", is_new=False)
         del self._rows[node]
         return Change((node,), event, (row.term,))

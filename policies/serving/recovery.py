@@ -59,7 +59,7 @@ NEARLY = frozenset({"bad_words", "frequency_penalty", "presence_penalty", "stop"
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
 
-def continues(body: Mapping[str, Any]) -> bool:
+def can_continue(body: Mapping[str, Any]) -> bool:
     """Whether a completion with these vLLM parameters may continue: all are known to give the same tokens.
 
     It needs a token limit, from which the remaining tokens follow.
@@ -84,7 +84,7 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def rest(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
+def remaining_parameters(body: Mapping[str, Any], arrived: int) -> dict[str, Any]:
     """Return the sampling parameters for the tokens that remain after `arrived`, without the prompt.
 
     Args:

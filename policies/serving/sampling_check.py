@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SamplingCheck:
     """The result, as shares of the tries.
 
     Args:
@@ -34,7 +34,7 @@ class Trial:
         return self.agree - self.chance >= (1.0 - self.chance) / 2
 
 
-def judge(whole: Sequence[int], cut: Sequence[int]) -> Trial:
+def judge(whole: Sequence[int], cut: Sequence[int]) -> SamplingCheck:
     """Compare the token at the cut, one per try, of whole completions and of completions that were cut there.
 
     Chance is how often the tokens of different tries are the same.
@@ -42,4 +42,4 @@ def judge(whole: Sequence[int], cut: Sequence[int]) -> Trial:
     tries = len(whole)
     counts, same = Counter(whole), sum(a == b for a, b in zip(whole, cut, strict=True))
     pairs = sum(counts[token] for token in cut) - same
-    return Trial(same / tries, pairs / (tries * (tries - 1)))
+    return SamplingCheck(same / tries, pairs / (tries * (tries - 1)))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_orch.policies.model.vocabulary import Recovery
-from grpo_orch.policies.serving.wire import HandOver, PolicyRef
+from grpo_orch.policies.serving.wire import Handover, PolicyRef
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"
@@ -63,7 +63,7 @@ class Turn:
     end: int
     finish_reason: str
     node: str  # that finished it
-    handed_over: list[HandOver] = field(default_factory=list)
+    handed_over: list[Handover] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

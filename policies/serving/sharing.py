@@ -44,7 +44,7 @@ class Movable:
     """
 
     request: int
-    left: float
+    tokens_left: float
     replay: int
 
 
@@ -66,7 +66,7 @@ class MemberLoad:
     node: str
     speed_tokens_s: float
     running: int
-    left: float
+    tokens_left: float
     free: int
     prefill_tokens_s: float
     replaying: int
@@ -83,21 +83,21 @@ def single_request_rate(rate_tokens_s: float, requests: float) -> float:
     return rate_tokens_s * (1 + requests / DOUBLING_REQUESTS)
 
 
-def balance_requests(sharers: Sequence[MemberLoad], *, begun: bool = False) -> list[Move] | None:
+def balance_requests(members: Sequence[MemberLoad], *, is_rebalancing: bool = False) -> list[Move] | None:
     """Return the moves that balance the load, as far as they are possible now; None if they would save too little.
 
     Args:
         sharers: the members that hold one policy, each once.
         begun: rebalancing has begun, so a smaller gain suffices.
     """
-    measured = [sharer for sharer in sharers if sharer.speed_tokens_s > 0]
+    measured = [sharer for sharer in members if sharer.speed_tokens_s > 0]
     if len(measured) < 2:
         return None
     median = sorted(sharer.speed_tokens_s for sharer in measured)[len(measured) // 2]
     loads = [_Load(sharer, median) for sharer in measured]
     now_s = max(load.ends_s() for load in loads)
     saved_s = now_s - _balanced_s(loads)
-    if saved_s < (EVEN_SHARE * now_s if begun else max(SAVED_S, SAVED_SHARE * now_s)):
+    if saved_s < (EVEN_SHARE * now_s if is_rebalancing else max(SAVED_S, SAVED_SHARE * now_s)):
         return None
     moves: list[Move] = []
     while True:
@@ -124,7 +124,7 @@ class _Load:
         is_typical = abs(sharer.speed_tokens_s - median) < ALIKE_SHARE * median
         self.node, self.running = sharer.node, sharer.running
         self.speed = median if is_typical else sharer.speed_tokens_s
-        self.tokens_left = sharer.left * sharer.running
+        self.tokens_left = sharer.tokens_left * sharer.running
         self._offers = iter(sharer.movable)
         self._offer: Movable | None = None
         self._free, self._prefill_tokens_s = sharer.free, sharer.prefill_tokens_s
@@ -136,7 +136,7 @@ class _Load:
 
     def ends_with_s(self, request: Movable) -> float:
         """Return when they would be done with one more request."""
-        return self._ends_s(self.tokens_left + request.left, self.running + 1, self._replay + request.replay)
+        return self._ends_s(self.tokens_left + request.tokens_left, self.running + 1, self._replay + request.replay)
 
     def takes(self, request: Movable) -> bool:
         """Whether it has room, by the rule of `policies.serving.member`."""
@@ -151,12 +151,12 @@ class _Load:
 
     def give(self, request: Movable) -> None:
         self.running -= 1
-        self.tokens_left = max(0.0, self.tokens_left - request.left)
+        self.tokens_left = max(0.0, self.tokens_left - request.tokens_left)
         self._offer = None
 
     def take(self, request: Movable) -> None:
         self.running += 1
-        self.tokens_left += request.left
+        self.tokens_left += request.tokens_left
         self._free -= 1
         self._replay += request.replay
 

@@ -24,7 +24,7 @@ TIMES = 3.0  # the longest recent wait: load grows, but not threefold from one w
 HALF_LIFE_S = 60.0  # of observed waits; a node meets new shapes mostly in its first minute or two
 FIRST_TOKEN_FLOOR_S = 45.0  # kernels compile for 25 s, longer under load
 NEXT_FLOOR_S = 15.0  # other requests' prompts stall decoding for 2 to 5 s
-MOST_S = 240.0  # upper bound
+LIMIT_MAX_S = 240.0  # upper bound
 START_FIRST_TOKEN_S = 120.0  # the limits before anything was observed
 START_NEXT_S = 60.0
 PROMPT_TOKEN_S = 1 / 200  # for each prompt token: slower than any useful node
@@ -48,13 +48,13 @@ class SilenceLimits:
         self._gap_s = START_NEXT_S / TIMES
         self._passed_s = 0.0
 
-    def saw_first_token(self, after_s: float, prompt_tokens: int) -> None:
+    def record_first_token(self, after_s: float, prompt_tokens: int) -> None:
         """Record a first token that came `after_s` after its request was sent."""
         if self._passed_s:
             self._forget()
         self._first_token_s = max(self._first_token_s, after_s - prompt_tokens * PROMPT_TOKEN_S)
 
-    def saw_gap(self, gap_s: float) -> None:
+    def record_gap(self, gap_s: float) -> None:
         """Record a gap between two events of one request.
 
         A silence for which the member was abandoned counts too; otherwise the limits of a fleet that has become
@@ -65,7 +65,7 @@ class SilenceLimits:
         if gap_s > self._gap_s:
             self._gap_s = gap_s
 
-    def pass_time(self, elapsed_s: float) -> None:
+    def age(self, elapsed_s: float) -> None:
         """Age the observations by `elapsed_s`, time in which the member had requests.
 
         This takes effect with the next event, so that no limit falls during the silence it applies to.
@@ -94,4 +94,4 @@ class SilenceLimits:
 
 
 def _limit_s(floor_s: float, longest_s: float) -> float:
-    return min(MOST_S, max(floor_s, TIMES * longest_s))
+    return min(LIMIT_MAX_S, max(floor_s, TIMES * longest_s))

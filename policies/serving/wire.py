@@ -39,7 +39,7 @@ REFUSED = "refused"  # finish reason of a completion that no node accepts
 CUT = "cut"  # finish reason of an unfinished completion
 STATUS_S = 2.0  # maximum time between the gateway's status writes to the store
 ROLLOUTS = "/v1/rollouts"
-COMERS = "/comers"
+JOINING = "/comers"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RENDER = CHAT + "/render"  # vLLM's: a chat's prompt as tokens
@@ -200,7 +200,7 @@ class PromptLine:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class Handover:
     """A completion's move away from a node, with `tokens` kept; 0 where it started over."""
 
     node: str
@@ -222,7 +222,7 @@ class Completion:
     node: str
     refused: str = ""
     limit_tokens: int | None = None  # the node's maximum sequence length, where the prompt is too long
-    handed_over: list[HandOver] = field(default_factory=list)  # in order of time
+    handed_over: list[Handover] = field(default_factory=list)  # in order of time
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,8 @@ class Progress:
     discarded: int  # tokens discarded with a lost node or, before this batch, with a lost client
     members: int  # that may serve it
     waiting: int  # requests without a member
-    moves: int = 0  # progress events of nodes that are still starting, or that work on another policy
-    kept: int = 0  # of `tokens`, those that existed before this batch, made for an earlier client
+    joining_events: int = 0  # progress events of nodes that are still starting, or that work on another policy
+    reused: int = 0  # of `tokens`, those that existed before this batch, made for an earlier client
 
 
 @dataclass(frozen=True, slots=True)

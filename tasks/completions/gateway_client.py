@@ -270,9 +270,9 @@ class GatewayCall:
             self._check(line.cut)
             self._cut.append(line.cut)
         elif (progress := line.end or line.progress) is not None:
-            if progress.tokens > self._latest.tokens or progress.moves > self._moves:
+            if progress.tokens > self._latest.tokens or progress.joining_events > self._moves:
                 self._progress_s = self._counted_s
-            self._latest, self._moves = progress, progress.moves
+            self._latest, self._moves = progress, progress.joining_events
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
                 self._raise_incomplete()
@@ -290,7 +290,7 @@ class GatewayCall:
 
         A gateway that kept something also reports what it discarded.
         """
-        (discarded, in_flight), kept = self._lost, self._latest.kept
+        (discarded, in_flight), kept = self._lost, self._latest.reused
         self._discarded += max(0, in_flight - kept) + (0 if kept else discarded)
         self._lost = 0, 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_orch.policies.serving.joining import HUB, Stage, limit_s, makes_progress
+from grpo_orch.policies.serving.joining import HUB, Stage, stage_limit_s, makes_progress
 from grpo_orch.tasks.machine.base_model import FILES, NOT_FILES
 
 REPORT_S = 1.0
@@ -75,7 +75,7 @@ def fetch(
             say(stage)
             if makes_progress(latest, stage):
                 latest, since_s = stage, time.monotonic()
-            elif time.monotonic() - since_s > limit_s(stage, limit_of_silence_s):
+            elif time.monotonic() - since_s > stage_limit_s(stage, limit_of_silence_s):
                 raise DownloadFailed(f"no further for {limit_of_silence_s:.0f} s")
     finally:
         process.kill()

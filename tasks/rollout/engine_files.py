@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.serving.joining import ENGINE, ENGINE_UNCACHED, Stage, limit_s
+from grpo_orch.policies.serving.joining import ENGINE, ENGINE_UNCACHED, Stage, stage_limit_s
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.models.base import BaseModel, with_model
 from grpo_orch.tasks.rollout.compile_caches import CompileCaches
@@ -64,7 +64,7 @@ class EngineFiles:
         """Time limit of vLLM's start."""
         is_untested = self._compiled.is_restored and not self._serving
         share = RESTORED_CACHE_SHARE if is_untested else DEFAULT_SHARE
-        return share * limit_s(self.stage, self.spec.policies.boot_timeout_s)
+        return share * stage_limit_s(self.stage, self.spec.policies.boot_timeout_s)
 
     @property
     def compiled_s(self) -> float:

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.wire import COMERS, HOLD_S, Announce, AnnounceReply, PolicyRef
+from grpo_orch.policies.serving.wire import JOINING, HOLD_S, Announce, AnnounceReply, PolicyRef
 from grpo_orch.tasks.machine.node_env import NodeEnv
 
 ANSWER_S = 5.0  # in addition to the time for which the gateway holds an announcement
@@ -72,7 +72,7 @@ class GatewayLink:
     async def report_stage(self, stage: Stage) -> PolicyRef | None:
         """Report a joining machine's progress. Returns the wanted policy, if any. Raises GatewayUnreachable."""
         body = msgspec.json.encode(stage)
-        path = f"{COMERS}/{machine_of(self._node)}"
+        path = f"{JOINING}/{machine_of(self._node)}"
         return _reply(await self._request("POST", path, timeout_s=ANSWER_S, body=body)).policy
 
     async def drain(self) -> None:

@@ -202,7 +202,7 @@ class Agent:
             if isinstance(error, TimeoutError) and limit.expired():
                 await engine.end(server)
                 error = TimeoutError("it was still loading long after another engine of this machine had finished")
-            engine.record_failure(wanted, str(error), passes=True)
+            engine.record_failure(wanted, str(error), is_temporary=True)
         except (PolicyRefused, ServerFailed) as error:
             if engine.is_bare:
                 log.warning("vllm_restarts_with_weights", engine=engine.name, why=str(error))
@@ -210,7 +210,7 @@ class Agent:
                 return None
             if not isinstance(error, PolicyRefused) or error.touched:
                 await engine.end(server)  # its weights are unknown now
-            engine.record_failure(wanted, str(error), passes=False)
+            engine.record_failure(wanted, str(error), is_temporary=False)
         return None
 
     async def _check_and_load(
@@ -236,7 +236,7 @@ class Agent:
         self, engines: Sequence[RolloutEngine], wanted: PolicyRef, why: str, *, passes: bool
     ) -> None:
         for engine in engines:
-            engine.record_failure(wanted, why, passes=passes)
+            engine.record_failure(wanted, why, is_temporary=passes)
         await self._wait_for_work(self._timing.retry_s)
 
     async def _wait_for_work(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.serving.fitness import AGAIN_S, STARTS_MAX, Fitness, was_worth_its_start
+from grpo_orch.policies.serving.fitness import UNFIT_RETRY_S, STARTS_MAX, Fitness, was_worth_its_start
 from grpo_orch.policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
@@ -28,7 +28,7 @@ from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed, Unfit
 log = structlog.get_logger()
 
 RETRY_S = 0.5  # before the next request to the gateway
-WHY_CHARS_MAX = 500  # of an announced error
+REASON_CHARS_MAX = 500  # of an announced error
 PROCESS_STARTED_S = time.monotonic()  # not counting Python's own start
 
 
@@ -50,7 +50,7 @@ class Timing:
     poll_s: float = 1.0
     stage_s: float = HOLD_S
     retry_s: float = 0.5
-    again_s: float = AGAIN_S
+    again_s: float = UNFIT_RETRY_S
     late_s: float = 60.0
 
 
@@ -291,7 +291,7 @@ class RolloutEngine:
         """Return whether to try this policy now."""
         if time.monotonic() - self._failed_at_s >= self._timing.again_s:
             self._fitness = self._fitness.after_time()
-        return self._fitness.tries(attempt_key(wanted))
+        return self._fitness.should_try(attempt_key(wanted))
 
     def begin_load(self) -> None:
         """Record that the server is loading a policy, and holds none until it has."""
@@ -309,14 +309,14 @@ class RolloutEngine:
             self._record_join(stages)
         self._changed.set()
 
-    def record_failure(self, wanted: PolicyRef, why: str, *, passes: bool) -> None:
+    def record_failure(self, wanted: PolicyRef, reason: str, *, is_temporary: bool) -> None:
         """Record a failed attempt with a policy. After several ones the engine announces that it is unfit."""
-        line = " ".join(f"policy {wanted.label}: {why}".split())[:WHY_CHARS_MAX]
-        why = "".join(character if character.isprintable() else "?" for character in line)
-        self._fitness = self._fitness.after_failure(attempt_key(wanted), why, passes=passes)
+        line = " ".join(f"policy {wanted.label}: {reason}".split())[:REASON_CHARS_MAX]
+        reason = "".join(character if character.isprintable() else "?" for character in line)
+        self._fitness = self._fitness.after_failure(attempt_key(wanted), reason, is_temporary=is_temporary)
         self._failed_at_s = time.monotonic()
         is_unfit = bool(self._fitness.unfit)
-        log.error("policy_failed", engine=self.name, why=why, failed=self._fitness.failed, unfit=is_unfit)
+        log.error("policy_failed", engine=self.name, why=reason, failed=self._fitness.failed, unfit=is_unfit)
         self._changed.set()
 
     async def end(self, server: Server, *, with_weights: bool = False) -> None:

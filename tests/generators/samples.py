@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_orch.checkpoint.records import samples
 from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 
 
 def sample(text: str, reward: float | None = 1.0, **given: object) -> Sample:
@@ -21,7 +21,7 @@ def sample(text: str, reward: float | None = 1.0, **given: object) -> Sample:
 
 
 def handed_over(text: str, reward: float | None = 0.5) -> Sample:
-    left = [HandOver("rollout-1-i1", 3)]
+    left = [Handover("rollout-1-i1", 3)]
     return sample(text, reward, handed_over=left, handed_over_chars=[4], mismatch_mean=0.01, mismatch_max=0.25)
 
 

@@ -23,7 +23,7 @@ from grpo_orch.orchestrator.gateway.routing.watch import Watch
 from grpo_orch.orchestrator.gateway.surface.app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
 from tests.budget import HANG_S
@@ -65,8 +65,8 @@ class Node(FakeVllm):
         await self.world.until(lambda: self.row.policy == policy)
 
     @property
-    def row(self) -> Row:
-        found = self.world.members.row(self.name)
+    def row(self) -> Member:
+        found = self.world.members.member(self.name)
         assert found is not None
         return found
 
@@ -144,7 +144,7 @@ class World:
         node = Node(self, name, policy, {"max_requests": max_requests, **attributes})
         self.nodes.append(node)
         await node.start(port)
-        await self.until(lambda: (row := self.members.row(name)) is not None and row.boot_id == node.boot_id)
+        await self.until(lambda: (row := self.members.member(name)) is not None and row.boot_id == node.boot_id)
         return node
 
     def ask(self, job: Job) -> asyncio.Task[Finished]:

@@ -204,14 +204,14 @@ class VllmAttempt(Attempt):
         link.last_event_s = now_s
         link.received_tokens += len(token_ids)
         if self.first_token_at_s is not None:
-            link.silence_limits.saw_gap(now_s - self.last_event_s)
+            link.silence_limits.record_gap(now_s - self.last_event_s)
         elif token_ids:
             self.first_token_at_s = now_s
             if job.first_token_at_s is None:
                 job.first_token_at_s = now_s
             link.newest_started_s = max(link.newest_started_s, self.sent_s)
             link.prompt_tokens += job.prompt_tokens + self._tokens_before
-            link.silence_limits.saw_first_token(now_s - self.sent_s, job.prompt_tokens)
+            link.silence_limits.record_first_token(now_s - self.sent_s, job.prompt_tokens)
             self._on_first_token()
         self.last_event_s = now_s
         if len(job.token_ids) > self.max_tokens:
@@ -251,6 +251,6 @@ def _body_of(job: Job) -> dict[str, Any]:
     logprobs = job.body.get("logprobs") or 0
     if job.token_ids and job.prompt_token_ids is not None:
         prompt = [*job.prompt_token_ids, *job.token_ids]
-        body = recovery.rest(job.body, len(job.token_ids))
+        body = recovery.remaining_parameters(job.body, len(job.token_ids))
         return {**body, **fixed, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": logprobs}
     return {**job.body, **fixed, "logprobs": logprobs}

@@ -18,7 +18,7 @@ from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.routing.waiting import Place
 from grpo_orch.policies.serving.member import Load
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 
 RETRY_S = 0.05  # after the second attempt in a row without a token; doubled after each further one
 RETRY_MAX_S = 1.0
@@ -142,7 +142,7 @@ class Completer:
         elif job.token_ids:
             self._start_over(job)
         if attempt_tokens:
-            job.handed_over.append(HandOver(node, len(job.token_ids)))
+            job.handed_over.append(Handover(node, len(job.token_ids)))
 
     def _start_over(self, job: Job) -> None:
         lost = job.start_over()

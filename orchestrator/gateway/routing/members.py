@@ -25,7 +25,7 @@ from grpo_orch.policies.model.vocabulary import Recovery, machine_of
 from grpo_orch.policies.serving.demand import Demand
 from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
-from grpo_orch.policies.serving.member import Change, Row
+from grpo_orch.policies.serving.member import Change, Member
 from grpo_orch.policies.serving.membership import Membership
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
@@ -109,15 +109,15 @@ class Members:
         return self._places.links
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def members(self) -> tuple[Member, ...]:
         """Every member, in the order of joining."""
-        return self._table.rows
+        return self._table.members
 
-    def row(self, node: str) -> Row | None:
+    def member(self, node: str) -> Member | None:
         """Return the node's row, or None if it is not a member."""
-        return self._table.row(node)
+        return self._table.member(node)
 
-    def serving(self, policy: str) -> tuple[Row, ...]:
+    def serving(self, policy: str) -> tuple[Member, ...]:
         """Return the members that hold this policy and are not leaving."""
         return self._table.serving(policy)
 
@@ -128,14 +128,14 @@ class Members:
         """
         if time.monotonic() - self._started_at_s < SILENT_S:
             return True
-        return any(row.running or not (row.unfit or self._table.draining(row.node)) for row in self._table.rows)
+        return any(row.running or not (row.unfit or self._table.is_draining(row.node)) for row in self._table.members)
 
     async def any_link_except(self, failed: Container[str]) -> Link | None:
         """Return the link to the least loaded member outside `failed`, whatever it holds; None if all have failed.
 
         Waits while there are no members.
         """
-        while not (rows := [row for row in self._table.rows if not row.mute]):
+        while not (rows := [row for row in self._table.members if not row.is_unresponsive]):
             await self._places.wait_for_change()
         rows = [row for row in rows if row.node not in failed]
         return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
@@ -146,7 +146,7 @@ class Members:
 
     def is_draining(self, node: str) -> bool:
         """Return whether the node is to leave after its running requests."""
-        return self._table.draining(node)
+        return self._table.is_draining(node)
 
     @property
     def expected_tokens(self) -> float:
@@ -170,16 +170,16 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Return the status of every member, in the order of joining."""
         now_s = time.monotonic()
-        held = {row.policy for row in self._table.rows if row.policy and self._demand.has(row.policy)}
+        held = {row.policy for row in self._table.members if row.policy and self._demand.is_wanted(row.policy)}
         terms = {row.term for policy in held for row in self._table.serving(policy)}
-        return [self._status_of(row, row.term in terms, now_s) for row in self._table.rows]
+        return [self._status_of(row, row.term in terms, now_s) for row in self._table.members]
 
     def want(self, policy: PolicyRef, requests: int = 0, recovery: Recovery = "continue") -> None:
         """Add open requests of a policy. `recovery` is the run's."""
         self._recovery = recovery
-        if not self._demand.has(policy.label):
+        if not self._demand.is_wanted(policy.label):
             log.info("policy_requested", policy=policy.label, requests=requests)
-            self._version_spreads.want(policy.label, self._table.rows, time.monotonic())
+            self._version_spreads.want(policy.label, self._table.members, time.monotonic())
         self._change_demand(lambda: self._demand.add(policy, requests))
 
     def finish(self, policy: str, requests: int) -> None:
@@ -200,10 +200,10 @@ class Members:
         newest = self._demand.newest
         if newest is None:
             return
-        targets = {machine_of(row.node): newest.label for row in self._table.rows}
+        targets = {machine_of(row.node): newest.label for row in self._table.members}
         if self._demand.has_older:
-            targets |= self._demand.targets(self._table.able())
-        changed = self._table.aim(targets)
+            targets |= self._demand.targets(self._table.loadable())
+        changed = self._table.set_targets(targets)
         for node in changed:
             self.announcements.answer(node)
         if changed:
@@ -217,17 +217,17 @@ class Members:
 
     def is_busy_with_other_policy(self, policy: str) -> bool:
         """Return whether a member still runs requests of another policy, which finish first."""
-        return any(row.running and row.policy != policy and not row.unfit for row in self._table.rows)
+        return any(row.running and row.policy != policy and not row.unfit for row in self._table.members)
 
     def is_changing_policy(self, node: str, policy: str) -> bool:
         """Return whether the node is to load another policy than this one."""
-        row = self._table.row(node)
+        row = self._table.member(node)
         return row is not None and row.target not in ("", policy)
 
     async def announce(self, node: str, announcement: Announce) -> AnnounceReply:
         """Apply an announcement. Return the reply when it differs from that boot's last, or after HOLD_S."""
         self.announcements.answer(node)  # an earlier announcement that is still held is superseded
-        before = self._table.row(node)
+        before = self._table.member(node)
         tokens = before.engine.tokens if before is not None and before.engine is not None else None
         self._apply(self._table.announce(node, announcement, time.monotonic()))
         if tokens is not None and announcement.engine is not None and announcement.engine.tokens > tokens:
@@ -235,8 +235,8 @@ class Members:
         if self._table.is_void(announcement.boot_id):
             return AnnounceReply(drain=True)
         self._version_spreads.record(node, announcement, time.monotonic())
-        if self._demand.newest is not None and (row := self._table.row(node)) is not None and not row.target:
-            self._table.aim({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
+        if self._demand.newest is not None and (row := self._table.member(node)) is not None and not row.target:
+            self._table.set_targets({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
         if before is None:
             self.joining_nodes.forget(machine_of(node))
         if announcement.stage is None:
@@ -258,7 +258,7 @@ class Members:
 
     def remove(self, node: str) -> bool:
         """Remove the node or all of a machine's members; their boots cannot return. Return whether any existed."""
-        rows = self._table.on(node)
+        rows = self._table.on_machine(node)
         self._apply(self._table.remove(node))
         for row in rows:
             self.announcements.answer(row.node)
@@ -267,7 +267,7 @@ class Members:
     def drain(self, node: str) -> None:
         """Send no new requests to the node, or to a machine's members; each leaves after its last request."""
         self._apply(self._table.drain(node))
-        for row in self._table.on(node):
+        for row in self._table.on_machine(node):
             self.announcements.answer(row.node)
 
     def suspect(self, link: Link, why: str, *, whole: bool = False) -> None:
@@ -275,17 +275,17 @@ class Members:
 
         The held announcement is answered immediately, so that the next one comes soon.
         """
-        self._apply(self._table.doubt(link.node, link.term, why, whole=whole))
+        self._apply(self._table.suspect(link.node, link.term, why, whole=whole))
         self.announcements.answer(link.node)
 
     def mark_unresponsive(self, link: Link, why: str) -> None:
         """Move the member's requests to others, and send it nothing until it answers again."""
-        self._apply(self._table.muted(link.node, link.term, why))
+        self._apply(self._table.mark_unresponsive(link.node, link.term, why))
         link.fail_attempts(HandoverReason.SILENT, f"does not answer: {why}")
 
     def mark_responsive(self, link: Link) -> None:
         """Send requests to the member again, because it has answered."""
-        self._apply(self._table.answered(link.node, link.term))
+        self._apply(self._table.mark_responsive(link.node, link.term))
         self._places.assign()
 
     def expire(self) -> None:
@@ -300,53 +300,53 @@ class Members:
 
     def _apply(self, change: Change) -> None:
         """Log and record a change of the table, and close the terms that it ended."""
-        if change.news:
+        if change.is_new:
             log.info("membership_changed", change=change.reason)
             seq = self._changes[-1].seq + 1 if self._changes else 1
             at_s = time.monotonic() - self._started_at_s
             self._changes.append(MembershipChange(seq, at_s, change.reason))
             self._places.note_change()
-        for term in change.ended:
+        for term in change.ended_terms:
             self._places.end_term(term, NOT_A_MEMBER)
 
     def _note_work(self, node: str) -> None:
         """Record that the node's engine has computed tokens since its last announcement."""
-        row = self._table.row(node)
+        row = self._table.member(node)
         link = None if row is None else self.links.get(row.term)
         if link is not None:
             link.last_work_s = asyncio.get_running_loop().time()
 
     def _reply(self, node: str) -> AnnounceReply:
-        row = self._table.row(node)
-        if row is None or not self._table.draining(node):
+        row = self._table.member(node)
+        if row is None or not self._table.is_draining(node):
             return AnnounceReply(policy=self._demand.ref(row.target) if row is not None else self._demand.newest)
         return AnnounceReply(drain=row.running == 0)
 
     def _target_on(self, machine: str, newest: str) -> str:
         """Return the policy of the machine's other engines, since a machine fetches one policy at a time."""
-        return next((row.target for row in self._table.on(machine) if row.target), newest)
+        return next((row.target for row in self._table.on_machine(machine) if row.target), newest)
 
     def _answer_if_drained(self, node: str) -> None:
         """Called when a job leaves a node; a draining node may leave after its last."""
-        if self._table.draining(node) and self._reply(node).drain:
+        if self._table.is_draining(node) and self._reply(node).drain:
             self.announcements.answer(node)
 
-    def _connect(self, row: Row) -> Link:
+    def _connect(self, row: Member) -> Link:
         pool = Pool(row.address, self._tls)
         return Link(
             row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._time_slices
         )
 
-    def _status_of(self, row: Row, serving: bool, now_s: float) -> MemberStatus:
+    def _status_of(self, row: Member, serving: bool, now_s: float) -> MemberStatus:
         return MemberStatus(
             node=row.node,
             boot_id=row.boot_id,
             address=row.address,
             policy=row.policy,
             serving=serving,
-            draining=self._table.draining(row.node),
+            draining=self._table.is_draining(row.node),
             requests_running=row.running,
-            seen_s_ago=now_s - row.seen_at_s,
+            seen_s_ago=now_s - row.announced_at_s,
             max_requests=row.max_requests,
             kv_tokens=row.kv_tokens,
             engine=row.engine,
@@ -451,7 +451,7 @@ class VersionSpreads:
         """The last wanted policies, the oldest first."""
         return [version.spread for version in self._last]
 
-    def want(self, label: str, rows: Iterable[Row], now_s: float) -> None:
+    def want(self, label: str, rows: Iterable[Member], now_s: float) -> None:
         """Start recording a policy; members that hold it already do not count."""
         if all(version.spread.policy != label for version in self._last):
             nodes = {row.node for row in rows if row.policy != label}

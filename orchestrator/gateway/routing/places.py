@@ -10,7 +10,7 @@ from types import MappingProxyType
 from grpo_orch.orchestrator.gateway.job import Job
 from grpo_orch.orchestrator.gateway.nodes.link import Link
 from grpo_orch.orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
-from grpo_orch.policies.serving.member import Load, Row
+from grpo_orch.policies.serving.member import Load, Member
 from grpo_orch.policies.serving.membership import Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
@@ -28,7 +28,7 @@ class Places:
     """
 
     def __init__(
-        self, table: Membership, connect: Callable[[Row], Link], on_release: Callable[[str], None]
+        self, table: Membership, connect: Callable[[Member], Link], on_release: Callable[[str], None]
     ) -> None:
         self.share_limit_s = SHARE_LIMIT_S
         self._table = table
@@ -53,7 +53,7 @@ class Places:
         self._table.forget_groups()
         self.note_change()
 
-    def link(self, row: Row) -> Link:
+    def link(self, row: Member) -> Link:
         """Return the link to a member for its current term, made on the first call."""
         link = self._links.get(row.term)
         if link is None:
@@ -103,7 +103,7 @@ class Places:
 
     def release(self, place: Place) -> None:
         """Free the place of a job that has left it, finished or not."""
-        self._table.finished(place.link.node, place.link.term, place.load, begun=place.has_first_token)
+        self._table.request_finished(place.link.node, place.link.term, place.load, got_token=place.has_first_token)
         self._on_release(place.link.node)
         self._assign_places()
 
@@ -153,13 +153,13 @@ class Places:
             if not queue:
                 del self._queues[policy]
 
-    def _choose(self, job: Job, load: Load, avoid: frozenset[str]) -> Row | None:
+    def _choose(self, job: Job, load: Load, avoid: frozenset[str]) -> Member | None:
         row = self._table.choose(job.policy, load, avoid, job.refused_by)
         if row is not None and not load.replayed and self._has_full_share(job.policy, row):
             return None
         return row
 
-    def _has_full_share(self, policy: str, row: Row) -> bool:
+    def _has_full_share(self, policy: str, row: Member) -> bool:
         """Return whether the member has its share, and the rest is reserved for members that still load."""
         if self._share_limit_until_s is None or time.monotonic() >= self._share_limit_until_s:
             return False
@@ -170,10 +170,10 @@ class Places:
         tokens = sum(member.outstanding for member in serving) + (queue.tokens if queue else 0)
         return row.outstanding * (len(serving) + len(loading)) >= tokens
 
-    def _place_on(self, row: Row, load: Load) -> Place:
-        self._table.started(row.node, load)
+    def _place_on(self, row: Member, load: Load) -> Place:
+        self._table.request_started(row.node, load)
         return Place(self.link(row), load)
 
 
-def _any_accepts(job: Job, rows: tuple[Row, ...]) -> bool:
+def _any_accepts(job: Job, rows: tuple[Member, ...]) -> bool:
     return any(row.node not in job.refused_by for row in rows)

@@ -13,9 +13,9 @@ from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, HandoverReason
 from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
 from grpo_orch.orchestrator.gateway.nodes.link import PROBE_S, Link
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
-from grpo_orch.policies.serving.silence_limits import MOST_S
+from grpo_orch.policies.serving.silence_limits import LIMIT_MAX_S
 
 CHECK_S = 0.1
 HOUSEKEEPING_S = 1.0
@@ -45,7 +45,7 @@ class Watch:
     def __init__(self, members: Members, drain_s: float = DRAIN_S) -> None:
         self._members = members
         self._drain_s = drain_s
-        self.housekeeping_s, self.stuck_s = HOUSEKEEPING_S, MOST_S
+        self.housekeeping_s, self.stuck_s = HOUSEKEEPING_S, LIMIT_MAX_S
         self._drained_at_s: dict[int, float] = {}  # by term
         self._housekeeping_at_s = 0.0
         self.balancer = Balancer(members)
@@ -66,10 +66,10 @@ class Watch:
         links = list(self._members.links.values())
         for link in links:
             if link.running:
-                link.silence_limits.pass_time(elapsed_s)
+                link.silence_limits.age(elapsed_s)
                 self._check_silence(link, now_s)
-            row = self._members.row(link.node)
-            if row is not None and row.mute:
+            row = self._members.member(link.node)
+            if row is not None and row.is_unresponsive:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
         if self._members.serves_several_policies:
@@ -79,7 +79,7 @@ class Watch:
             self._housekeeping_at_s = now_s
             for link in links:
                 link.pool.close_idle(now_s)
-                row = self._members.row(link.node)
+                row = self._members.member(link.node)
                 queued = row is not None and row.engine is not None and row.engine.waiting > 0
                 _end_stuck(link, queued, now_s, self.stuck_s)
 
@@ -88,7 +88,7 @@ class Watch:
         if silent_s > link.silence_limits.soft_s:
             self._probe(link, now_s)
             if now_s - max(link.last_event_s, link.last_work_s) > link.silence_limit_s():
-                link.silence_limits.saw_gap(silent_s)
+                link.silence_limits.record_gap(silent_s)
                 self._members.suspect(link, f"no token for {silent_s:.1f} s, but health is ok", whole=True)
                 link.fail_attempts(HandoverReason.SILENT, f"no token for {silent_s:.1f} s")
 
@@ -109,7 +109,7 @@ class Watch:
 
     def _clear_drained(self, now_s: float) -> None:
         members, seen = self._members, {}
-        for row in members.rows:
+        for row in members.members:
             if not row.running or not members.is_draining(row.node):
                 continue
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
@@ -153,20 +153,20 @@ class Balancer:
         if now_s < self._next_pass_s:
             return
         self._next_pass_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
-        held = {row.policy for row in self._members.rows if row.policy is not None}
+        held = {row.policy for row in self._members.members if row.policy is not None}
         for policy in held:
             self._rebalance_policy(policy)
         self._rebalancing &= held
 
     def _rebalance_policy(self, policy: str) -> None:
-        rows = [row for row in self._members.serving(policy) if not row.stuck]
+        rows = [row for row in self._members.serving(policy) if not row.is_stuck]
         running = [row.running for row in rows]
         most, least = max(running, default=0), min(running, default=0)
         is_even = most - least < 2 and not (most and self._has_slow_member(rows))
         if is_even or self._members.places.has_waiting(policy):
             return
         attempts: list[Attempt] = []
-        moves = balance_requests(list(self._sharers(policy, rows, attempts)), begun=policy in self._rebalancing)
+        moves = balance_requests(list(self._sharers(policy, rows, attempts)), is_rebalancing=policy in self._rebalancing)
         if moves is None:
             self._rebalancing.discard(policy)
             return
@@ -176,12 +176,12 @@ class Balancer:
             attempt.job.rebalances += 1
             attempt.fail(NodeFailed(HandoverReason.REBALANCED, f"{move.node} has less load"))
 
-    def _has_slow_member(self, rows: list[Row]) -> bool:
+    def _has_slow_member(self, rows: list[Member]) -> bool:
         links = (self._members.links.get(row.term) for row in rows)
         speeds = [link.speed_tokens_s for link in links if link and link.speed_tokens_s]
         return bool(speeds) and min(speeds) < SLOW_SHARE * max(speeds)
 
-    def _sharers(self, policy: str, rows: list[Row], attempts: list[Attempt]) -> Iterator[MemberLoad]:
+    def _sharers(self, policy: str, rows: list[Member], attempts: list[Attempt]) -> Iterator[MemberLoad]:
         """Yield the members with their movable requests, and add those to `attempts`.
 
         A member whose speed is unknown counts with the median of the others.

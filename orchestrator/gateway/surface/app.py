@@ -32,7 +32,7 @@ from grpo_orch.policies.serving.gateway_status import GatewayStatus
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import COMERS, ROLLOUTS, Announce, AnnounceReply
+from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, Announce, AnnounceReply
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)
@@ -78,7 +78,7 @@ class Gateway:
                 web.get("/metrics", self._serve_metrics),
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
-                web.post(f"{COMERS}/{{node}}", self._update_stage),
+                web.post(f"{JOINING}/{{node}}", self._update_stage),
                 *MemberHandlers(self.members).routes(),
                 *SessionHandlers(self.sessions).routes(),
                 *OpenAI(
@@ -109,7 +109,7 @@ class Gateway:
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
-            coming=self.members.joining_nodes.status({machine_of(member.node) for member in members}, now_s),
+            joining=self.members.joining_nodes.status({machine_of(member.node) for member in members}, now_s),
         )
 
     def is_authorized(self, request: web.BaseRequest) -> bool:

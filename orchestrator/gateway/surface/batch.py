@@ -29,7 +29,7 @@ from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     job_of,
     key_of,
 )
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
@@ -102,8 +102,8 @@ class BatchRun:
                     moved_at_s = now_s
                 if now_s >= progress_at_s and remaining and not has_failed:
                     progress = self._progress()
-                    if progress.tokens > most_tokens or progress.moves != moves:
-                        most_tokens, moves, moved_at_s = max(most_tokens, progress.tokens), progress.moves, now_s
+                    if progress.tokens > most_tokens or progress.joining_events != moves:
+                        most_tokens, moves, moved_at_s = max(most_tokens, progress.tokens), progress.joining_events, now_s
                     usable_at_s = now_s if self._members.has_usable_member() else max(usable_at_s, moved_at_s)
                     if now_s - moved_at_s > self._batch.deadline_s:
                         has_failed = True
@@ -217,7 +217,7 @@ class BatchRun:
         failures = (request.job.last_failure for request in self._requests)
         failure = next((f"; last failure: {failure}" for failure in failures if failure), "")
         if not self._serving():
-            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.rows)
+            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.members)
             return f"no node served policy {policy} {within}; {members or 'the fleet is empty'}{failure}"
         return f"no token of policy {policy} arrived {within}{failure}"
 
@@ -294,5 +294,5 @@ def _partial(index: int, job: Job) -> Completion:
     return Completion(index, job.token_ids, job.logprobs, CUT, job.policy, "", handed_over=job.handed_over)
 
 
-def _holds(row: Row) -> str:
+def _holds(row: Member) -> str:
     return f"is unfit: {row.unfit}" if row.unfit else f"holds {row.policy or 'base weights'}"

@@ -14,7 +14,7 @@ class State(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    IN_DOUBT = "in doubt"  # holds the wanted policy, but a request failed there, or it does not answer
+    SUSPECTED = "in doubt"  # holds the wanted policy, but a request failed there, or it does not answer
     BEHIND = "behind"  # does not hold the wanted policy yet
     UNFIT = "unfit"  # cannot hold the wanted policy, and has stopped trying
 
@@ -44,7 +44,7 @@ def state_of(member: MemberStatus, wanted: str | None) -> State:
     if member.serving:
         return State.SERVING
     if wanted is not None and member.policy == wanted:
-        return State.IN_DOUBT
+        return State.SUSPECTED
     return State.UNFIT if member.unfit else State.BEHIND
 
 
@@ -52,7 +52,7 @@ def describe(
     members: Sequence[MemberStatus], changes: Sequence[MembershipChange], wanted: str | None
 ) -> list[MemberLine]:
     """Describe the members, in their order."""
-    last_changes = {node: change.what for change in changes for node in change.nodes}
+    last_changes = {node: change.description for change in changes for node in change.nodes}
     return [
         MemberLine(
             node=member.node,

@@ -21,7 +21,7 @@ from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.wire import Batch, HandOver, labelled_version
+from grpo_orch.policies.serving.wire import Batch, Handover, labelled_version
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ class _SavedRequest:
     seed: int
     token_ids: list[int]
     logprobs: list[float]
-    handed_over: list[HandOver]
+    handed_over: list[Handover]
     finish_reason: str = ""
     node: str = ""
     delivered: bool = False

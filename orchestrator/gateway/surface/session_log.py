@@ -24,7 +24,7 @@ from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.surface.chat import Answer
 from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ HEAD_SIZE = 4  # before each record: its size
 COMPACT_SIZE = 256 * 1024 * 1024
 
 
-class Made(msgspec.Struct, tag=True):
+class TurnGenerated(msgspec.Struct, tag=True):
     """A finished turn of `orchestrator.gateway.surface.sessions`."""
 
     session: str
@@ -46,10 +46,10 @@ class Made(msgspec.Struct, tag=True):
     finish_reason: str
     stop_reason: int | str | None
     node: str
-    handed_over: list[HandOver]
+    handed_over: list[Handover]
 
 
-class Part(msgspec.Struct, tag=True):
+class TurnPart(msgspec.Struct, tag=True):
     """Tokens of an unfinished turn, from index `start` on."""
 
     session: str
@@ -61,7 +61,7 @@ class Part(msgspec.Struct, tag=True):
     logprobs: list[float]
 
 
-class Opened(msgspec.Struct, tag=True):
+class SessionOpened(msgspec.Struct, tag=True):
     """A session was opened, or opened again, which voids the Answered records so far."""
 
     session: str
@@ -69,7 +69,7 @@ class Opened(msgspec.Struct, tag=True):
     parameters: OpenSession
 
 
-class Answered(msgspec.Struct, tag=True):
+class TurnAnswered(msgspec.Struct, tag=True):
     """A turn's agent gets its answer. `parent` is the key and number of another turn."""
 
     session: str
@@ -84,13 +84,13 @@ class Answered(msgspec.Struct, tag=True):
     answer: Answer
 
 
-class Closed(msgspec.Struct, tag=True):
+class SessionClosed(msgspec.Struct, tag=True):
     """A session has ended. A later session of the same name shares nothing with it."""
 
     session: str
 
 
-Record: TypeAlias = Opened | Made | Answered | Part | Closed
+Record: TypeAlias = SessionOpened | TurnGenerated | TurnAnswered | TurnPart | SessionClosed
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -146,7 +146,7 @@ class SessionLog:
         """Write a record to the file, and to the store later."""
         data = _encode(record)
         self._note(record, data)
-        if not isinstance(record, Part | Closed):
+        if not isinstance(record, TurnPart | SessionClosed):
             self._pending.append((record.session, data))
         self._write(data)
         if self._size > self._compact_size:
@@ -197,23 +197,23 @@ class SessionLog:
     def _note(self, record: Record, data: bytes) -> None:
         """Add a record to those that are needed, and drop those that it makes obsolete."""
         name = record.session
-        if isinstance(record, Opened):
+        if isinstance(record, SessionOpened):
             self._open.setdefault(name, []).append(data)
-        elif isinstance(record, Closed):
+        elif isinstance(record, SessionClosed):
             self._open.pop(name, None)
             self._parts.pop(name, None)
             for sessions in self._objects.values():
                 sessions.discard(name)
         elif name not in self._open:
             return
-        elif isinstance(record, Part):
+        elif isinstance(record, TurnPart):
             parts = self._parts.setdefault(name, {}).setdefault((record.key, record.number), [])
             if record.start == 0:
                 parts.clear()
             parts.append(data)
         else:
             self._open[name].append(data)
-            if isinstance(record, Made):
+            if isinstance(record, TurnGenerated):
                 self._parts.get(name, {}).pop((record.key, record.number), None)
 
     def _needed(self) -> Iterator[bytes]:

@@ -29,11 +29,11 @@ from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Prompt, Translator
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.orchestrator.gateway.surface.session_log import (
-    Answered,
-    Closed,
-    Made,
-    Opened,
-    Part,
+    TurnAnswered,
+    SessionClosed,
+    TurnGenerated,
+    SessionOpened,
+    TurnPart,
     Record,
     SessionLog,
 )
@@ -122,7 +122,7 @@ class _Session:
         for turn in self.turns.values():
             turn.position = None
 
-    def replay_answer(self, record: Answered) -> None:
+    def replay_answer(self, record: TurnAnswered) -> None:
         """Apply an answer that an earlier gateway recorded."""
         turn = self.turns.get((record.key, record.number))
         if turn is not None:
@@ -227,7 +227,7 @@ class Sessions:
             session = self._sessions[name] = _Session(name, parameters, opening)
         session.opened = parameters
         session.reset()
-        self._log.append(Opened(name, opening, parameters))
+        self._log.append(SessionOpened(name, opening, parameters))
         self._touch(session)
 
     def open_if_new(self, name: str, policy: str | None = None) -> None:
@@ -463,7 +463,7 @@ class Sessions:
         *_, (_, before) = _digests(chat)
         history = _digest_with(before, answer.message)
         parent = None if turn.parent is None else (turn.parent.key, turn.parent.number)
-        record = Answered(
+        record = TurnAnswered(
             session.name,
             turn.key,
             turn.number,
@@ -481,7 +481,7 @@ class Sessions:
     def _replay(self, record: Record) -> None:
         """Apply a record of an earlier gateway."""
         session = self._sessions.get(record.session)
-        if isinstance(record, Opened):
+        if isinstance(record, SessionOpened):
             if session is None or session.opening != record.opening:
                 session = _Session(record.session, record.parameters, record.opening)
                 self._sessions[record.session] = session
@@ -489,14 +489,14 @@ class Sessions:
             session.reset()
         elif session is None:
             return
-        elif isinstance(record, Answered):
+        elif isinstance(record, TurnAnswered):
             session.replay_answer(record)
-        elif isinstance(record, Part) and record.opening == session.opening:
+        elif isinstance(record, TurnPart) and record.opening == session.opening:
             ids, logprobs = session.parts.setdefault((record.key, record.number), ([], []))
             del ids[record.start :], logprobs[record.start :]
             ids += record.token_ids
             logprobs += record.logprobs
-        elif isinstance(record, Made) and record.opening == session.opening:
+        elif isinstance(record, TurnGenerated) and record.opening == session.opening:
             session.turns.setdefault((record.key, record.number), _restored_turn(session, record))
 
     def record_parts(self) -> None:
@@ -507,7 +507,7 @@ class Sessions:
             if turn.finished.done() or len(job.token_ids) == start:
                 continue
             ids, logprobs = job.token_ids[start:], job.logprobs[start:]
-            self._log.append(Part(session.name, session.opening, turn.key, turn.number, start, ids, logprobs))
+            self._log.append(TurnPart(session.name, session.opening, turn.key, turn.number, start, ids, logprobs))
             turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
     def _touch(self, session: _Session) -> None:
@@ -549,7 +549,7 @@ class Sessions:
                 turn.finished.cancel()
         self._members.end_session(session.name)
         self._finish(session)
-        self._log.append(Closed(session.name))
+        self._log.append(SessionClosed(session.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,8 +606,8 @@ def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: 
     )
 
 
-def _made_record(session: _Session, turn: _Turn, finished: Finished) -> Made:
-    return Made(
+def _made_record(session: _Session, turn: _Turn, finished: Finished) -> TurnGenerated:
+    return TurnGenerated(
         session.name,
         session.opening,
         turn.key,
@@ -622,7 +622,7 @@ def _made_record(session: _Session, turn: _Turn, finished: Finished) -> Made:
     )
 
 
-def _restored_turn(session: _Session, record: Made) -> _Turn:
+def _restored_turn(session: _Session, record: TurnGenerated) -> _Turn:
     """Return the finished turn of a record."""
     prompt = array("I", record.prompt)
     job = _job(session, prompt, {}, 0)

@@ -196,7 +196,7 @@ class Lab:
         others are quick, they have taken over its requests, and nobody asks a node that has none."""
 
         def found() -> list[str]:
-            return [one.what for one in self._changes() if one.seq > known and node.name in one.nodes]
+            return [one.description for one in self._changes() if one.seq > known and node.name in one.nodes]
 
         until(f"a change of {node.name}", lambda: healed.is_set() or found())
         return next(iter(found()), None)

@@ -71,7 +71,7 @@ def test_a_stream_over_a_killed_node(chat: bool) -> None:
                 for choice in chunk.choices:
                     text += (choice.delta.content or "") if chat else choice.text
                     reasons.append(choice.finish_reason)
-                if text and not a.world.members.row("b"):
+                if text and not a.world.members.member("b"):
                     await served.node("b")
                     a.kill()
         prompt = prompt_of({"messages": MESSAGES} if chat else {"prompt": "once"})

@@ -166,10 +166,10 @@ def test_tokens_kept_by_gateway_at_broken_connection_not_lost(kept: int, lost: i
     call = GatewayCall(batch(count=1))
     call.process(BatchLine(progress=Progress(30, 4, 1, 0)))
     call.cut()
-    call.process(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, kept=kept)))
+    call.process(BatchLine(progress=Progress(kept, 4 if kept else 0, 1, 0, reused=kept)))
     done = Completion(0, [1] * 40, [-1.0] * 40, "stop", "0-3", "a")
     call.process(BatchLine(completion=done))
-    call.process(BatchLine(end=Progress(40, 4 if kept else 0, 1, 0, kept=kept)))
+    call.process(BatchLine(end=Progress(40, 4 if kept else 0, 1, 0, reused=kept)))
     assert call.result().discarded == lost + (4 if kept else 0)
 
 

@@ -98,7 +98,7 @@ async def test_silent_server_is_unresponsive_though_its_engine_works(world: Worl
     world.limits = Brief
     node = await world.node("a", stalls=5, deaf=True, engine=EngineStats())
     asked = world.ask(job(max_tokens=13))
-    while not node.row.mute:
+    while not node.row.is_unresponsive:
         report_work(node)
         await asyncio.sleep(0.1)
     asked.cancel()

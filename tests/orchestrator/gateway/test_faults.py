@@ -21,7 +21,7 @@ from grpo_orch.policies.serving.wire import (
     Announce,
     Batch,
     BatchLine,
-    HandOver,
+    Handover,
     PolicyRef,
     Progress,
 )
@@ -83,7 +83,7 @@ async def test_restarted_trainer_gets_earlier_completions(world: World) -> None:
     heard = await world.complete(batch)
     check_complete(batch, heard)
     assert heard.end is not None
-    assert (heard.end.kept, heard.end.discarded) == (16 * 32, 0)
+    assert (heard.end.reused, heard.end.discarded) == (16 * 32, 0)
     again = await world.complete(batch)  # it was killed before it had stored what it was given
     check_complete(batch, again)
     assert len(node.asked) == 32
@@ -100,7 +100,7 @@ async def test_early_trainer_takes_over_running_requests(world: World) -> None:
     node.change(stalls=FOREVER)
     heard = hear(iter([*read, *[line async for line in lines]]))
     assert heard.end is not None
-    assert (len(heard.completions), heard.end.kept) == (24, kept)
+    assert (len(heard.completions), heard.end.reused) == (24, kept)
     assert len(node.asked) == 32
     await world.until(lambda: world.members.open_requests == {})
 
@@ -113,7 +113,7 @@ async def test_tokens_of_a_failed_batch_are_reported_lost_by_the_next(world: Wor
     node.change(stalls=FOREVER)
     heard = await world.complete(make_batch("0-0", requests=4))
     assert heard.end is not None
-    assert (heard.end.discarded, heard.end.kept, world.ledger.delivered) == (lost, 0, 4 * 16)
+    assert (heard.end.discarded, heard.end.reused, world.ledger.delivered) == (lost, 0, 4 * 16)
 
 
 async def test_batch_is_not_late_while_nodes_work_at_older_policy(world: World) -> None:
@@ -219,7 +219,7 @@ async def test_member_whose_announcement_breaks_is_out_at_once(world: World) -> 
     announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))
     await world.until(lambda: "a" in world.members.announcements.nodes)
     announcing.cancel()
-    await world.until(lambda: world.members.row("a") is None)
+    await world.until(lambda: world.members.member("a") is None)
     assert "lost its announcing connection" in world.members.changes[-1].reason
 
 
@@ -254,7 +254,7 @@ async def test_patient_batch_gets_the_tokens_of_a_lost_node(world: World) -> Non
         assert 0 < made < len(tokens)
         assert (cut.token_ids, cut.logprobs) == (tokens[:made], logprobs[:made])
         assert (cut.finish_reason, cut.policy) == (CUT, "0-0")
-        assert cut.handed_over == [HandOver("a", made)]
+        assert cut.handed_over == [Handover("a", made)]
     told = sum(len(one.token_ids) for one in [*heard.completions, *heard.cut])
     assert (heard.end.tokens, heard.end.discarded) == (told, 0)
     await world.until(lambda: world.ledger.delivered == told)
@@ -343,5 +343,5 @@ def test_next_gateway_continues_requests_of_the_last(timeline: int, rig: Rig, tm
     check_complete(batch, heard)
     assert heard.end is not None
     assert heard.end.discarded == 0
-    assert (heard.end.kept >= made) if timeline == 0 else (heard.end.kept == 0)
+    assert (heard.end.reused >= made) if timeline == 0 else (heard.end.reused == 0)
     assert not list(tmp_path.glob("gateway-requests")), "it would be taken over again"

@@ -10,7 +10,7 @@ import pytest
 from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import Node, World, check, job, undisturbed
 from tests.stand_ins.fake_vllm import EVENT_STREAM, FOREVER, texts
@@ -48,7 +48,7 @@ async def test_job_continues_from_the_tokens_that_arrived(world: World, tokens: 
     assert (world.ledger.saved, world.ledger.discarded) == (arrived, 0)
     assert world.ledger.replayed == 3 + arrived
     assert world.ledger.handovers_by_reason == {"lost": 1}
-    assert one.handed_over == [HandOver("first", arrived)]
+    assert one.handed_over == [Handover("first", arrived)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_a_job_that_cannot_go_on_starts_over(world: World, body: dict[str,
     await cut(world, one)
     assert world.nodes[1].asked[0]["prompt"] == [1, 2, 3]
     assert (world.ledger.saved, world.ledger.discarded, one.discarded) == (0, 5, 5)
-    assert one.handed_over == [HandOver("first", 0)]
+    assert one.handed_over == [Handover("first", 0)]
 
 
 async def test_text_continues_over_the_seam(world: World) -> None:
@@ -259,16 +259,16 @@ async def test_a_server_that_does_not_answer_is_mute_until_it_does(world: World)
     node = await world.node("first", stalls=5, deaf=True)
     one = job()
     asked = world.ask(one)
-    await world.until(lambda: node.row.mute)
+    await world.until(lambda: node.row.is_unresponsive)
     await world.until(lambda: one.is_waiting)
     second = await world.node("second")
     check(one, await asked)
     assert second.asked[0]["max_tokens"] == 16 - 5
     assert world.ledger.handovers_by_reason == {"silent": 1}
     await asyncio.sleep(0)  # its agent goes on announcing it
-    assert node.row.mute
+    assert node.row.is_unresponsive
     node.change(deaf=False, stalls=100)
-    await world.until(lambda: not node.row.mute)
+    await world.until(lambda: not node.row.is_unresponsive)
 
 
 async def test_dead_server_is_unresponsive_despite_announcements(world: World) -> None:
@@ -276,10 +276,10 @@ async def test_dead_server_is_unresponsive_despite_announcements(world: World) -
     node.kill()
     one = job()
     asked = world.ask(one)
-    await world.until(lambda: node.row.mute)
-    before_s = node.row.seen_at_s
-    await world.until(lambda: node.row.seen_at_s > before_s)
-    assert node.row.mute
+    await world.until(lambda: node.row.is_unresponsive)
+    before_s = node.row.announced_at_s
+    await world.until(lambda: node.row.announced_at_s > before_s)
+    assert node.row.is_unresponsive
     await world.node("second")
     check(one, await asked)
     assert world.ledger.handovers_by_reason == {"closed": 1}

@@ -124,8 +124,8 @@ def largest_share(body: bytes) -> float:
     async def story(world: World) -> None:
         with node_in_a_thread() as node:
             announcing = asyncio.ensure_future(announce(world, node))
-            await world.until(lambda: world.members.rows)
-            world.members.rows[0].allowed = AT_A_TIME
+            await world.until(lambda: world.members.members)
+            world.members.members[0].allowed = AT_A_TIME
             watching = asyncio.ensure_future(lag.watch())
             idle = len(asyncio.all_tasks())
             asking = asyncio.ensure_future(asyncio.to_thread(ask, world.url, body, enough))
@@ -139,7 +139,7 @@ def largest_share(body: bytes) -> float:
             await world.until(lambda: world.gateway.orphans.batches)
             world.gateway.orphans.expire_superseded("1-0")  # another timeline: nobody will come for it
             await world.until(lambda: len(asyncio.all_tasks()) <= idle)
-            assert (world.members.waiting.count, world.members.rows[0].running) == (0, 0)
+            assert (world.members.waiting.count, world.members.members[0].running) == (0, 0)
             watching.cancel()
             announcing.cancel()
 

@@ -100,7 +100,7 @@ def test_fetches_of_nodes_are_shown_and_in_the_json() -> None:
     documents.TRAINER.write(world.store, replace(beat, activity="restoring", stage=restoring))
     behind = replace(member("rollout-0-i1", "0-9"), stage=Stage(POLICY, 3, 4))
     comes = JoiningNode("rollout-1-i1", Stage(BASE_MODEL, 52, 141), 3.0)
-    view = look(world, 42, GatewayStatus("boot", "0-10", [behind], coming=[comes]))
+    view = look(world, 42, GatewayStatus("boot", "0-10", [behind], joining=[comes]))
     assert [node.stage for node in view.nodes] == [restoring, behind.stage, comes.stage]
     told = [node["stage"] for node in json.loads(json.dumps(to_json(view)))["nodes"]]
     assert told[2] == {"name": "fetching the base model", "done_bytes": 52, "total_bytes": 141}

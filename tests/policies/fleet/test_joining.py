@@ -158,7 +158,7 @@ def test_gateway_counts_each_progress_of_a_node() -> None:
     for at_s, done_bytes in enumerate((0, 1, 6, 7, 12, 11, 12)):
         joining_nodes.update("rollout-0-i1", Stage(BASE_MODEL, done_bytes, 100), float(at_s))
     assert joining_nodes.moves == 3
-    assert joining_nodes.status((), 10.0)[0].still_s == 6.0
+    assert joining_nodes.status((), 10.0)[0].stalled_s == 6.0
     joining_nodes.forget("rollout-0-i1")
     assert joining_nodes.status((), 10.0) == []
 

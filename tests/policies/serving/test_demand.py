@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.demand import GATHERED_REQUESTS, Demand
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.wire import PolicyRef
 
 OLD, NEW = "0-3", "0-4"
@@ -20,8 +20,8 @@ def ref(version: str) -> PolicyRef:
     return PolicyRef(version, f"policies/{version}")
 
 
-def row(node: str, policy: str | None, running: int = 0, max_requests: int = 64, target: str = "") -> Row:
-    return Row(1, node, "boot", "address", policy, max_requests, 0.0, running=running, target=target)
+def row(node: str, policy: str | None, running: int = 0, max_requests: int = 64, target: str = "") -> Member:
+    return Member(1, node, "boot", "address", policy, max_requests, 0.0, running=running, target=target)
 
 
 def demand(**requests: int) -> Demand:
@@ -97,7 +97,7 @@ requests = st.dictionaries(st.sampled_from(["0-2", OLD, NEW, "1-0"]), st.integer
     [row("a", NEW, 0, 1, NEW), row("b.0", None, 0, 1), row("b.1", NEW, 1, 1), row("c", None, 0, 1)],
     {NEW: 2, "1-0": 1},
 )
-def test_every_machine_holds_a_requested_policy_and_keeps_it(members: list[Row], opened: dict[str, int]) -> None:
+def test_every_machine_holds_a_requested_policy_and_keeps_it(members: list[Member], opened: dict[str, int]) -> None:
     asked = Demand()
     for version, count in opened.items():
         asked.add(ref(version), count)

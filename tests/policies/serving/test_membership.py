@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.policies.serving.gateway_status import MembershipChange
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Row
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Member
 from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
 from grpo_orch.policies.serving.wire import SILENT_S, Announce, EngineStats
 
@@ -29,7 +29,7 @@ def table() -> Membership:
 
 def choose(
     table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
-) -> Row | None:
+) -> Member | None:
     return table.choose(policy, load, avoid)
 
 
@@ -40,26 +40,26 @@ def test_journalled_change_names_the_members_concerned(table: Membership) -> Non
     for change, nodes in ((silent, ["a", "b"]), (joined, ["a"])):
         written = MembershipChange(1, 0.0, change.reason)
         assert written.nodes == nodes == list(change.nodes)
-        assert written.what == " ".join(change.what.split())
+        assert written.description == " ".join(change.description.split())
 
 
 def test_news_are_changes_of_the_table(table: Membership) -> None:
-    term = table.rows[0].term
-    assert not table.announce("a", say("x"), 0.5).news
-    assert table.announce("a", say("x", "0-2"), 0.5).news
-    assert table.doubt("a", term, "reset").news
-    assert not table.doubt("a", term, "reset").news
+    term = table.members[0].term
+    assert not table.announce("a", say("x"), 0.5).is_new
+    assert table.announce("a", say("x", "0-2"), 0.5).is_new
+    assert table.suspect("a", term, "reset").is_new
+    assert not table.suspect("a", term, "reset").is_new
     assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer suspected"
-    assert table.muted("a", term, "timed out").news
-    assert not table.muted("a", term, "timed out").news
-    assert not table.announce("a", say("x", "0-2"), 0.7).news
-    assert table.answered("a", term).news
-    assert not table.answered("a", term).news
-    assert table.drain("a").news
-    assert not table.drain("a").news
-    assert not table.expire(0.8).news
-    assert table.remove("a").news
-    assert not table.announce("a", say("x"), 0.9).news
+    assert table.mark_unresponsive("a", term, "timed out").is_new
+    assert not table.mark_unresponsive("a", term, "timed out").is_new
+    assert not table.announce("a", say("x", "0-2"), 0.7).is_new
+    assert table.mark_responsive("a", term).is_new
+    assert not table.mark_responsive("a", term).is_new
+    assert table.drain("a").is_new
+    assert not table.drain("a").is_new
+    assert not table.expire(0.8).is_new
+    assert table.remove("a").is_new
+    assert not table.announce("a", say("x"), 0.9).is_new
 
 
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
@@ -76,16 +76,16 @@ def test_each_occurrence_gives_its_reason(table: Membership) -> None:
 
 
 def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
-    assert table.expire(SILENT_S).ended == ()
-    assert table.expire(SILENT_S + 0.01).ended == (1,)
+    assert table.expire(SILENT_S).ended_terms == ()
+    assert table.expire(SILENT_S + 0.01).ended_terms == (1,)
 
 
 def eased_in(table: Membership, node: str) -> None:
     table.announce(node, say(f"boot-{node}", max_requests=1000), 0.0)
-    term = table.rows[-1].term
+    term = table.members[-1].term
     for _ in range(1000):
         table.first_token(node, term, Load(None))
-    assert table.rows[-1].allowed == 1000
+    assert table.members[-1].allowed == 1000
 
 
 def test_groups_stay_together_until_loads_differ_much() -> None:
@@ -96,13 +96,13 @@ def test_groups_stay_together_until_loads_differ_much() -> None:
         for _ in range(8):
             row = choose(table, load=Load(group, 100))
             assert row is not None
-            table.started(row.node, Load(group, 100))
-    assert Counter({row.node: row.running for row in table.rows}) == {"a": 16, "b": 16}
+            table.request_started(row.node, Load(group, 100))
+    assert Counter({row.node: row.running for row in table.members}) == {"a": 16, "b": 16}
     for _ in range(100):  # one prompt with a very large group
         row = choose(table, load=Load("large", 100))
         assert row is not None
-        table.started(row.node, Load("large", 100))
-        low, high = sorted(one.running for one in table.rows)
+        table.request_started(row.node, Load("large", 100))
+        low, high = sorted(one.running for one in table.members)
         assert high - low <= GROUP_LEAD_REQUESTS
 
 
@@ -111,8 +111,8 @@ def test_node_reporting_unfit_is_no_longer_awaited(table: Membership) -> None:
     assert [row.node for row in table.loading(wanted)] == ["a"]
     why = "policy 0-2: no such tensor"
     change = table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.1)
-    assert (change.reason, change.news) == (f"a: holds base weights, unfit: {why}", True)
-    assert not table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2).news
+    assert (change.reason, change.is_new) == (f"a: holds base weights, unfit: {why}", True)
+    assert not table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2).is_new
     assert table.loading(wanted) == ()
     again = table.announce("a", say("x", "0-2"), 0.3)
     assert again.reason == "a: holds 0-2, no longer unfit"
@@ -145,87 +145,87 @@ def test_full_engine_gets_no_more_than_it_runs(word: EngineStats | None, allowed
     first = replace(say("boot-a", max_requests=1000), engine=EngineStats())
     table.announce("a", first, 0.1)
     table.announce("a", replace(first, engine=word), 0.2)
-    assert table.rows[0].allowed == allowed
-    table.first_token("a", table.rows[0].term, ONE)
-    assert table.rows[0].allowed == min(allowed + 1, 1000)
+    assert table.members[0].allowed == allowed
+    table.first_token("a", table.members[0].term, ONE)
+    assert table.members[0].allowed == min(allowed + 1, 1000)
 
 
 def test_failed_request_costs_one_place_and_failed_member_all() -> None:
     table = Membership()
     eased_in(table, "a")
-    term = table.rows[0].term
+    term = table.members[0].term
     for _ in range(100):
-        table.started("a", ONE)
-    table.doubt("a", term, "reset")
-    assert table.rows[0].allowed == 99
+        table.request_started("a", ONE)
+    table.suspect("a", term, "reset")
+    assert table.members[0].allowed == 99
     for _ in range(100):
-        table.finished("a", term, ONE, begun=True)
-        table.doubt("a", term, "reset")
-    assert table.rows[0].allowed == EASE_IN_REQUESTS
-    table.doubt("a", term, "stands still", whole=True)
-    assert table.rows[0].allowed == 1
+        table.request_finished("a", term, ONE, got_token=True)
+        table.suspect("a", term, "reset")
+    assert table.members[0].allowed == EASE_IN_REQUESTS
+    table.suspect("a", term, "stands still", whole=True)
+    assert table.members[0].allowed == 1
 
 
 def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
     table = Membership()
     for node in ("a", "b"):
         eased_in(table, node)
-    stuck, well = table.rows
+    stuck, well = table.members
 
     def chosen() -> str | None:
         row = choose(table)
         return None if row is None else row.node
 
     def a_hangs() -> None:
-        table.doubt("a", stuck.term, "no token", whole=True)
+        table.suspect("a", stuck.term, "no token", whole=True)
         table.announce("a", say("boot-a", max_requests=1000), 0.1)
 
     a_hangs()
-    table.started("b", Load("p", 9))
+    table.request_started("b", Load("p", 9))
     assert chosen() == "b"
-    while well.places:
-        table.started("b", ONE)
+    while well.free_slots:
+        table.request_started("b", ONE)
     assert chosen() == "a"
     table.first_token("a", stuck.term, ONE)
-    assert not stuck.stuck
+    assert not stuck.is_stuck
     a_hangs()
     table.announce("a", say("boot-a", "0-2"), 0.2)
-    assert not stuck.stuck
+    assert not stuck.is_stuck
 
 
 def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     table = Membership()
     eased_in(table, "a")
-    term, moved = table.rows[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
+    term, moved = table.members[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
     huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
     assert choose(table, load=huge) is not None  # alone it may be as long as it is
     for _ in range(2):
         assert choose(table, load=moved) is not None
-        table.started("a", moved)
+        table.request_started("a", moved)
     assert choose(table, load=moved) is None
     assert choose(table) is not None
     table.first_token("a", term, moved)
     assert choose(table, load=moved) is not None
-    table.finished("a", term, moved, begun=True)
-    table.finished("a", term, moved, begun=False)
-    assert table.rows[0].replaying == 0
+    table.request_finished("a", term, moved, got_token=True)
+    table.request_finished("a", term, moved, got_token=False)
+    assert table.members[0].replaying == 0
 
 
 def test_next_request_goes_where_fewest_tokens_remain() -> None:
     table = Membership()
     for node in ("a", "b"):
         eased_in(table, node)
-    table.started("a", Load("long", 1000))
+    table.request_started("a", Load("long", 1000))
     for n in range(9):
         row = choose(table, load=Load(n, 100))
         assert row is not None
         assert row.node == "b"
-        table.started("b", Load(n, 100))
-    table.finished("a", table.rows[0].term, Load("long", 1000), begun=True)
+        table.request_started("b", Load(n, 100))
+    table.request_finished("a", table.members[0].term, Load("long", 1000), got_token=True)
     row = choose(table, load=Load("next", 100))
     assert row is not None
     assert row.node == "a"
-    assert [(one.running, one.outstanding) for one in table.rows] == [(0, 0), (9, 900)]
+    assert [(one.running, one.outstanding) for one in table.members] == [(0, 0), (9, 900)]
 
 
 def test_new_member_gets_one_more_for_each_first_token() -> None:
@@ -233,9 +233,9 @@ def test_new_member_gets_one_more_for_each_first_token() -> None:
     table.announce("a", say("x", max_requests=20), 0.0)
     for running in range(EASE_IN_REQUESTS):
         assert choose(table) is not None, running
-        table.started("a", ONE)
+        table.request_started("a", ONE)
     for _ in range(2):
         assert choose(table) is None
-        table.first_token("a", table.rows[0].term, ONE)
+        table.first_token("a", table.members[0].term, ONE)
         assert choose(table) is not None
-        table.started("a", ONE)
+        table.request_started("a", ONE)

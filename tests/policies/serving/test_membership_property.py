@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Row
+from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Member
 from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
 from grpo_orch.policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
@@ -28,7 +28,7 @@ seldom = st.sampled_from((False,) * 9 + (True,))
 
 
 @dataclass
-class Member:
+class Expected:
     said: Announce
     seen_s: float
     allowed: int = EASE_IN_REQUESTS  # its requests at a time: what it starts with, and what it has proved
@@ -54,12 +54,12 @@ class Request:
 class Seen:
     """What the table shows: who is a member, and who drains."""
 
-    rows: dict[str, Row]
+    rows: dict[str, Member]
     draining: set[str]
 
     def matters(self) -> object:
         """What is news when it changes."""
-        rows = {(row.term, row.boot_id, row.policy, row.doubted, row.mute) for row in self.rows.values()}
+        rows = {(row.term, row.boot_id, row.policy, row.is_suspected, row.is_unresponsive) for row in self.rows.values()}
         return rows, self.draining
 
 
@@ -70,7 +70,7 @@ class AnySequence(RuleBasedStateMachine):
     def start(self, policy: str) -> None:
         self.table = Membership()
         self.now_s = 0.0
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, Expected] = {}
         self.boots = dict.fromkeys(NODES, 0)
         self.over: set[str] = set()
         self.draining: set[str] = set()
@@ -84,8 +84,8 @@ class AnySequence(RuleBasedStateMachine):
         return f"{node}{max(0, self.boots[node] - back)}"
 
     def seen(self) -> Seen:
-        rows = {row.node: replace(row) for row in self.table.rows}
-        return Seen(rows, {node for node in NODES if self.table.draining(node)})
+        rows = {row.node: replace(row) for row in self.table.members}
+        return Seen(rows, {node for node in NODES if self.table.is_draining(node)})
 
     def check(self, change: Change, before: Seen, node: str | None = None) -> None:
         """A change says of whom and why, ends the terms that are gone and no others, and is news if it is one."""
@@ -93,8 +93,8 @@ class AnySequence(RuleBasedStateMachine):
         terms = {row.term for row in after.rows.values()}
         assert change.reason.startswith(node or "")
         assert len(change.reason) > len(f"{node}: ")
-        assert sorted(change.ended) == sorted(row.term for row in before.rows.values() if row.term not in terms)
-        assert change.news == (before.matters() != after.matters())
+        assert sorted(change.ended_terms) == sorted(row.term for row in before.rows.values() if row.term not in terms)
+        assert change.is_new == (before.matters() != after.matters())
 
     @rule(node=nodes, policy=labels, back=backs, reboots=seldom, room=st.sampled_from(ROOM), leaves=seldom)
     def announces(self, node: str, policy: str | None, back: int, reboots: bool, room: int, leaves: bool) -> None:
@@ -120,7 +120,7 @@ class AnySequence(RuleBasedStateMachine):
         if member is None or member.said.boot_id != said.boot_id:
             if member is not None:
                 self.over.add(member.said.boot_id)
-            member = self.members[node] = Member(said, self.now_s)
+            member = self.members[node] = Expected(said, self.now_s)
         member.stuck &= member.said.policy == said.policy
         member.said, member.seen_s, member.doubted = said, self.now_s, False
         if said.draining:
@@ -167,11 +167,11 @@ class AnySequence(RuleBasedStateMachine):
         member = self.members[node] if term in self.terms() else None
         match what:
             case "doubt" | "failed":
-                change = self.table.doubt(node, term, "reset", whole=what == "failed")
+                change = self.table.suspect(node, term, "reset", whole=what == "failed")
             case "muted":
-                change = self.table.muted(node, term, "timed out")
+                change = self.table.mark_unresponsive(node, term, "timed out")
             case _:
-                change = self.table.answered(node, term)
+                change = self.table.mark_responsive(node, term)
         self.check(change, before, node)
         if member is None:
             return
@@ -200,7 +200,7 @@ class AnySequence(RuleBasedStateMachine):
     def requests_end(self, skip: int, most: int) -> None:
         for request in (self.requests[skip:] + self.requests[:skip])[:most]:
             self.requests.remove(request)
-            self.table.finished(request.node, request.term, request.load, begun=request.begun)
+            self.table.request_finished(request.node, request.term, request.load, got_token=request.begun)
 
     @rule(
         label=st.sampled_from(LABELS),
@@ -240,11 +240,11 @@ class AnySequence(RuleBasedStateMachine):
             assert row is not None
             assert row.node in able
             self.check_balance(row, able, load)
-            self.table.started(row.node, load)
+            self.table.request_started(row.node, load)
             self.mates[load.group] = row.node
             self.requests.append(Request(row.node, row.term, load))
 
-    def check_balance(self, row: Row, able: set[str], load: Load) -> None:
+    def check_balance(self, row: Member, able: set[str], load: Load) -> None:
         """It is the group's member while that has not much more to do, else the one with the least."""
         tokens = {node: sum(one.load.tokens for one in self.running(node)) for node in able}
         least, mate = min(tokens.values()), self.mates.get(load.group)
@@ -254,10 +254,10 @@ class AnySequence(RuleBasedStateMachine):
             assert tokens[row.node] == least
 
     def terms(self) -> set[int]:
-        return {row.term for row in self.table.rows}
+        return {row.term for row in self.table.members}
 
     def running(self, node: str) -> list[Request]:
-        row = self.table.row(node)
+        row = self.table.member(node)
         return [one for one in self.requests if row is not None and one.term == row.term]
 
     def replaying(self, node: str) -> int:
@@ -286,9 +286,9 @@ class AnySequence(RuleBasedStateMachine):
                 row.policy,
                 row.max_requests,
                 row.allowed,
-                row.doubted,
-                row.mute,
-                row.stuck,
+                row.is_suspected,
+                row.is_unresponsive,
+                row.is_stuck,
             )
             for node, row in seen.rows.items()
         } == {node: member.shown() for node, member in self.members.items()}
@@ -299,7 +299,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @invariant()
     def the_counts_are_of_the_requests_that_run(self) -> None:
-        for row in self.table.rows:
+        for row in self.table.members:
             running = self.running(row.node)
             assert row.running == len(running)
             assert row.outstanding == sum(one.load.tokens for one in running)
@@ -308,11 +308,11 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def no_boot_that_is_over_is_a_member(self) -> None:
         assert all(self.table.is_void(boot_id) for boot_id in self.over)
-        assert not any(self.table.is_void(row.boot_id) for row in self.table.rows)
+        assert not any(self.table.is_void(row.boot_id) for row in self.table.members)
 
     @invariant()
     def a_term_is_never_used_again(self) -> None:
-        for row in sorted(self.table.rows, key=lambda row: row.term):
+        for row in sorted(self.table.members, key=lambda row: row.term):
             assert row.term in self.lives or row.term > max(self.lives, default=0)
             assert self.lives.setdefault(row.term, (row.node, row.boot_id)) == (row.node, row.boot_id)
 

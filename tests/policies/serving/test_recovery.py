@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.serving.recovery import continues, rest
+from grpo_orch.policies.serving.recovery import can_continue, remaining_parameters
 
 BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
 
@@ -41,18 +41,18 @@ BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
     ids=str,
 )
 def test_only_proven_reproducible_requests_continue(more: dict[str, Any], may: bool) -> None:
-    assert continues({**BODY, **more}) is may
+    assert can_continue({**BODY, **more}) is may
 
 
 def test_the_rest_is_the_sampling_counted_on() -> None:
     body = {**BODY, "min_tokens": 4, "top_p": 0.5, "stop": []}
-    assert rest(body, 3) == {"temperature": 0.7, "max_tokens": 7, "min_tokens": 1, "top_p": 0.5}
-    assert rest(body, 9) == {"temperature": 0.7, "max_tokens": 1, "min_tokens": 0, "top_p": 0.5}
-    assert rest({"max_completion_tokens": 8, "max_tokens": 99}, 3) == {"max_tokens": 5}
+    assert remaining_parameters(body, 3) == {"temperature": 0.7, "max_tokens": 7, "min_tokens": 1, "top_p": 0.5}
+    assert remaining_parameters(body, 9) == {"temperature": 0.7, "max_tokens": 1, "min_tokens": 0, "top_p": 0.5}
+    assert remaining_parameters({"max_completion_tokens": 8, "max_tokens": 99}, 3) == {"max_tokens": 5}
     assert body["max_tokens"] == 10
 
 
 @pytest.mark.parametrize("arrived", [10, 11])
 def test_nothing_is_left_of_a_request_that_has_all(arrived: int) -> None:
     with pytest.raises(ValueError, match="no tokens remain"):
-        rest(BODY, arrived)
+        remaining_parameters(BODY, arrived)

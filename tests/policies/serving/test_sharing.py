@@ -41,7 +41,7 @@ def divided(sharers: Sequence[MemberLoad], *, begun: bool = False) -> Counter[st
     """How many requests each has after the moves."""
     at = {request.request: one.node for one in sharers for request in one.movable}
     assert len(at) == sum(one.running for one in sharers)
-    for move in balance_requests(sharers, begun=begun) or ():
+    for move in balance_requests(sharers, is_rebalancing=begun) or ():
         at[move.request] = move.node
     return Counter(at.values())
 
@@ -104,7 +104,7 @@ def test_speed_is_distinguished_from_load() -> None:
 
 
 def ends_s(one: MemberLoad, running: int) -> float:
-    return one.left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
+    return one.tokens_left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
 
 
 @st.composite
@@ -122,10 +122,10 @@ def fleets(draw: st.DrawFn) -> list[MemberLoad]:
 @given(fleets(), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_last_job_is_never_later_and_giver_is_not_idle(fleet: list[MemberLoad], begun: bool) -> None:
-    moves = balance_requests(fleet, begun=begun) or []
+    moves = balance_requests(fleet, is_rebalancing=begun) or []
     assert len({move.request for move in moves}) == len(moves)
     after = divided(fleet, begun=begun)
-    left = next(one.left for one in fleet)
+    left = next(one.tokens_left for one in fleet)
     before_s = max(ends_s(one, one.running) for one in fleet)
     after_s = [
         left * (1 + after[one.node] / DOUBLING_REQUESTS) / one.speed_tokens_s for one in fleet if after[one.node]
@@ -149,7 +149,7 @@ def test_even_division_stays(fleet: list[MemberLoad]) -> None:
     for one in fleet:
         running = after[one.node]
         free = one.free + one.running - running
-        again.append(sharer(one.node, running, left=one.left, speed=one.speed_tokens_s, free=free, first=first))
+        again.append(sharer(one.node, running, left=one.tokens_left, speed=one.speed_tokens_s, free=free, first=first))
         first += running
     if balance_requests(fleet):
         assert not balance_requests(again)

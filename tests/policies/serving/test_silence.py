@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.serving.silence_limits import FIRST_TOKEN_FLOOR_S, MOST_S, NEXT_FLOOR_S, SilenceLimits
+from grpo_orch.policies.serving.silence_limits import FIRST_TOKEN_FLOOR_S, LIMIT_MAX_S, NEXT_FLOOR_S, SilenceLimits
 
 SWEEP_S = 0.25
 MOST_REQUESTS = 16
@@ -32,9 +32,9 @@ class Request:
 
     def event(self, now_s: float, limits: SilenceLimits) -> None:
         if self.begun:
-            limits.saw_gap(now_s - self.last_s)
+            limits.record_gap(now_s - self.last_s)
         else:
-            limits.saw_first_token(now_s - self.last_s, self.prompt_tokens)
+            limits.record_first_token(now_s - self.last_s, self.prompt_tokens)
         self.begun, self.last_s, self.left = True, now_s, self.left - 1
 
     def limit_s(self, limits: SilenceLimits) -> float:
@@ -59,10 +59,10 @@ def given_up(
             waiting = []
             step_ends_s += step_s(step_ends_s)
         if waiting or running:
-            limits.pass_time(SWEEP_S)
+            limits.age(SWEEP_S)
         for one in waiting + running:
             if now_s - one.last_s > one.limit_s(limits):
-                limits.saw_gap(now_s - one.last_s)
+                limits.record_gap(now_s - one.last_s)
                 one.last_s = now_s
                 trips.append(now_s)
     return trips
@@ -147,19 +147,19 @@ def test_the_limits_when_nothing_was_seen() -> None:
 
 def test_long_wait_is_remembered_and_fades_with_events() -> None:
     limits = SilenceLimits()
-    limits.saw_gap(40.0)
+    limits.record_gap(40.0)
     assert limits.hard_s == 120.0
     for _ in range(240):
-        limits.pass_time(SWEEP_S)
-        limits.saw_gap(0.1)
+        limits.age(SWEEP_S)
+        limits.record_gap(0.1)
     assert limits.hard_s == pytest.approx(60.0)
 
 
-@pytest.mark.parametrize("event", [lambda one: one.saw_gap(0.1), lambda one: one.saw_first_token(0.1, 0)])
+@pytest.mark.parametrize("event", [lambda one: one.record_gap(0.1), lambda one: one.record_first_token(0.1, 0)])
 def test_no_limit_falls_during_the_silence_it_judges(event: Callable[[SilenceLimits], None]) -> None:
     limits = SilenceLimits()
-    limits.pass_time(60.0)
-    limits.pass_time(60.0)
+    limits.age(60.0)
+    limits.age(60.0)
     assert (limits.first_token_s(0), limits.hard_s) == (120.0, 60.0)
     event(limits)
     assert (limits.first_token_s(0), limits.hard_s) == (FIRST_TOKEN_FLOOR_S, NEXT_FLOOR_S)
@@ -168,15 +168,15 @@ def test_no_limit_falls_during_the_silence_it_judges(event: Callable[[SilenceLim
 def test_long_prompt_is_granted_time_and_explains_a_wait() -> None:
     limits = SilenceLimits()
     assert limits.first_token_s(20_000) == 220.0
-    limits.saw_first_token(140.0, 20_000)
+    limits.record_first_token(140.0, 20_000)
     assert limits.first_token_s(0) == 120.0
-    limits.saw_first_token(60.0, 2_000)
+    limits.record_first_token(60.0, 2_000)
     assert limits.first_token_s(0) == 150.0
 
 
 def test_stall_of_tokens_is_a_stall_of_first_tokens() -> None:
     limits = SilenceLimits()
-    limits.saw_gap(60.0)
+    limits.record_gap(60.0)
     assert limits.first_token_s(200) == 181.0
 
 
@@ -190,9 +190,9 @@ def test_the_limits_stay_within_their_bounds(
 ) -> None:
     limits = SilenceLimits()
     for after_s, tokens, gap_s, elapsed_s in seen:
-        limits.saw_first_token(after_s, tokens)
-        limits.saw_gap(gap_s)
-        limits.pass_time(elapsed_s)
-    assert NEXT_FLOOR_S <= limits.hard_s <= MOST_S
-    assert FIRST_TOKEN_FLOOR_S <= limits.first_token_s(0) <= MOST_S
+        limits.record_first_token(after_s, tokens)
+        limits.record_gap(gap_s)
+        limits.age(elapsed_s)
+    assert NEXT_FLOOR_S <= limits.hard_s <= LIMIT_MAX_S
+    assert FIRST_TOKEN_FLOOR_S <= limits.first_token_s(0) <= LIMIT_MAX_S
     assert limits.first_token_s(prompt_tokens) >= limits.first_token_s(0)

@@ -99,7 +99,7 @@ async def test_engine_that_never_serves_is_abandoned_alone(
         if boot.member == SECOND:
             await start(boot)
 
-    monkeypatch.setattr(engine_files, "limit_s", lambda *_: start_limit_s)
+    monkeypatch.setattr(engine_files, "stage_limit_s", lambda *_: start_limit_s)
     machine.on_start = on_start
     machine.start(first, SHARES)
     await machine.eventually(lambda: machine.agent.engines[1].is_given_up)

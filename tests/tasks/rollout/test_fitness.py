@@ -25,13 +25,13 @@ MIB = 1 << 20
 def test_temporary_failure_is_retried_after_a_while() -> None:
     fitness = Fitness()
     for _ in range(TRIES):
-        assert fitness.tries("a")
-        fitness = fitness.after_failure("a", "disk full", passes=True)
-    assert not fitness.tries("a")
+        assert fitness.should_try("a")
+        fitness = fitness.after_failure("a", "disk full", is_temporary=True)
+    assert not fitness.should_try("a")
     later = fitness.after_time()
-    assert later.tries("a")
+    assert later.should_try("a")
     assert later.unfit == "disk full"
-    assert not later.after_failure("a", "disk full", passes=True).tries("a")
+    assert not later.after_failure("a", "disk full", is_temporary=True).should_try("a")
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,9 +41,9 @@ def test_no_policy_is_tried_without_end(steps: list[tuple[str, bool]]) -> None:
     for wanted, passes in steps:
         in_a_row = in_a_row if wanted == before else 0
         before = wanted
-        if fitness.tries(wanted):
+        if fitness.should_try(wanted):
             in_a_row += 1
-            fitness = fitness.after_failure(wanted, "why", passes=passes)
+            fitness = fitness.after_failure(wanted, "why", is_temporary=passes)
         assert in_a_row <= TRIES
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientSession
 
-from grpo_orch.policies.serving.sampling_check import Trial, judge
+from grpo_orch.policies.serving.sampling_check import SamplingCheck, judge
 from grpo_orch.tasks.machine.node_env import NodeEnvMissing, read_node_env
 from grpo_orch.tasks.rollout.vllm.flags import argv_of, flags_of, uncompiled_env
 from grpo_orch.tasks.rollout.vllm.server import Server, Unfit
@@ -212,8 +212,8 @@ async def test_vllm_that_reports_inability_is_not_admitted() -> None:
 
 
 def test_chance_result_is_no_proof() -> None:
-    assert judge([1, 2, 3, 4], [1, 2, 3, 9]) == Trial(0.75, 0.0)
-    assert judge([5, 5, 5, 6], [5, 5, 5, 6]) == Trial(1.0, 0.5)
+    assert judge([1, 2, 3, 4], [1, 2, 3, 9]) == SamplingCheck(0.75, 0.0)
+    assert judge([5, 5, 5, 6], [5, 5, 5, 6]) == SamplingCheck(1.0, 0.5)
     assert judge([5, 5, 5, 6], [5, 5, 5, 6]).passed
     assert not judge([5, 5, 6, 6], [5, 6, 6, 5]).passed
 

@@ -9,7 +9,7 @@ import pytest
 from grpo_orch.orchestrator.gateway.job import QueueFull
 from grpo_orch.orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
 from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
-from grpo_orch.policies.serving.wire import HandOver
+from grpo_orch.policies.serving.wire import Handover
 from tests.rigs.gateway_world import World, job, undisturbed
 
 
@@ -90,7 +90,7 @@ async def test_unfinished_jobs_of_drained_member_continue_elsewhere(world: World
     assert (len(other.asked), world.ledger.handovers_by_reason) == (1, {"drained": 1})
     leaving.change(stalls=100)  # what would have to start over is left to finish
     assert (await asked[1]).node == "leaving"
-    await world.until(lambda: world.members.row("leaving") is None)
+    await world.until(lambda: world.members.member("leaving") is None)
     assert world.ledger.discarded == 0
 
 
@@ -106,7 +106,7 @@ async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> 
     await world.node("same", policy="0-5")
     got = await asked
     assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
-    assert one.handed_over == [HandOver("first", 5)]
+    assert one.handed_over == [Handover("first", 5)]
     assert world.ledger.discarded == 0
 
 

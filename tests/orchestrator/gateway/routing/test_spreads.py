@@ -6,13 +6,13 @@ import asyncio
 
 from grpo_orch.orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
 from grpo_orch.policies.serving.gateway_status import VersionSpread
-from grpo_orch.policies.serving.member import Row
+from grpo_orch.policies.serving.member import Member
 from grpo_orch.policies.serving.wire import Announce, PolicyStages
 from tests.rigs.gateway_world import World
 
 
-def row(node: str, policy: str | None = "0-0") -> Row:
-    return Row(1, node, "boot", "h:1", policy, 4, 0.0)
+def row(node: str, policy: str | None = "0-0") -> Member:
+    return Member(1, node, "boot", "h:1", policy, 4, 0.0)
 
 
 def says(policy: str, stages: PolicyStages | None = None) -> Announce:

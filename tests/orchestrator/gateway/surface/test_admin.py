@@ -41,13 +41,13 @@ async def test_stage_of_joining_node_is_shown_until_membership(world: World) -> 
     stage = Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000)
     answer = await world.http.post("/comers/a", content=msgspec.json.encode(stage))
     assert msgspec.json.decode(answer.content, type=AnnounceReply) == AnnounceReply(world.members.wanted)
-    [coming] = world.gateway.status().coming
+    [coming] = world.gateway.status().joining
     assert (coming.node, coming.stage) == ("a", stage)
-    assert coming.still_s >= 0.0
+    assert coming.stalled_s >= 0.0
     told = Announce("b", "h:1", None, stage=Stage(POLICY, 1, 2))
     await world.http.post("/members/a", content=msgspec.json.encode(told))
     status = world.gateway.status()
-    assert (status.coming, status.members[0].stage) == ([], Stage(POLICY, 1, 2))
+    assert (status.joining, status.members[0].stage) == ([], Stage(POLICY, 1, 2))
     for wrong in (Stage("a\nb"), Stage("x" * 1001), Stage("x", -1), Stage("x", 0, 2**63)):
         refused = await world.http.post("/comers/a", content=msgspec.json.encode(wrong))
         assert refused.status_code == 400, wrong
@@ -58,12 +58,12 @@ async def test_machine_with_a_joined_engine_restarts_its_stage(world: World) -> 
     joining_nodes.update("rollout-0-i1", stage, time.monotonic() - 6 * 3600.0)
     told = Announce("b", "h:1", None, engines=2, stage=Stage(POLICY, 1, 2))
     await world.http.post("/members/rollout-0-i1.0", content=msgspec.json.encode(told))
-    assert world.gateway.status().coming == []
+    assert world.gateway.status().joining == []
     world.members.leave("rollout-0-i1.0", "b")
     joining_nodes.forget("rollout-0-i1.0")
     joining_nodes.update("rollout-0-i1", stage, time.monotonic())
-    [coming] = world.gateway.status().coming
-    assert (coming.node, coming.still_s < 3600.0) == ("rollout-0-i1", True)
+    [coming] = world.gateway.status().joining
+    assert (coming.node, coming.stalled_s < 3600.0) == ("rollout-0-i1", True)
 
 
 class Going:
@@ -152,16 +152,16 @@ async def test_removed_member_leaves_at_once_and_its_request_moves(
 async def test_agents_leave_names_its_boot(world: World) -> None:
     await world.node("a")
     assert (await world.http.delete("/members/a", params={"boot": "another"})).status_code == 204
-    assert world.members.row("a") is not None
+    assert world.members.member("a") is not None
     assert (await world.http.delete("/members/a", params={"boot": "boot-of-a"})).status_code == 204
-    assert world.members.row("a") is None
+    assert world.members.member("a") is None
 
 
 @pytest.mark.parametrize(
     ("policy", "serving", "draining", "unfit", "wanted", "state"),
     [
         ("0-1", True, False, "", "0-1", State.SERVING),
-        ("0-1", False, False, "", "0-1", State.IN_DOUBT),
+        ("0-1", False, False, "", "0-1", State.SUSPECTED),
         ("0-1", False, True, "", "0-1", State.DRAINING),
         ("0-0", False, False, "", "0-1", State.BEHIND),
         (None, False, False, "", "0-1", State.BEHIND),

@@ -33,7 +33,7 @@ def check_empty(world: World) -> None:
     assert world.members.open_requests == {}
     assert world.members.session_nodes == {}
     assert world.members.waiting.count == 0
-    assert all(row.running == 0 for row in world.members.rows)
+    assert all(row.running == 0 for row in world.members.members)
     assert world.session_log.session_names == set()
 
 

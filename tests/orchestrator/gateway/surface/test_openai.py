@@ -136,7 +136,7 @@ async def test_vllms_refusal_is_the_clients_error_and_no_suspicion(world: World)
         assert response.status_code == 400
         assert "too long" in response.json()["error"]["message"]
         assert response.json()["error"]["type"] == "invalid_request_error"
-    assert not node.row.doubted
+    assert not node.row.is_suspected
 
 
 async def test_named_policy_is_served_only_by_its_holders(world: World) -> None:

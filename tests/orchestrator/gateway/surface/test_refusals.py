@@ -36,7 +36,7 @@ async def test_requests_own_fault_is_reported_once_all_nodes_refused(world: Worl
         await world.ask(job())
     assert caught.value.limit_tokens == 4096
     assert [len(node.asked) for node in world.nodes] == [1, 1, 1]
-    assert not any(node.row.doubted for node in world.nodes)
+    assert not any(node.row.is_suspected for node in world.nodes)
     assert world.ledger.handovers == 0
     assert world.ledger.refused == 1
 

@@ -16,10 +16,10 @@ from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.surface.session_log import (
     COMPACT_SIZE,
-    Closed,
-    Made,
-    Opened,
-    Part,
+    SessionClosed,
+    TurnGenerated,
+    SessionOpened,
+    TurnPart,
     Record,
     SessionLog,
 )
@@ -29,17 +29,17 @@ from grpo_orch.policies.serving.wire import PolicyRef
 OPENING = OpenSession(PolicyRef("0-0", "policies/0-0"), 5)
 
 
-def opened(name: str = "s", opening: bytes = b"o") -> Opened:
-    return Opened(name, opening, OPENING)
+def opened(name: str = "s", opening: bytes = b"o") -> SessionOpened:
+    return SessionOpened(name, opening, OPENING)
 
 
-def made(number: int = 0, tokens: int = 3, name: str = "s", opening: bytes = b"o") -> Made:
-    return Made(name, opening, b"k", number, [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", [])
+def made(number: int = 0, tokens: int = 3, name: str = "s", opening: bytes = b"o") -> TurnGenerated:
+    return TurnGenerated(name, opening, b"k", number, [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", [])
 
 
-def part(start: int, end: int, number: int = 0, name: str = "s") -> Part:
+def part(start: int, end: int, number: int = 0, name: str = "s") -> TurnPart:
     tokens = list(range(start, end))
-    return Part(name, b"o", b"k", number, start, tokens, [0.0] * len(tokens))
+    return TurnPart(name, b"o", b"k", number, start, tokens, [0.0] * len(tokens))
 
 
 def begun(
@@ -68,7 +68,7 @@ def store(tmp_path: Path) -> Store:
 def test_session_opened_again_after_its_end_is_kept(path: Path) -> None:
     log, _ = begun(path)
     again: list[Record] = [opened(opening=b"new"), made(opening=b"new")]
-    before: list[Record] = [opened(), made(), part(0, 2, 1), Closed("s")]
+    before: list[Record] = [opened(), made(), part(0, 2, 1), SessionClosed("s")]
     for record in before + again:
         log.append(record)
     assert left(path) == again
@@ -77,7 +77,7 @@ def test_session_opened_again_after_its_end_is_kept(path: Path) -> None:
 
 def test_turns_of_ended_session_are_not_kept(path: Path) -> None:
     log, _ = begun(path)
-    records: list[Record] = [opened(), Closed("s"), made(), part(0, 2)]
+    records: list[Record] = [opened(), SessionClosed("s"), made(), part(0, 2)]
     for record in records:
         log.append(record)
     assert left(path) == []
@@ -92,12 +92,12 @@ def test_compaction_keeps_unfinished_turns_whole(path: Path) -> None:
     for number, record in enumerate(parts):
         log.append(record)
         log.append(made(number, 300, name="other"))
-    log.append(Closed("other"))
+    log.append(SessionClosed("other"))
     for number in range(30):
         log.append(part(0, 40, number, "other"))
         log.append(part(8 + number, 9 + number, 7))
     assert path.stat().st_size < 10_000
-    tokens = [token for record in left(path) if isinstance(record, Part) for token in record.token_ids]
+    tokens = [token for record in left(path) if isinstance(record, TurnPart) for token in record.token_ids]
     assert tokens == list(range(38))
 
 
@@ -176,7 +176,7 @@ async def test_session_closed_during_upload_leaves_no_object(store: Store) -> No
     loop = asyncio.get_running_loop()
 
     async def close() -> None:
-        log.append(Closed("s"))
+        log.append(SessionClosed("s"))
 
     faulty.after = lambda: asyncio.run_coroutine_threadsafe(close(), loop).result()
     await log.flush()
