@@ -112,7 +112,7 @@ class Spool:
                 path.unlink()
         _write(_seal_of(slot), to_json(seal))
 
-    def give_up(self, slot: Path) -> bool:
+    def discard(self, slot: Path) -> bool:
         """Remove a slot that could not be written for lack of space, and reduce the budget to the others' size.
 
         Returns whether others exist, which the uploader will free.

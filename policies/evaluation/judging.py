@@ -35,7 +35,7 @@ def verdict(score: float | None, full: float, readable: bool | None) -> Verdict:
     return Verdict.UNREADABLE if readable is False else Verdict.WRONG
 
 
-def told_readable(
+def readability(
     count: int, reported: Sequence[bool] | None, forms: Sequence[Sequence[float | None]]
 ) -> list[bool | None]:
     """Return whether each of `count` completions was readable.

@@ -101,7 +101,7 @@ class AgentRunner:
 
         Raises GenerationFailed, Fenced, LeaveNow, StoreError.
         """
-        return self._complete(batch, lambda _: None, self._heartbeat.say, self._may_go_on)
+        return self._complete(batch, lambda _: None, self._heartbeat.update, self._may_go_on)
 
     def complete_in_background(
         self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]

@@ -109,7 +109,7 @@ class GatewayClient:
         tls = identity.client_context(token)
         self._http = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=tls)
         self._heartbeat = heartbeat
-        self._say: Callable[[str], None] = heartbeat.say
+        self._say: Callable[[str], None] = heartbeat.update
 
     def complete(self, batch: Batch, on_completion: Callable[[Completion], None] = lambda _: None) -> Generated:
         """Return once every request of the batch is finished; call `arrived` with each finished completion.

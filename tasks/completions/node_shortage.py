@@ -130,7 +130,7 @@ class NodeShortage:
     def share(self, processes: int) -> Share:
         """Return the completions that the trainer's processes must make next."""
         assert self._batch is not None
-        self._heartbeat.say(OWN_GENERATION)
+        self._heartbeat.update(OWN_GENERATION)
         # Continue partial completions first: a node would start them again.
         missing = sorted(self._missing(self._batch), key=lambda request: request.index not in self._begun)
         part = missing[: self._at_once * processes]
@@ -146,7 +146,7 @@ class NodeShortage:
         for completion in made:
             self._made[completion.index] = completion
             self._begun.pop(completion.index, None)
-        self._costs.made_itself(took_s, training=training)
+        self._costs.add_own_generation(took_s, training=training)
 
     def halve_share(self) -> None:
         """Halve the next shares, because this one exceeded the memory that training leaves free."""

@@ -347,7 +347,7 @@ class RolloutSource:
         Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
-        self._heartbeat.say("training")  # the prompts are tokenized: rollout nodes are worth their cost
+        self._heartbeat.update("training")  # the prompts are tokenized: rollout nodes are worth their cost
         counted = self._next_call(at, training)
         call = Call(at, counted if number is None else number, policy or at, prompts, samples, sampling)
         ahead = None if training else self._ahead
@@ -362,7 +362,7 @@ class RolloutSource:
         else:
             rollout = self._made(call, call.requests(self._run_seed), policies, training=training)
         self._calls[training] += 1  # only now: a failed call is retried under the same number
-        self._heartbeat.say("training")
+        self._heartbeat.update("training")
         return rollout
 
     def begin(self, calls: Iterable[Call], policies: Policies) -> None:
@@ -429,7 +429,7 @@ class RolloutSource:
         rollout = generated.rollout
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
-            self._costs.generated(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
+            self._costs.add_generation(seconds, generated.machines, generated.ahead_s, generated.unserved_s)
         self._judge(rollout, call)  # before storing: a call that ends the run is requested again
         if not generated.is_stored:
             self._store_rollout(rollout)
@@ -499,7 +499,7 @@ class RolloutSource:
         try:
             while not wait([begun.made], CHECK_INTERVAL_S).done:
                 self._may_go_on()
-                self._heartbeat.say(begun.activity.now)
+                self._heartbeat.update(begun.activity.now)
                 before_s, looked_s = looked_s, time.monotonic()
                 unserved_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()

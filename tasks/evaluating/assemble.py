@@ -17,7 +17,7 @@ from grpo_orch.policies.serving.wire import Batch, Completion
 from grpo_orch.tasks.completions.gateway_client import GatewayClient, Generated
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
-from grpo_orch.tasks.evaluating.stored_completions import Completes, Keeping
+from grpo_orch.tasks.evaluating.stored_completions import CompletionSource, StoredCompletions
 from grpo_orch.tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
 from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
 from grpo_orch.tasks.trainer.start import Start
@@ -115,14 +115,14 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
 
 def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> RolloutSource:
     env, store, spec = start.env, start.store, start.spec
-    generator: Completes = (
+    generator: CompletionSource = (
         GatewayClient(store, env.token, start.heartbeat, start.leaving.check)
         if own_generation is None
         else InPieces(own_generation, config.per_device_eval_batch_size)
     )
     return RolloutSource(
         store,
-        Keeping(store, env.precedence, generator),
+        StoredCompletions(store, env.precedence, generator),
         start.heartbeat,
         start.costs,
         RefusedPrompts(spec.policies.on_bad_prompt, start.costs),

@@ -39,12 +39,12 @@ from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
 from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
 from grpo_orch.tasks.trainer.main import (
     BEAT_RETRY_S,
-    LAST_WORDS,
+    FINAL_ACTIVITIES,
     STORE_RETRY_S,
     End,
-    end_at_once,
+    exit_now,
     end_process,
-    have_base_model,
+    fetch_base_model,
 )
 
 log = structlog.get_logger()
@@ -72,15 +72,15 @@ def _run(env: NodeEnv) -> End:
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     leaving = Leaving(workdir, env.attempt)
     signal.signal(signal.SIGTERM, lambda *_: stop_file(workdir, env.attempt).touch())
-    end = functools.partial(end_at_once, workdir)
+    end = functools.partial(exit_now, workdir)
     heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
     try:
         record = read_run_here(store, env.token)
-        await_predecessor(store, env, frozenset(LAST_WORDS.values()))
+        await_predecessor(store, env, frozenset(FINAL_ACTIVITIES.values()))
         heartbeat.start()
         code, why = run_evaluation(env, record, store, heartbeat, leaving)
-        if code in LAST_WORDS:
-            heartbeat.stop(LAST_WORDS[code])
+        if code in FINAL_ACTIVITIES:
+            heartbeat.stop(FINAL_ACTIVITIES[code])
         return code, why
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
@@ -103,7 +103,7 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
         for number, subject in enumerate(evaluation.subjects)
         if evaluations.evaluated(subject.name).read(store) is None
     ]
-    heartbeat.say(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
+    heartbeat.update(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
     if missing:
         # Imported after the first heartbeat: these imports take seconds.
         import torch
@@ -129,7 +129,7 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
                 raise
             # Not OUT_OF_MEMORY: a run handles that with a new timeline, which changes only training settings.
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
-    heartbeat.say(step=len(evaluation.subjects))  # the controller compares it with max_steps
+    heartbeat.update(step=len(evaluation.subjects))  # the controller compares it with max_steps
     unpin(evaluation)
     evaluations.delete_completions(store)
     return exit_codes.OK, f"evaluated {', '.join(subject.name for subject in evaluation.subjects)}"
@@ -153,10 +153,10 @@ def _evaluate_each(
 
     workdir, spec = Path(env.workdir), record.spec
     parent = Store(evaluation.of, retry_s=STORE_RETRY_S)
-    say: Any = lambda stage: heartbeat.say(stage=stage)  # noqa: E731
+    say: Any = lambda stage: heartbeat.update(stage=stage)  # noqa: E731
     own_model = found_here(workdir) or local_folder(spec.trainer, Path(spec.workdir))
     folders: dict[str, Path | None] = {BASE: None}
-    heartbeat.say("restoring")
+    heartbeat.update("restoring")
     base_model: Path | None = None
     for _, subject in missing:
         if subject.name != BASE:
@@ -164,20 +164,20 @@ def _evaluate_each(
             restored = restore_weights(parent, _checkpoint_of(subject), folder, own_model, say)
             folders[subject.name] = restored.folder
             base_model = restored.base_model or base_model
-    have_base_model(workdir, spec, store, say, base_model)
-    heartbeat.say("starting")
+    fetch_base_model(workdir, spec, store, say, base_model)
+    heartbeat.update("starting")
     base_folder = base_model or found_here(workdir)
     start = Start(env, record, store, heartbeat, leaving, None, base_folder, StepCosts())
     evaluator = assemble_evaluator(start, evaluation.rows)
     refuse_other_rows(store, evaluation, evaluator)
     for number, subject in missing:
-        heartbeat.say("training", step=number)
+        heartbeat.update("training", step=number)
         log.info("evaluating", subject=subject.name, rows=len(evaluator.rows))
         evaluator.load(number, folders[subject.name])
         summary, samples = evaluate(evaluator, subject.name)
         evaluations.write_samples(store, subject.name, samples)
         evaluations.evaluated(subject.name).write(store, summary)  # written last: it marks the samples as complete
-        heartbeat.say("training", step=number + 1)
+        heartbeat.update("training", step=number + 1)
 
 
 def _checkpoint_of(subject: Subject) -> Checkpoint:

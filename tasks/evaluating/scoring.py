@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from grpo_orch.checkpoint.records.evaluations import SCHEMA, EvaluationResult, ScoredSample, evaluated
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.evaluation.judging import told_readable, verdict
+from grpo_orch.policies.evaluation.judging import readability, verdict
 from grpo_orch.policies.model.vocabulary import Evaluation
 from grpo_orch.tasks.evaluating.assemble import Evaluator
 from grpo_orch.tasks.rewards.guard import (
@@ -39,7 +39,7 @@ def evaluate(evaluator: Evaluator, subject: str) -> Judged:
     reported = readable_by_judge(evaluator, judge, made)
     forms = forms_of(evaluator.rewards, judge)
     by_form = [[row_scores[name] for row_scores in scores] for name in forms]
-    readable = told_readable(len(rows), reported, by_form)
+    readable = readability(len(rows), reported, by_form)
     full = float(getattr(evaluator.rewards[judge], "full", 1.0))
     verdicts = [
         verdict(row_scores[judge], full, is_readable)

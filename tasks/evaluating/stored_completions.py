@@ -24,14 +24,14 @@ log = structlog.get_logger()
 KEEP_S = 1.0  # between two parts; completions since the last part are lost with the machine
 
 
-class Completes(Protocol):
+class CompletionSource(Protocol):
     """Generates completions and passes each one to `arrived` when it is complete."""
 
     def complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         """Complete the batch. Raises GenerationFailed, Fenced, LeaveNow."""
 
 
-class Keeping:
+class StoredCompletions:
     """Completes batches from stored completions and generates the missing ones.
 
     Args:
@@ -42,7 +42,7 @@ class Keeping:
     """
 
     def __init__(
-        self, store: Store, by: Precedence, makes: Completes, clock: Callable[[], float] = time.monotonic
+        self, store: Store, by: Precedence, makes: CompletionSource, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
         self._by = by

@@ -73,15 +73,15 @@ class BaseModel:
         source: Source,
         workdir: Path,
         env: Mapping[str, str],
-        limit_of_silence_s: float,
-        say: Callable[[Stage], None] = lambda _: None,
+        stall_timeout_s: float,
+        report_progress: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._source = source
         self._workdir = workdir
         self._env = env
-        self._limit_s = limit_of_silence_s
-        self._on_progress = say
+        self._limit_s = stall_timeout_s
+        self._on_progress = report_progress
         self._closed = threading.Event()
         self._hub_folder: Path | None = None  # after a download, so later engines need no copy from the store
 
@@ -126,7 +126,7 @@ class BaseModel:
     def _fetch(self, manifest: Manifest, folder: Path, *, weights: bool) -> None:
         total_bytes = sum(file.size_bytes for file in shared.files_of(manifest, weights=weights))
         transfer_log = TransferLog(BASE_MODEL, total_bytes, self._report)
-        shared.bring(self._store, manifest, folder, weights=weights, progress=transfer_log.add)
+        shared.download(self._store, manifest, folder, weights=weights, progress=transfer_log.add)
 
     def _from_hub(self) -> Path | None:
         source = self._source

@@ -44,8 +44,8 @@ def fetch(
     revision: str | None,
     cache: str | None,
     env: Mapping[str, str],
-    say: Callable[[Stage], None],
-    limit_of_silence_s: float,
+    report_progress: Callable[[Stage], None],
+    stall_timeout_s: float,
 ) -> Path:
     """Fetch a model's safetensors files unless they are cached, and return their folder.
 
@@ -72,11 +72,11 @@ def fetch(
             if report.error:
                 raise DownloadFailed(report.error)
             stage = Stage(HUB, report.done_bytes, report.total_bytes)
-            say(stage)
+            report_progress(stage)
             if makes_progress(latest, stage):
                 latest, since_s = stage, time.monotonic()
-            elif time.monotonic() - since_s > stage_limit_s(stage, limit_of_silence_s):
-                raise DownloadFailed(f"no further for {limit_of_silence_s:.0f} s")
+            elif time.monotonic() - since_s > stage_limit_s(stage, stall_timeout_s):
+                raise DownloadFailed(f"no further for {stall_timeout_s:.0f} s")
     finally:
         process.kill()
         process.wait()

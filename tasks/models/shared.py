@@ -52,9 +52,9 @@ def find(store: Store, model: str, revision: str | None) -> Manifest | None:
         return None
 
 
-def bring(
+def download(
     store: Store,
-    found: Manifest,
+    shared: Manifest,
     folder: Path,
     *,
     weights: bool,
@@ -65,12 +65,12 @@ def bring(
     Raises Corrupt, NotFound, StoreError, OSError.
     """
     if not folder.exists():
-        manifest.materialize(store, found.root, files_of(found, weights=weights), folder, progress)
+        manifest.materialize(store, shared.root, files_of(shared, weights=weights), folder, progress)
 
 
-def files_of(found: Manifest, *, weights: bool) -> list[chunks.File]:
+def files_of(shared: Manifest, *, weights: bool) -> list[chunks.File]:
     """Return all files of the model, or all but the weights."""
-    return [file for file in found.files if weights or not fnmatch(file.name, WEIGHTS)]
+    return [file for file in shared.files if weights or not fnmatch(file.name, WEIGHTS)]
 
 
 def publish(store: Store, model: str, revision: str | None, folder: Path, now_s: float) -> bool:

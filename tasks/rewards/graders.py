@@ -21,7 +21,7 @@ from grpo_orch.tasks.rewards.texts import answer_of, element, fenced, text_of
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 
-def readable_by(says: Callable[..., Sequence[bool]], full: float = 1.0) -> Callable[[Reward], Reward]:
+def readable_by(is_readable: Callable[..., Sequence[bool]], full: float = 1.0) -> Callable[[Reward], Reward]:
     """Mark a reward function that judges whether answers are right.
 
     Args:
@@ -30,7 +30,7 @@ def readable_by(says: Callable[..., Sequence[bool]], full: float = 1.0) -> Calla
     """
 
     def mark(reward: Reward) -> Reward:
-        reward.readable, reward.full = says, full  # type: ignore[attr-defined]  # read by `tasks.evaluating`
+        reward.readable, reward.full = is_readable, full  # type: ignore[attr-defined]  # read by `tasks.evaluating`
         return reward
 
     return mark

@@ -140,11 +140,11 @@ def run_samples(
         raise NoWorker(f"{name}: {error}") from None
     for index, answer in enumerate(answers):
         if answer.ending == "raised":
-            raise RewardRaised(f"{name}: {answer.why}; sample {index}, {shown(text_of(completions[index]))}")
+            raise RewardRaised(f"{name}: {answer.reason}; sample {index}, {shown(text_of(completions[index]))}")
     failed = [index for index, answer in enumerate(answers) if answer.ending == "failed"]
     for index in failed[:LOGGED_MAX]:
         text = text_of(completions[index])
-        fields = {"sample": index, "why": answers[index].why, "characters": len(text), "completion": shown(text)}
+        fields = {"sample": index, "why": answers[index].reason, "characters": len(text), "completion": shown(text)}
         log.warning("reward_failed", function=name, **fields)
     if failed:
         log.warning("rewards_failed", function=name, failed=len(failed), of=len(answers))

@@ -46,7 +46,7 @@ class Answer:
 
     ending: Ending
     value: Any = None
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Pool:
         if not worker.is_ready:
             raise NoWorker(why or ended)
         if worker.pending:
-            answers[worker.pending.popleft()] = Answer("failed", why=why or f"its worker died: {ended}")
+            answers[worker.pending.popleft()] = Answer("failed", reason=why or f"its worker died: {ended}")
             todo.extendleft(reversed(worker.pending))
 
     def _add(self) -> None:

@@ -86,7 +86,7 @@ class Heartbeat:
         self._beat = replace(self._beat, activity=activity, stage=None)
         self._write()
 
-    def say(
+    def update(
         self,
         activity: str | None = None,
         *,

@@ -69,7 +69,7 @@ class CheckpointSaver:
         self._sealed_step = 0
         self._logging_steps = 1
 
-    def begin_from(self, step: int, logging_steps: int) -> None:
+    def start_from(self, step: int, logging_steps: int) -> None:
         """Set the step of the checkpoint that training starts from, and the number of steps per logged row."""
         self._stored_step = self._sealed_step = step
         self._logging_steps = logging_steps
@@ -90,7 +90,7 @@ class CheckpointSaver:
             self._stored_step = max(self._stored_step, at.step)
         return self._stored_step
 
-    def open(self, step: int, *, last: bool) -> Path | None:
+    def claim_slot(self, step: int, *, last: bool) -> Path | None:
         """Return the folder to save the checkpoint of `step` into; None while the spool is full.
 
         Waits for space for the last checkpoint, and once the newest stored one is `max_behind_steps` old. Raises
@@ -100,14 +100,14 @@ class CheckpointSaver:
         slot = self._spool.claim(step)
         if slot is None and (last or step - self.stored_step() >= self._max_behind_steps):
             log.warning("waiting_for_the_store", step=step, stored_step=self.stored_step())
-            self._heartbeat.say("storing", store_slow=True)
+            self._heartbeat.update("storing", store_slow=True)
             while (slot := self._spool.claim(step)) is None:
                 _report_progress(self._heartbeat, self._spool.reported())
                 self._heartbeat.wait(POLL_S)
-            self._heartbeat.say("training")
+            self._heartbeat.update("training")
         if slot is None:
             log.warning("checkpoint_skipped", step=step, stored_step=self.stored_step())
-        self._heartbeat.say(store_slow=slot is None)
+        self._heartbeat.update(store_slow=slot is None)
         return slot
 
     def seal(self, step: int, slot: Path) -> None:
@@ -121,13 +121,13 @@ class CheckpointSaver:
         self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, before, since))
         self._sealed_step = step
 
-    def give_up(self, slot: Path) -> None:
+    def discard(self, slot: Path) -> None:
         """Discard a checkpoint that did not fit into the spool; it is retried once another one is stored.
 
         Raises SpoolFull if no other checkpoint is waiting to be stored.
         """
         log.warning("spool_full", spool=str(self._spool.folder))
-        if not self._spool.give_up(slot):
+        if not self._spool.discard(slot):
             raise SpoolFull(
                 f"checkpoints.spool: {self._spool.folder} has no space for a checkpoint; free some space, "
                 f"or set `spool` to another folder"
@@ -158,7 +158,7 @@ def _report_progress(heartbeat: Heartbeat, upload: UploaderState) -> None:
     """Report the upload in the heartbeat: the controller extends its timeout while there is progress."""
     if upload.storing is not None:
         stage = Stage(f"storing checkpoint {upload.storing}", upload.done_bytes, upload.total_bytes)
-        heartbeat.say(stage=stage)
+        heartbeat.update(stage=stage)
 
 
 def package_versions() -> dict[str, str]:

@@ -39,7 +39,7 @@ class StepCosts:
             self.replayed.append(replayed)
             self.staleness = max(self.staleness or 0, rollout.staleness)
 
-    def generated(self, seconds: float, machines: int, ahead_s: float = 0.0, unserved_s: float = 0.0) -> None:
+    def add_generation(self, seconds: float, machines: int, ahead_s: float = 0.0, unserved_s: float = 0.0) -> None:
         """Add time in which `machines` generated completions to train on.
 
         Args:
@@ -52,7 +52,7 @@ class StepCosts:
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
 
-    def made_itself(self, seconds: float, *, training: bool) -> None:
+    def add_own_generation(self, seconds: float, *, training: bool) -> None:
         """Add time in which the trainer generated completions itself, instead of rollout nodes."""
         self.generated_s += seconds
         if training:

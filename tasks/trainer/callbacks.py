@@ -55,23 +55,23 @@ class HeartbeatCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._leaving = leaving
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._checkpoints.begin_from(state.global_step, state.logging_steps)
+        self._checkpoints.start_from(state.global_step, state.logging_steps)
         self._leaving.begin(self._checkpoints.last_store_s)
         # Rollout nodes are bought once the trainer is `training`. Until the first request for completions, the
         # first step may still fail because of a mistake in run.yaml.
         activity = "training" if state.global_step else None
-        self._heartbeat.say(activity, step=state.global_step, max_steps=state.max_steps)
+        self._heartbeat.update(activity, step=state.global_step, max_steps=state.max_steps)
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
         self._heartbeat.check()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        self._heartbeat.say(step=state.global_step, stored_step=self._checkpoints.stored_step())
+        self._heartbeat.update(step=state.global_step, stored_step=self._checkpoints.stored_step())
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         kl = logs.get("kl")
         if kl is not None and math.isfinite(kl):
-            self._heartbeat.say(kl=kl)
+            self._heartbeat.update(kl=kl)
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -150,7 +150,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self.detector = detector
 
     def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        self._heartbeat.say(verdict=self.detector.verdict)
+        self._heartbeat.update(verdict=self.detector.verdict)
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         point = metrics.point_at(state.global_step, storable(logs))
@@ -161,7 +161,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
             return
         self._take(detector)
 
-    def policy_is_gone(self, step: int, onset_step: int) -> None:
+    def trip_on_nan_policy(self, step: int, onset_step: int) -> None:
         """Trip because the weights of `step` give NaN: they yield no completions, so nothing would be logged.
 
         Raises Diverged.
@@ -171,7 +171,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has 
     def _take(self, detector: Detector) -> None:
         before, self.detector = self.detector.verdict, detector
         verdict = detector.verdict
-        self._heartbeat.say(verdict=verdict)
+        self._heartbeat.update(verdict=verdict)
         if verdict.health is not before.health:
             log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
         if verdict.health is Health.TRIPPED and self._policy.action != "alert":

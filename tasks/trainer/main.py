@@ -53,7 +53,7 @@ log = structlog.get_logger()
 STORE_RETRY_S = 600.0  # do not lose trained steps to a store that is unavailable for minutes
 BEAT_RETRY_S = 5.0  # the next heartbeat is worth more than a late one
 # The heartbeat's final activity after an orderly exit, when every sealed checkpoint is stored.
-LAST_WORDS = {
+FINAL_ACTIVITIES = {
     exit_codes.OK: "done",
     exit_codes.DIVERGED: "diverged",
     exit_codes.STOPPED: "stopped",
@@ -87,7 +87,7 @@ def main() -> int:
 def _run(env: NodeEnv) -> End:
     store = Store(env.run, retry_s=STORE_RETRY_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
-    end = functools.partial(end_at_once, Path(env.workdir))
+    end = functools.partial(exit_now, Path(env.workdir))
     leaving = Leaving(Path(env.workdir), env.attempt)
     # Slurm signals every process of a job. By default that would kill this one before it stores its last steps.
     signal.signal(signal.SIGTERM, lambda *_: stop_file(Path(env.workdir), env.attempt).touch())
@@ -97,7 +97,7 @@ def _run(env: NodeEnv) -> End:
     try:
         record = read_run_here(store, env.token)
         if RANK == 0:
-            await_predecessor(store, env, frozenset(LAST_WORDS.values()))
+            await_predecessor(store, env, frozenset(FINAL_ACTIVITIES.values()))
             heartbeat.start()
         return _train(env, record, store, heartbeat, leaving)
     except Fenced as error:
@@ -136,14 +136,14 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
     fetch = functools.partial(_restore, env, record, store, heartbeat, forks)
     restored = restore_once(workdir, env.attempt, fetch if RANK == 0 else None, leaving)
     resumed_at = PolicyVersion(env.timeline, 0) if restored is None else restored.at
-    heartbeat.say("starting", step=resumed_at.step)
+    heartbeat.update("starting", step=resumed_at.step)
     if restored is not None and _is_last(restored.folder, _max_steps(record.spec, forks)):
         why = f"nothing left to train: the run is complete at step {resumed_at.step}"
         if RANK != 0:
             return exit_codes.OK, why
         code, why = _learning_result(store, record.spec, why)
-        heartbeat.say(max_steps=resumed_at.step)
-        heartbeat.stop(LAST_WORDS[code])
+        heartbeat.update(max_steps=resumed_at.step)
+        heartbeat.stop(FINAL_ACTIVITIES[code])
         return code, why
     try:
         base_model = found_here(workdir)
@@ -158,15 +158,15 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         log.info("training", from_policy=str(resumed_at), timeline=env.timeline, attempt=env.attempt)
     code, why = _train_to_the_end(trainer, None if restored is None else str(restored.folder))
     if code == exit_codes.OK and RANK == 0:
-        heartbeat.say(max_steps=trainer.state.global_step)  # with epochs, transformers may have estimated more
+        heartbeat.update(max_steps=trainer.state.global_step)  # with epochs, transformers may have estimated more
         code, why = _learning_result(store, record.spec, why)
-    if spool is not None and code in LAST_WORDS:
-        heartbeat.say("storing")
+    if spool is not None and code in FINAL_ACTIVITIES:
+        heartbeat.update("storing")
         wait_until_stored(spool, heartbeat)
         if (stored := spool.reported().stored) is not None:
-            heartbeat.say(stored_step=PolicyVersion.parse(stored).step)
+            heartbeat.update(stored_step=PolicyVersion.parse(stored).step)
         remove_spool(workdir)
-        heartbeat.stop(LAST_WORDS[code])
+        heartbeat.stop(FINAL_ACTIVITIES[code])
     return code, why
 
 
@@ -180,17 +180,17 @@ def _restore(
 
     workdir = Path(env.workdir)
     if (old_spool := find_spool(workdir)) is not None:
-        heartbeat.say("storing")
+        heartbeat.update("storing")
         wait_until_stored(old_spool, heartbeat)
-    heartbeat.say("restoring")
+    heartbeat.update("restoring")
     own_model = found_here(workdir) or local_folder(record.spec.trainer, Path(record.spec.workdir))
     line, report = lineage(forks, env.timeline), functools.partial(_report_stage, heartbeat)
     restored = restore_newest(store, line, workdir / RESTORED, own_model, report)
-    have_base_model(workdir, record.spec, store, report, None if restored is None else restored.base_model)
+    fetch_base_model(workdir, record.spec, store, report, None if restored is None else restored.base_model)
     return restored
 
 
-def have_base_model(
+def fetch_base_model(
     workdir: Path, spec: RunSpec, store: Store, report: Callable[[Stage], None], folder: Path | None
 ) -> None:
     """Fetch the base model to this machine, unless a checkpoint has restored it to `folder`.
@@ -207,7 +207,7 @@ def have_base_model(
 
 
 def _report_stage(heartbeat: Heartbeat, stage: Stage) -> None:
-    heartbeat.say(stage=stage)
+    heartbeat.update(stage=stage)
 
 
 def _train_to_the_end(trainer: Any, resume_from: str | None) -> End:
@@ -309,7 +309,7 @@ def _is_last(checkpoint: Path, max_steps: int) -> bool:
     return bool(state["global_step"] >= (max_steps if max_steps > 0 else state["max_steps"]))
 
 
-def end_at_once(workdir: Path, code: int) -> None:
+def exit_now(workdir: Path, code: int) -> None:
     """Exit immediately, leaving the exit code on the machine."""
     leave_exit_code(workdir, code)
     os._exit(code)

@@ -70,7 +70,7 @@ class Saving:
 
     def _save_if_space(self, step: int, write: Callable[[], None], is_last: bool) -> None:
         while True:
-            slot = self.checkpoints.open(step, last=is_last) if self.checkpoints is not None else None
+            slot = self.checkpoints.claim_slot(step, last=is_last) if self.checkpoints is not None else None
             self.is_due = not broadcast_object_list([slot is not None])[0]
             began_s = time.monotonic()
             if self.is_due:
@@ -87,7 +87,7 @@ class Saving:
             checkpoints = self.checkpoints
             fits = fits and fast_save.fits(lambda: checkpoints.seal(step, slot))
             if not fits:
-                checkpoints.give_up(slot)
+                checkpoints.discard(slot)
         return bool(broadcast_object_list([fits])[0])
 
 

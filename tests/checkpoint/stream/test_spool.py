@@ -178,13 +178,13 @@ def test_giving_up_a_slot_lowers_the_budget(spool: Spool) -> None:
     save(spool, 5)
     slot = spool.claim(10)
     assert slot is not None
-    assert spool.give_up(slot)
+    assert spool.discard(slot)
     assert not slot.exists()
     assert spool.claim(15) is None
     spool.release(spool.folder / "checkpoint-5")
     only = spool.claim(15)
     assert only is not None
-    assert not spool.give_up(only), "nothing is left that could make room"
+    assert not spool.discard(only), "nothing is left that could make room"
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_upload_progress_is_reported_while_waiting(spool: Spool) -> None:
     )
 
     class Told(Heartbeat):
-        def say(self, *_: object, stage: Stage | None = None, **__: object) -> None:
+        def update(self, *_: object, stage: Stage | None = None, **__: object) -> None:
             if stage is not None:
                 said.append(stage)
 
@@ -288,7 +288,7 @@ def test_upload_progress_is_reported_while_waiting(spool: Spool) -> None:
 
 def test_abandoned_timelines_checkpoints_are_not_counted(spool: Spool) -> None:
     checkpoints = checkpoints_of(spool, 1, Verdict())
-    checkpoints.begin_from(20, logging_steps=1)
+    checkpoints.start_from(20, logging_steps=1)
     spool.report(UploaderState(stored="0-30"))
     assert checkpoints.stored_step() == 20
     spool.report(UploaderState(stored="1-25"))
@@ -301,8 +301,8 @@ def test_abandoned_timelines_checkpoints_are_not_counted(spool: Spool) -> None:
 )
 def test_seal_names_the_step_before_which_one_must_stay(spool: Spool, verdict: Verdict, before: int) -> None:
     checkpoints = checkpoints_of(spool, 0, verdict)
-    checkpoints.begin_from(0, logging_steps=2)
-    slot = checkpoints.open(100, last=False)
+    checkpoints.start_from(0, logging_steps=2)
+    slot = checkpoints.claim_slot(100, last=False)
     assert slot is not None
     checkpoints.seal(100, slot)
     assert [seal.keep_before_step for seal, _ in spool.sealed()] == [before]

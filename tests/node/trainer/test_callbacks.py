@@ -85,7 +85,7 @@ def test_staleness_of_a_row_is_the_most_of_its_windows() -> None:
     for policy in ("0-4", "0-3"):
         costs.add(Rollout(1, "0-4", policy, 0, "", []), 0.0, training=True, replayed=False)
     costs.add(Rollout(1, "0-9", "0-0", 1000, "", []), 0.0, training=False, replayed=False)
-    costs.generated(3.0, 1, unserved_s=0.5)
+    costs.add_generation(3.0, 1, unserved_s=0.5)
     told = costs.take()
     assert (told["orch/staleness"], told["orch/unserved_s"]) == (1.0, 0.5)
     assert "orch/staleness" not in costs.take()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_orch.policies.evaluation.evaluation_spec import as_run
-from grpo_orch.policies.evaluation.judging import Verdict, told_readable, verdict
+from grpo_orch.policies.evaluation.judging import Verdict, readability, verdict
 from grpo_orch.policies.model.spec import (
     Dataset,
     FleetPolicy,
@@ -50,9 +50,9 @@ def test_correct_is_the_full_score_of_the_function() -> None:
 
 def test_judge_reports_readability_before_form_functions() -> None:
     forms: list[list[float | None]] = [[1.0, 1.0, 0.5], [1.0, 0.0, None]]
-    assert told_readable(3, [False, True, True], forms) == [False, True, True]
-    assert told_readable(3, None, forms) == [True, False, False]
-    assert told_readable(3, None, []) == [None] * 3
+    assert readability(3, [False, True, True], forms) == [False, True, True]
+    assert readability(3, None, forms) == [True, False, False]
+    assert readability(3, None, []) == [None] * 3
 
 
 @pytest.mark.parametrize("kwargs", [{"temperature": 0.3, "stop": ["x"]}, '{"temperature": 0.3, "stop": ["x"]}'])

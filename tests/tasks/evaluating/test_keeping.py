@@ -11,7 +11,7 @@ from grpo_orch.checkpoint.records import evaluations
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
-from grpo_orch.tasks.evaluating.stored_completions import KEEP_S, Keeping
+from grpo_orch.tasks.evaluating.stored_completions import KEEP_S, StoredCompletions
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 4}
 
@@ -44,9 +44,9 @@ def store(tmp_path: Path) -> Store:
     return Store((tmp_path / "store").as_uri())
 
 
-def keeping(store: Store, fleet: Fleet, attempt: int = 1) -> Keeping:
+def keeping(store: Store, fleet: Fleet, attempt: int = 1) -> StoredCompletions:
     ticks = iter(range(0, 1000))
-    return Keeping(store, (0, 1, attempt), fleet, clock=lambda: next(ticks) * KEEP_S)
+    return StoredCompletions(store, (0, 1, attempt), fleet, clock=lambda: next(ticks) * KEEP_S)
 
 
 def test_stored_parts_are_not_requested_again(store: Store) -> None:

@@ -31,7 +31,7 @@ from grpo_orch.tasks.rollout.compile_caches import FOLDERS
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
 from grpo_orch.tasks.trainer import main
-from grpo_orch.tasks.trainer.main import have_base_model
+from grpo_orch.tasks.trainer.main import fetch_base_model
 from tests.budget import HANG_S
 from tests.rigs.rollout_machine import Machine
 
@@ -264,7 +264,7 @@ def test_models_that_come_through_the_store(
 
 def test_trainer_reads_json_model_options_too(tmp_path: Path) -> None:
     run = replace(run_of(tmp_path), grpo={"model_init_kwargs": '{"trust_remote_code": true}'})
-    have_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
+    fetch_base_model(tmp_path, run, Store("memory://json"), lambda _: None, None)  # it is for nobody to fetch
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ async def test_agent_brings_model_before_vllm_and_reports_progress(
     machine: Machine, snapshot: Path, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
     shared.publish(machine.store, GATED.model, None, snapshot, 1.0)
-    first, told, bring = threading.Event(), threading.Event(), shared.bring
+    first, told, bring = threading.Event(), threading.Event(), shared.download
 
     def held_up(*args: Any, **kwargs: Any) -> None:
         bring(*args, **kwargs)
@@ -322,7 +322,7 @@ async def test_agent_brings_model_before_vllm_and_reports_progress(
     def seen() -> bool:
         return any(one.name == BASE_MODEL and one.done_bytes for one in machine.stages)
 
-    monkeypatch.setattr(shared, "bring", held_up)
+    monkeypatch.setattr(shared, "download", held_up)
     machine.comes_up.clear()
     machine.timing = replace(machine.timing, stage_s=0.01)
     trainer = replace(machine.spec.trainer, model=GATED.model)
@@ -356,7 +356,7 @@ def test_trainer_publishes_a_model_missing_in_the_store(tmp_path: Path, monkeypa
     def starts(machine: str, checkpoints: Path | None = None, **given: Any) -> None:
         workdir = tmp_path / machine
         workdir.mkdir()
-        main.have_base_model(workdir, run_of(tmp_path, **given), store, lambda _: None, checkpoints)
+        main.fetch_base_model(workdir, run_of(tmp_path, **given), store, lambda _: None, checkpoints)
 
     starts("local")
     starts("folder", cloud="sky", model="/mnt/model")

@@ -103,8 +103,8 @@ def test_guards_verdict_is_in_the_heartbeat(store: Store) -> None:
     heartbeat = Heartbeat(store, beat())
     heartbeat.start()
     verdict = Verdict(Health.TRIPPED, 40, onset_step=30, tripped_step=40, evidence=("kl is 9.1, was 0.02",))
-    heartbeat.say(verdict=verdict)
-    heartbeat.say(step=40)
+    heartbeat.update(verdict=verdict)
+    heartbeat.update(step=40)
     heartbeat.stop("diverged")
     said = documents.TRAINER.read(store)
     assert said is not None
@@ -115,10 +115,10 @@ def test_stop_request_reaches_main_thread_and_heartbeat(store: Store, tmp_path: 
     ended: queue.Queue[int] = queue.Queue()
     leaving = Leaving(tmp_path, 1)
     heartbeat = Heartbeat(store, beat(), leaving=leaving, end=ended.put)
-    heartbeat.say("training", step=3)
+    heartbeat.update("training", step=3)
     heartbeat.start()
     documents.request_stop(store, "trainer-0-i1", 2, 0.0)  # another attempt
-    heartbeat.say(step=4)
+    heartbeat.update(step=4)
     said = until("the step", lambda: (one := documents.TRAINER.read(store)) and one.step == 4 and one)
     assert (said.leaving, leaving.is_stop_requested) == (False, False)
     documents.request_stop(store, "trainer-0-i1", 1, 0.0)
