@@ -88,28 +88,28 @@ def token_mark(token: str) -> SecretMark:
     return SecretMark(blake3(token.encode(), derive_key_context="grpo-orch 2026 a run's secret").hexdigest())
 
 
-def keep_store_options(store_url: str, options: Mapping[str, str]) -> None:
+def save_store_options(store_url: str, options: Mapping[str, str]) -> None:
     """Save a store's options for commands that name only its URL, in a file of mode 0600; {} deletes the file."""
     name = _store_file(store_url, "json")
     if options:
         _replace(name, json.dumps(dict(options)))
-    elif kept_store_options(store_url):
+    elif saved_store_options(store_url):
         with _usable():
             home().joinpath(*name).unlink(missing_ok=True)
 
 
-def kept_store_options(store_url: str) -> dict[str, str]:
+def saved_store_options(store_url: str) -> dict[str, str]:
     """Return the options saved by `keep_store_options` for that URL, or {}. Raises HomeUnusable."""
     options: dict[str, str] = json.loads(_read(*_store_file(store_url, "json")) or "{}")
     return options
 
 
-def keep_run_digest(store_url: str, digest: str) -> None:
+def save_run_digest(store_url: str, digest: str) -> None:
     """Save the digest of the run.json at that URL. Raises HomeUnusable."""
     _replace(_store_file(store_url, "run"), digest)
 
 
-def kept_run_digest(store_url: str) -> str | None:
+def saved_run_digest(store_url: str) -> str | None:
     """Return the digest saved by `keep_run_digest`, or None. Raises HomeUnusable."""
     return _read(*_store_file(store_url, "run"))
 
@@ -257,7 +257,7 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
     """Return the store's run and its bytes. Raises UntrustedRun if they were changed, and StoreError."""
     data = documents.run_bytes(store)
     record = documents.decode_run(store, data)
-    kept = kept_run_digest(store.url) or os.environ.get(DIGEST_ENV)
+    kept = saved_run_digest(store.url) or os.environ.get(DIGEST_ENV)
     if kept:
         is_known = kept == run_digest(data)
     else:
@@ -271,10 +271,10 @@ def known_run(store: Store) -> tuple[RunRecord, bytes]:
     return record, data
 
 
-def vouch(store: Store, token: str, data: bytes) -> None:
+def sign_run(store: Store, token: str, data: bytes) -> None:
     """Vouch for the run to its machines, and save its digest here. Raises StoreError."""
     vouched.sign_run(store, token, data)
-    keep_run_digest(store.url, run_digest(data))
+    save_run_digest(store.url, run_digest(data))
 
 
 def run_digest(data: bytes) -> str:

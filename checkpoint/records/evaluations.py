@@ -101,7 +101,7 @@ def delete_completions(store: Store) -> None:
     store.delete([entry.key for entry in store.entries(layout.kept("").rstrip("/"))])
 
 
-def of_run(parent: Store) -> Iterator[tuple[Store, Evaluation]]:
+def evaluations_of(parent: Store) -> Iterator[tuple[Store, Evaluation]]:
     """Yield each evaluation of a run with its store. Raises Corrupt, StoreError."""
     for folder in parent.folders(layout.EVALUATIONS):
         store = Store(f"{parent.url}/{folder}", retry_s=parent.retry_s, options=parent.options)
@@ -117,7 +117,7 @@ def still_needed(parent: Store) -> set[str]:
     """Return the checkpoints that are pinned for evaluations and not yet scored. Raises Corrupt, StoreError."""
     return {
         subject.name
-        for store, evaluation in of_run(parent)
+        for store, evaluation in evaluations_of(parent)
         for subject in evaluation.subjects
         if subject.pinned and evaluated(subject.name).read(store) is None
     }

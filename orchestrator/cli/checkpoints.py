@@ -28,7 +28,7 @@ from grpo_orch.checkpoint.stream.transfer import verify as read_all
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.run_view import RunObserver
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, data_size, duration, kept_as
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons
 from grpo_orch.policies.model import exit_codes
 
 NEWEST = "latest"
@@ -47,7 +47,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     store, record = open_run(target)
     listed = _catalog(store).newest().checkpoints
     beat = documents.TRAINER.read(store, UnreadableDocuments())
-    reasons = kept_as(listed, record.spec, read_forks(store), beat)
+    reasons = keep_reasons(listed, record.spec, read_forks(store), beat)
     if output is Output.JSON:
         print_json([{**_plain(checkpoint), "kept_as": reasons[checkpoint.at]} for checkpoint in listed])
         return
@@ -61,7 +61,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     now_s = RunObserver(store).settle()
     for checkpoint in listed:
         age = duration(now_s - checkpoint.created_at_s)
-        why = ", ".join(reasons[checkpoint.at]) or NOT_KNOWN
+        why = ", ".join(reasons[checkpoint.at]) or UNKNOWN_TEXT
         table.add_row(checkpoint.version, age, data_size(checkpoint.size_bytes), why)
     console.print(table, highlight=False)
 

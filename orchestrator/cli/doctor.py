@@ -191,12 +191,12 @@ def _table(findings: list[Finding]) -> Table:
 
 # Full weights of 32 billion parameters in bfloat16, published in each of ten steps an hour and deleted after the
 # next: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
-DELETED_TB_A_DAY = 15.4
+DELETED_TB_PER_DAY = 15.4
 USD_PER_GB_MONTH = 0.023
 EXAMPLE = "for a 32B model at ten steps an hour"
 COSTS = (
-    f"{EXAMPLE}, each day of retention keeps {DELETED_TB_A_DAY:.0f} TB, "
-    f"about {DELETED_TB_A_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
+    f"{EXAMPLE}, each day of retention keeps {DELETED_TB_PER_DAY:.0f} TB, "
+    f"about {DELETED_TB_PER_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
 )
 NEEDED = (
     "including those that a run needs: its journal, and the base model that all its checkpoints share; "
@@ -291,7 +291,7 @@ def _harmful_rules(rules: BucketRules, bucket: str) -> Iterator[str]:
 
 
 def _at_rest(days: int) -> str:
-    stored_tb = DELETED_TB_A_DAY * days
+    stored_tb = DELETED_TB_PER_DAY * days
     return f"{EXAMPLE} that is {stored_tb:.0f} TB at rest, {stored_tb * 1000 * USD_PER_GB_MONTH:,.0f} $ a month"
 
 

@@ -50,9 +50,9 @@ from grpo_orch.orchestrator.cli.start import refuse_missing_secrets, show_plan
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
-from grpo_orch.orchestrator.home import keep_run_digest, keep_store_options, run_digest, run_id_of, run_token
+from grpo_orch.orchestrator.home import save_run_digest, save_store_options, run_digest, run_id_of, run_token
 from grpo_orch.orchestrator.plan.machines import cached_lookup
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT
 from grpo_orch.policies.evaluation import intervals
 from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.evaluation.intervals import Estimate
@@ -168,7 +168,7 @@ def _percent(estimate: Estimate, *, signed: bool = False) -> str:
 
 def _number(estimate: Estimate | None, *, signed: bool = False) -> str:
     if estimate is None:
-        return NOT_KNOWN
+        return UNKNOWN_TEXT
     sign = "+" if signed else ""
     return f"{estimate.value:{sign}.3f} ({estimate.low:{sign}.3f} to {estimate.high:{sign}.3f})"
 
@@ -240,12 +240,12 @@ def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> Non
     show_plan(record, store, None, cached_lookup(find_size), errors)
     confirm("Evaluate?", yes=yes)
     if store.options:
-        keep_store_options(store.url, {key: str(value) for key, value in store.options.items()})
+        save_store_options(store.url, {key: str(value) for key, value in store.options.items()})
     assert record.evaluation is not None
     pinned = replace(record.evaluation, subjects=pin(parent, record.evaluation.subjects))
     try:
         data = documents.create_run(store, replace(record, evaluation=pinned))
-        keep_run_digest(store.url, run_digest(data))
+        save_run_digest(store.url, run_digest(data))
         pin(parent, pinned.subjects)  # an evaluation that finished in between may have unpinned them
     except AlreadyExists:  # the same command runs elsewhere
         console.print(f"{store.url} was started by another process.", soft_wrap=True)
@@ -342,7 +342,7 @@ def _pinned_by_others(parent: Store) -> set[str]:
     """Return the checkpoints that unfinished evaluations have pinned."""
     return {
         subject.name
-        for store, evaluation in evaluations.of_run(parent)
+        for store, evaluation in evaluations.evaluations_of(parent)
         if journal.recover(store).state.phase is not RunPhase.FINISHED
         for subject in evaluation.subjects
         if subject.pinned

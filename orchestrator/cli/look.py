@@ -41,7 +41,7 @@ from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, re
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, clock, continue_command, plain, short, escape_invisible, wrap
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, clock, continue_command, plain, short, escape_invisible, wrap
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -318,7 +318,7 @@ def _facts(item: dict[str, Any]) -> list[str]:
     if item["refused"]:
         return [f"no node accepted the prompt: {_name(item['refused'])}"]
     by_function = [f"{_name(part['function'])} {short(part['reward'])}" for part in item["rewards"]]
-    tokens = NOT_KNOWN if item["tokens"] is None else f"{item['tokens']:,}"
+    tokens = UNKNOWN_TEXT if item["tokens"] is None else f"{item['tokens']:,}"
     origin = [f"{tokens} tokens{', cut' if item['cut'] else ''}"]
     origin += [f"on {_name(item['node'])}"] if item["node"] else []
     origin += [f"policy {_name(item['policy'].partition('@')[0])}"] if item["policy"] else []

@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.gateway.surface.describe import describe
 from grpo_orch.orchestrator.home import known_token
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, duration
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, duration
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import machine_of
 
@@ -41,7 +41,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
         return
     table = Table("node", "state", "policy", "requests", "last seen", "last change", box=None, pad_edge=False)
     for member in members:
-        policy = member.policy.partition("@")[0] if member.policy else NOT_KNOWN
+        policy = member.policy.partition("@")[0] if member.policy else UNKNOWN_TEXT
         seen = f"{duration(member.seen_s_ago)} ago"
         table.add_row(member.node, member.state, policy, str(member.requests_running), seen, member.reason)
     console.print(table)

@@ -51,7 +51,7 @@ from grpo_orch.orchestrator.config.load import ConfigError, load, load_storage
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal
 from grpo_orch.orchestrator.home import (
-    keep_run_digest,
+    save_run_digest,
     known_token,
     missing_secrets,
     notify_urls,
@@ -291,7 +291,7 @@ def up(
     print_notices(loaded, terminal)
     confirm("Start?", yes=yes)
     try:
-        keep_run_digest(store.url, run_digest(documents.create_run(store, record)))
+        save_run_digest(store.url, run_digest(documents.create_run(store, record)))
     except AlreadyExists:
         _refuse_existing(store)
         raise

@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.orchestrator.config.load import Storage, load_storage
 from grpo_orch.orchestrator.config.shorthand import PASSWORD, has_password, is_text
-from grpo_orch.orchestrator.home import keep_store_options, kept_store_options, latest_run
+from grpo_orch.orchestrator.home import save_store_options, saved_store_options, latest_run
 
 RETRY_S = 5.0  # short, because a person waits
 
@@ -66,7 +66,7 @@ def open_store(storage: Storage) -> Store:
     """
     options = storage.options
     if options is None and not os.environ.get(OPTIONS_ENV):
-        options = kept_store_options(storage.url)
+        options = saved_store_options(storage.url)
     if options:
         os.environ[OPTIONS_ENV] = json.dumps(options)
     return Store(storage.url, retry_s=RETRY_S)
@@ -75,7 +75,7 @@ def open_store(storage: Storage) -> Store:
 def keep_options(storage: Storage) -> None:
     """Save a run.yaml's store options on this machine, so that later commands need only the store's URL."""
     if storage.options is not None:
-        keep_store_options(storage.url, storage.options)
+        save_store_options(storage.url, storage.options)
 
 
 def record_of(store: Store) -> RunRecord:

@@ -127,7 +127,7 @@ def control_run(
     token = run_token(record.run_id)
     if not state.nodes:
         documents.SECRET_MARK.write(store, token_mark(token))
-    home.vouch(store, token, run_json)
+    home.sign_run(store, token, run_json)
     cloud = open_cloud(record, store)
     redact = _redactor(record)
     notifier = start_notifier(store, record, os.environ)

@@ -102,7 +102,7 @@ EXPECTED_SERVICE_URL = (
 )
 
 
-class Undelivered(Exception):
+class DeliveryFailed(Exception):
     """A message was not delivered, or may not have been. The reason contains no URL, because URLs are secret."""
 
 
@@ -135,7 +135,7 @@ class Service:
         body = f"{message.text} ({message.id})".encode()
         status, output = _run(self.name, argv, body, limit_s, env=environment, stdout=subprocess.PIPE)
         if status != 0:
-            raise Undelivered(f"{self.name}: {self._reason(output, status)}")
+            raise DeliveryFailed(f"{self.name}: {self._reason(output, status)}")
 
     def _reason(self, output: bytes, status: int) -> str:
         """Return apprise's last line without any part of the URL."""
@@ -175,7 +175,7 @@ class Command:
         line = json.dumps(asdict(message)).encode() + b"\n"
         status, _ = _run(self._argv[0], self._argv, line, limit_s, cwd=self._folder)
         if status != 0:
-            raise Undelivered(f"{self._argv[0]} ended with exit code {status}")
+            raise DeliveryFailed(f"{self._argv[0]} ended with exit code {status}")
 
 
 def _run(
@@ -203,12 +203,12 @@ def _run(
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        raise Undelivered(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+        raise DeliveryFailed(f"{name}: {getattr(error, 'strerror', None) or error}") from None
     try:
         output, _ = process.communicate(stdin, timeout=limit_s)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise Undelivered(f"{name} did not finish within {limit_s:.0f} s") from None
+        raise DeliveryFailed(f"{name} did not finish within {limit_s:.0f} s") from None
     return process.returncode, output or b""

@@ -22,7 +22,7 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import notify_urls
-from grpo_orch.orchestrator.notify.channels import Channel, Command, Message, Service, Undelivered, messages_in
+from grpo_orch.orchestrator.notify.channels import Channel, Command, Message, Service, DeliveryFailed, messages_in
 from grpo_orch.policies.model.spec import Notify
 
 log = structlog.get_logger()
@@ -170,7 +170,7 @@ class Notifier:
                 wait_s = min(self._retry_max_s, self._retry_s * 2 ** min(queue.failures - 1, 10))
                 queue.retry_at_s = time.monotonic() + wait_s
                 # The message of any other exception may contain a secret.
-                reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
+                reason = str(error) if isinstance(error, DeliveryFailed) else type(error).__name__
                 name = queue.channel.name
                 log.warning("notification_failed", channel=name, id=message.id, reason=reason, retry_in_s=wait_s)
                 return

@@ -191,7 +191,7 @@ class KindPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class PlanWarning:
     """A warning about a key of run.yaml, with a remedy."""
 
     key: str
@@ -234,7 +234,7 @@ class Plan:
     disks_usd_per_h: float
     money: tuple[MoneyPlan, ...]
     kinds: tuple[KindPlan, ...]
-    warnings: tuple[Warned, ...]
+    warnings: tuple[PlanWarning, ...]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
 

@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.plan.machines import (
     supports_dtype,
     trainer_memory_of,
 )
-from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, Warned
+from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, PlanWarning
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from grpo_orch.policies.model.vocabulary import Market, Role
@@ -57,51 +57,51 @@ class PlannedRun:
         return gpu_named(machine.gpu) if machine is not None and machine.gpu_is_named else None
 
 
-def find_pitfalls(run: PlannedRun) -> tuple[Warned, ...]:
+def find_pitfalls(run: PlannedRun) -> tuple[PlanWarning, ...]:
     """Return the warnings of all rules."""
     return tuple(warning for rule in RULES for warning in rule(run))
 
 
-def bfloat16_missing(run: PlannedRun) -> Iterator[Warned]:
+def bfloat16_missing(run: PlannedRun) -> Iterator[PlanWarning]:
     """GPUs before Ampere lack bfloat16, which is the default of TRL and the type of most models."""
     for machine in (run.trainer, run.rollout):
         gpu = run.gpu(machine)
         if machine is None or gpu is None or supports_dtype(run.spec, machine.role, gpu):
             continue
         remedy = "grpo.fp16: true" if machine.role is Role.TRAINER else "rollout.vllm.dtype: half"
-        yield Warned(_accelerators(machine), f"{gpu.name} has no bfloat16; set {remedy}, or use a newer GPU")
+        yield PlanWarning(_accelerators(machine), f"{gpu.name} has no bfloat16; set {remedy}, or use a newer GPU")
 
 
-def trainer_out_of_memory(run: PlannedRun) -> Iterator[Warned]:
+def trainer_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
     gpu, needed = run.gpu(run.trainer), run.trainer.memory_bytes
     if gpu is None or needed is None or has_room(needed, gpu):
         return
     available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}, of which {PLANNED_SHARE:.0%} are usable"
     problem = f"training needs {needed / GIB:.0f} GiB on each GPU, but {available}"
-    yield Warned(_accelerators(run.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
+    yield PlanWarning(_accelerators(run.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
 
 
-def too_few_processes(run: PlannedRun) -> Iterator[Warned]:
+def too_few_processes(run: PlannedRun) -> Iterator[PlanWarning]:
     """The trainer would refuse the extra GPUs, on a machine that is already paid for."""
     spec, gpus = run.spec, run.trainer.gpus
     if gpus < 2 or processes_of(spec) > 1 or spec.grpo.get("use_cpu") or VISIBLE in spec.trainer.env:
         return
     problem = f"the single training process would see {gpus} GPUs, but TRL uses one GPU per process"
     remedy = f"set num_processes to {gpus}, or {VISIBLE}: '0' in trainer.env"
-    yield Warned("trainer.accelerate.num_processes", f"{problem}; {remedy}")
+    yield PlanWarning("trainer.accelerate.num_processes", f"{problem}; {remedy}")
 
 
-def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[Warned]:
+def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[PlanWarning]:
     gpu = run.gpu(run.trainer)
     if gpu is None or not run.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
         return
     without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
     if without is not None and not has_room(without.gpu.total_bytes, gpu):
         needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
-        yield Warned("grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU")
+        yield PlanWarning("grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU")
 
 
-def frozen_weights_in_float32(run: PlannedRun) -> Iterator[Warned]:
+def frozen_weights_in_float32(run: PlannedRun) -> Iterator[PlanWarning]:
     """Frozen weights do not benefit from float32, which is TRL 1.16's default."""
     settings, shape = model_settings(run.spec.grpo), run.model.shape
     if run.spec.trainer.peft is None or shape is None or settings.get("dtype") or settings.get("torch_dtype"):
@@ -110,10 +110,10 @@ def frozen_weights_in_float32(run: PlannedRun) -> Iterator[Warned]:
     if width == 4 and not grpo(run.spec, "use_cpu"):
         size = shape.params * width / GIB
         problem = f"TRL loads the frozen base model in float32, {size:.1f} GiB"
-        yield Warned("grpo.model_init_kwargs", f"{problem}; {{dtype: bfloat16}} halves it")
+        yield PlanWarning("grpo.model_init_kwargs", f"{problem}; {{dtype: bfloat16}} halves it")
 
 
-def bfloat16_loses_updates(run: PlannedRun) -> Iterator[Warned]:
+def bfloat16_loses_updates(run: PlannedRun) -> Iterator[PlanWarning]:
     settings, rate = model_settings(run.spec.grpo), float(grpo(run.spec, "learning_rate"))
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "").removeprefix("torch.")
     if run.spec.trainer.peft is not None or dtype != "bfloat16" or rate >= UPDATE_MIN:
@@ -121,33 +121,33 @@ def bfloat16_loses_updates(run: PlannedRun) -> Iterator[Warned]:
     if sharding_of(run.spec)[0] != "none":  # DeepSpeed's optimizer and FSDP keep trained weights in float32
         return
     problem = f"weights trained in bfloat16 lose most updates at a learning rate of {rate:g}"
-    yield Warned("grpo.model_init_kwargs", f"{problem}; remove dtype to train in float32, or train adapters")
+    yield PlanWarning("grpo.model_init_kwargs", f"{problem}; remove dtype to train in float32, or train adapters")
 
 
-def engine_out_of_memory(run: PlannedRun) -> Iterator[Warned]:
+def engine_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
     rollout, gpu = run.rollout, run.gpu(run.rollout)
     if rollout is None or gpu is None or run.model.shape is None or rollout.sequences is None:
         return
     engine = engine_of(run.spec, run.model.shape, run.model.config)
     if rollout.cache_tokens == 0:
         problem = f"the weights leave no memory for the KV cache on {gpu.name}"
-        yield Warned(_accelerators(rollout), f"{problem}; set tensor-parallel-size, or use a larger GPU")
+        yield PlanWarning(_accelerators(rollout), f"{problem}; set tensor-parallel-size, or use a larger GPU")
     elif rollout.sequences < 1:
         needed_tokens = prompt_tokens(run.spec) + completion_tokens(run.spec)
         problem = f"the KV cache holds {rollout.cache_tokens:,} tokens, but vLLM must fit one sequence of"
-        yield Warned(
+        yield PlanWarning(
             "rollout.vllm.max-model-len",
             f"{problem} {engine.max_tokens:,} to start; set e.g. max-model-len: {needed_tokens}",
         )
     elif (needed := rollout.memory_bytes) is not None and needed > gpu.memory_bytes:
         available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}"
         problem = f"an engine then takes {needed / GIB:.0f} GiB, but {available}"
-        yield Warned(
+        yield PlanWarning(
             "rollout.vllm.kv-cache-memory-bytes", f"{problem}; remove it, and vLLM uses the available memory"
         )
 
 
-def heads_not_divisible(run: PlannedRun) -> Iterator[Warned]:
+def heads_not_divisible(run: PlannedRun) -> Iterator[PlanWarning]:
     """vLLM only starts if an engine's GPUs evenly divide the attention heads (0.32, `config/model.py`)."""
     size = {name.replace("_", "-"): value for name, value in run.spec.rollout.vllm.items()}.get(TENSOR_PARALLEL)
     shape = run.model.shape
@@ -155,17 +155,17 @@ def heads_not_divisible(run: PlannedRun) -> Iterator[Warned]:
         return
     divisors = [str(count) for count in range(1, shape.heads + 1) if shape.heads % count == 0][:LISTED_SIZES]
     problem = f"vLLM does not start: the model's {shape.heads} attention heads are not divisible by {size}"
-    yield Warned(f"rollout.vllm.{TENSOR_PARALLEL}", f"{problem}; expected one of {', '.join(divisors)}")
+    yield PlanWarning(f"rollout.vllm.{TENSOR_PARALLEL}", f"{problem}; expected one of {', '.join(divisors)}")
 
 
-def quantised_model(run: PlannedRun) -> Iterator[Warned]:
+def quantised_model(run: PlannedRun) -> Iterator[PlanWarning]:
     """`validate` cannot check a hub model's config.json; the trainer would refuse the model."""
     if not generates_itself(run.spec) and run.model.config.get("quantization_config"):
         problem = f"{QUANTISED}, and the run would fail at its first start"
-        yield Warned("trainer.model", f"{problem}; name the unquantised model")
+        yield PlanWarning("trainer.model", f"{problem}; name the unquantised model")
 
 
-def kv_cache_too_small(run: PlannedRun) -> Iterator[Warned]:
+def kv_cache_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
     rollout, step = run.rollout, run.step
     if rollout is None or step is None or not rollout.cache_tokens or not rollout.gpu_is_named:
         return
@@ -176,27 +176,27 @@ def kv_cache_too_small(run: PlannedRun) -> Iterator[Warned]:
         problem = (
             f"an engine's KV cache holds {capacity:.0f} completions of full length, but a step is {share:.0f}"
         )
-        yield Warned("rollout.vllm", f"{problem} per engine: vLLM queues some, or preempts and repeats them")
+        yield PlanWarning("rollout.vllm", f"{problem} per engine: vLLM queues some, or preempts and repeats them")
 
 
-def context_too_long(run: PlannedRun) -> Iterator[Warned]:
+def context_too_long(run: PlannedRun) -> Iterator[PlanWarning]:
     """`validate` cannot check a hub model's config.json."""
     spec = run.spec
     flags = {} if generates_itself(spec) else spec.rollout.vllm
     if found := context_problem(flags, spec.rollout.env, completion_tokens(spec), run.model.config):
-        yield Warned(".".join(found[0]), found[1])
+        yield PlanWarning(".".join(found[0]), found[1])
 
 
-def adapter_merged(run: PlannedRun) -> Iterator[Warned]:
+def adapter_merged(run: PlannedRun) -> Iterator[PlanWarning]:
     """`validate` cannot check a hub model's config.json."""
     spec, model = run.spec, run.model
     if spec.trainer.peft is None or generates_itself(spec) or Path(spec.workdir, spec.trainer.model).is_dir():
         return
     if (why := adapter_obstacle(spec, model.config)) and not adapter_obstacle(spec, {}):
-        yield Warned("trainer.peft", f"each step publishes merged weights instead of the adapter: {why}")
+        yield PlanWarning("trainer.peft", f"each step publishes merged weights instead of the adapter: {why}")
 
 
-def store_in_other_cloud(run: PlannedRun) -> Iterator[Warned]:
+def store_in_other_cloud(run: PlannedRun) -> Iterator[PlanWarning]:
     """Clouds charge for outgoing traffic: checkpoints and policies go to the store, and policies come from it."""
     store = STORE_CLOUDS.get(urlsplit(run.spec.storage).scheme)
     if run.spec.cloud != "sky" or store is None:
@@ -214,35 +214,35 @@ def store_in_other_cloud(run: PlannedRun) -> Iterator[Warned]:
         if used is not None and machine.role is Role.ROLLOUT:
             cost += f", {used.size_bytes / 1e9:.2g} GB a step for each node"
         problem = f"the {machine.role} may be in {', '.join(others)}, but the store is in {store}"
-        yield Warned("storage", f"{problem}: traffic between clouds costs about {cost}; use one cloud")
+        yield PlanWarning("storage", f"{problem}: traffic between clouds costs about {cost}; use one cloud")
 
 
-def rare_checkpoints(run: PlannedRun) -> Iterator[Warned]:
+def rare_checkpoints(run: PlannedRun) -> Iterator[PlanWarning]:
     if run.trainer.market is not Market.SPOT or run.lost is None or run.lost.max_s <= CHECKPOINT_S_MAX:
         return
     problem = f"the trainer is on spot: a preemption without notice costs up to {run.lost.max_s / 60:.0f} minutes"
-    yield Warned("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
+    yield PlanWarning("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
 
 
-def generation_exceeds_deadline(run: PlannedRun) -> Iterator[Warned]:
+def generation_exceeds_deadline(run: PlannedRun) -> Iterator[PlanWarning]:
     step = run.step
     if run.rollout is None or step is None or step.generate_s is None:
         return
     if step.generate_s > run.spec.rollout.deadline_s:
         problem = f"a step's completions take about {step.generate_s:.0f} s"
-        yield Warned(
+        yield PlanWarning(
             "rollout.deadline_s", f"{problem}, but a request may wait {run.spec.rollout.deadline_s:.0f} s"
         )
 
 
-def budget_too_small(run: PlannedRun) -> Iterator[Warned]:
+def budget_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
     """Machines that exceed a budget are not bought, and a run that reaches its budget stops."""
     caps, used = run.spec.budget, next((way.cost for way in run.money if way.used), None)
     if used is None:
         return
     if caps.usd_per_h is not None and used.usd_per_h > caps.usd_per_h:
         problem = f"the machines cost {used.usd_per_h:.2f} USD an hour, so not all of them will be bought"
-        yield Warned("budget.usd_per_h", f"{problem}; expected at least that")
+        yield PlanWarning("budget.usd_per_h", f"{problem}; expected at least that")
     if (
         caps.usd is not None
         and used.to_end_usd is not None
@@ -251,10 +251,10 @@ def budget_too_small(run: PlannedRun) -> Iterator[Warned]:
     ):
         step = int(caps.usd / (used.usd_per_h * run.step.step_s / 3600))
         problem = f"the run costs about {used.to_end_usd:.2f} USD, so it stops at about step {step}"
-        yield Warned("budget.usd", f"{problem}; raise it, or lower grpo.max_steps")
+        yield PlanWarning("budget.usd", f"{problem}; raise it, or lower grpo.max_steps")
 
 
-RULES: tuple[Callable[[PlannedRun], Iterator[Warned]], ...] = (
+RULES: tuple[Callable[[PlannedRun], Iterator[PlanWarning]], ...] = (
     bfloat16_missing,
     trainer_out_of_memory,
     too_few_processes,

@@ -34,7 +34,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion, Role
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.tick.snapshot import OWN_GENERATION, Trainer
 
-TOKENS_A_STEP = 1e6
+TOKENS_PER_STEP = 1e6
 
 Trips = Mapping[int, tuple[int, int]]  # by timeline: the step at which its detector trips, and the onset
 
@@ -196,7 +196,7 @@ class Work:
         values = {
             metrics.GENERATE_S: box.generated_s,
             metrics.GENERATE_NODE_S: box.generated_node_s,
-            metrics.TOKENS: TOKENS_A_STEP,
+            metrics.TOKENS: TOKENS_PER_STEP,
         }
         if box.own_s:
             values[metrics.OWN_GENERATE_S] = box.own_s

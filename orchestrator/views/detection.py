@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.orchestrator.traces.read import Trace
-from grpo_orch.orchestrator.views.formatting import NOT_KNOWN, short
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, short
 from grpo_orch.policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 
@@ -33,7 +33,7 @@ WORDS = {
     CLIPPED: "share of cut completions",
 }
 # The detectors compare a present of seven points with a past of at least seven.
-POINTS_LEAST = 14
+POINTS_MIN = 14
 ENDS_POINTS = 7
 KL_ZERO = 1e-5  # some trainers log 0 when they compute no KL
 
@@ -79,11 +79,11 @@ def why_unknown(points: Sequence[Point], seen: Mapping[str, Curve]) -> str | Non
     is_zero = kl is not None and all(abs(point.values.get(kl) or 0.0) <= KL_ZERO for point in points)
     decisive = {"reward"} if is_zero else {kl, "reward"}
     count = max((course.points for name, course in seen.items() if name in decisive), default=0)
-    if count >= POINTS_LEAST:
+    if count >= POINTS_MIN:
         return None
     if count:
         return (
-            f"only {count} {'point' if count == 1 else 'points'} of KL or reward, {POINTS_LEAST} are needed: "
+            f"only {count} {'point' if count == 1 else 'points'} of KL or reward, {POINTS_MIN} are needed: "
             "try again later, or log more often (logging_steps: 1)"
         )
     missing = "KL is always 0 and no reward" if is_zero else "neither KL nor reward"
@@ -289,7 +289,7 @@ def render(found: Sequence[Detection]) -> RenderableType:
         onset = detection.verdict.onset_step if detection.tripped else None
         target = "start" if detection.target_step == 0 else detection.target_step
         steps = (detection.verdict.tripped_step, onset, target)
-        cells = [NOT_KNOWN if step is None else str(step) for step in steps]
+        cells = [UNKNOWN_TEXT if step is None else str(step) for step in steps]
         table.add_row(Text(label), f"{len(detection.trace.points):,}", kl, health, *cells)
         parts.append(Text(f"\n{label}"))
         parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2), expand=False) for sentence in _sentences(detection)]

@@ -32,7 +32,7 @@ from grpo_orch.policies.model.timelines import Fork, Skipped, lineage, on_lineag
 from grpo_orch.policies.model.vocabulary import PolicyVersion, RollbackStage, RunPhase
 from grpo_orch.policies.tick.snapshot import Trainer
 
-NOT_KNOWN = "–"
+UNKNOWN_TEXT = "–"
 _BARS = "▁▂▃▄▅▆▇█"
 _LAST_S = 253_402_300_799.0  # the last second of the year 9999; the estimated end of a stalled run is infinite
 
@@ -91,7 +91,7 @@ def overlap_words(step_s: float, sequential_s: float, overlapped_s: float, max_s
 def short(value: float | None) -> str:
     """Format three significant figures, `1,240` and `0.00003`; a dash for None."""
     if value is None:
-        return NOT_KNOWN
+        return UNKNOWN_TEXT
     size = abs(value)
     if size >= 1e9 or 0 < size < 1e-7:
         return f"{value:.3g}"
@@ -252,7 +252,7 @@ def continue_command(phase: RunPhase, reason: str, store: str) -> str:
 # Which retention rules keep each checkpoint.
 
 
-def kept_as(
+def keep_reasons(
     listed: Sequence[Checkpoint], spec: RunSpec, forks: Sequence[Fork], heartbeat: Trainer | None
 ) -> dict[PolicyVersion, tuple[str, ...]]:
     """Return the retention rules that keep each checkpoint, as of the newest checkpoint of the present line.

@@ -114,7 +114,7 @@ class RollbackView:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAsideView:
+class UnreadableView:
     """An optional object of the store that could not be read and is ignored."""
 
     key: str
@@ -168,10 +168,10 @@ class RunView:
     fleet: FleetView | None  # None: the run has no rollout nodes
     deadline: DeadlineView | None  # None: the run has no deadline
     money: MoneyView
-    not_bought: tuple[StoppedKindView, ...]
+    buying_stopped: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
     store_slow: bool  # a checkpoint was postponed because earlier ones are still being uploaded
-    set_aside: tuple[SetAsideView, ...]  # unreadable objects so far, each once
+    unreadable: tuple[UnreadableView, ...]  # unreadable objects so far, each once
     daemon: DaemonView
     recent: tuple[MetricsRow, ...]
     events: tuple[EventLine, ...]  # the newest last

@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.plan.model import (
     StepPlan,
 )
 from grpo_orch.orchestrator.views.formatting import (
-    NOT_KNOWN,
+    UNKNOWN_TEXT,
     duration,
     moment,
     overlap_words,
@@ -100,7 +100,7 @@ def _kind_words(machine: MachinePlan) -> str:
 
 def _fit(machine: MachinePlan) -> Text:
     if machine.fits is None:
-        return Text(NOT_KNOWN)
+        return Text(UNKNOWN_TEXT)
     return Text("fits", style="green") if machine.fits else Text("does not fit", style="bold red")
 
 
@@ -201,8 +201,8 @@ def _money(plan: Plan) -> Table:
 
 def _cost_cells(option: MoneyPlan) -> tuple[str, str, str]:
     if option.cost is None:
-        return NOT_KNOWN, NOT_KNOWN, NOT_KNOWN
-    end = NOT_KNOWN if option.cost.to_end_usd is None else short(option.cost.to_end_usd)
+        return UNKNOWN_TEXT, UNKNOWN_TEXT, UNKNOWN_TEXT
+    end = UNKNOWN_TEXT if option.cost.to_end_usd is None else short(option.cost.to_end_usd)
     return f"{option.cost.usd_per_h:,.2f}", f"{option.cost.usd_per_day:,.2f}", end
 
 
@@ -263,7 +263,7 @@ def _kind_cell(count: int | None, kind: KindPlan, machine: MachinePlan) -> Text:
         return Text(f"{count} x")
     best, spot = prices[0], machine.market is Market.SPOT
     price = best.spot_usd_per_h if spot else best.on_demand_usd_per_h
-    shown = NOT_KNOWN if price is None else f"{price:.2f}"
+    shown = UNKNOWN_TEXT if price is None else f"{price:.2f}"
     return Text(f"{count} x {shown} {best.cloud}{' spot' * spot}")
 
 

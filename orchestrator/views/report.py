@@ -28,7 +28,7 @@ from grpo_orch.orchestrator.views.measurements import (
 from grpo_orch.orchestrator.views.model import HealthView, health_of
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.formatting import (
-    NOT_KNOWN,
+    UNKNOWN_TEXT,
     Change,
     change_words,
     changes_of,
@@ -76,7 +76,7 @@ class RollbackReport:
     timeline: int  # the new one
     cause: Cause
     reason: str
-    left: str  # the newest version of the abandoned timeline
+    from_version: str  # the newest version of the abandoned timeline
     start: str | None  # the checkpoint it returned to; None: the run's start
     changes: dict[str, Change]  # of `grpo`, by key
     skipped: tuple[Skipped, ...]  # steps whose prompts are skipped
@@ -283,7 +283,7 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[MetricsRow]) -> tu
                 timeline=fork.timeline,
                 cause=rollback.cause,
                 reason=fork.reason,
-                left=str(left),
+                from_version=str(left),
                 start=fork.start,
                 changes=changes_of(fork, before, spec.grpo),
                 skipped=skipped_of(fork, before),
@@ -368,7 +368,7 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
         rollback.steps_abandoned, rollback.tokens_abandoned, rollback.windows_unused, rollback.tokens_unused
     )
     table.add_row(
-        f"timeline {rollback.timeline}", f"from {rollback.left} to {start_words(rollback.start)}; {lost}"
+        f"timeline {rollback.timeline}", f"from {rollback.from_version} to {start_words(rollback.start)}; {lost}"
     )
     table.add_row("why", Text(rollback.reason))
     other = [change_words(rollback.changes), skipped_words(rollback.skipped)]
@@ -384,7 +384,7 @@ def _faults(report: Report) -> RenderableType:
         table.add_column(title, justify="right")
     table.add_column("\nsurvived")
     for cost in report.faults:
-        survived = "yes" if cost.survived else NOT_KNOWN
+        survived = "yes" if cost.survived else UNKNOWN_TEXT
         lost = f"{cost.seconds_lost:.1f}"
         table.add_row(cost.name, str(cost.at_step), lost, f"{cost.tokens_regenerated:,}", survived)
     return table

@@ -29,7 +29,7 @@ from grpo_orch.orchestrator.views.model import (
     NodeView,
     RollbackView,
     RunView,
-    SetAsideView,
+    UnreadableView,
     StoppedKindView,
     health_of,
 )
@@ -108,10 +108,10 @@ def described(
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, heartbeat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
-        not_bought=_not_bought(state) if running else (),
+        buying_stopped=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.is_store_slow and running,
-        set_aside=_set_aside(reader),
+        unreadable=_set_aside(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
@@ -268,10 +268,10 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
     return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
 
 
-def _set_aside(reader: Reader) -> tuple[SetAsideView, ...]:
+def _set_aside(reader: Reader) -> tuple[UnreadableView, ...]:
     """Return the unreadable objects that the controller journalled, and those found here."""
     journalled = reader.state.unreadable
-    return tuple(SetAsideView(key, why) for key, why in (journalled | reader.unreadable.found).items())
+    return tuple(UnreadableView(key, why) for key, why in (journalled | reader.unreadable.found).items())
 
 
 def _daemon(reader: Reader, now_s: float) -> DaemonView:

@@ -29,7 +29,7 @@ from grpo_orch.orchestrator.views.measurements import (
 from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.formatting import (
     LABEL,
-    NOT_KNOWN,
+    UNKNOWN_TEXT,
     align_left,
     align_right,
     clock,
@@ -193,7 +193,7 @@ def trouble(view: RunView, width: int) -> list[Text]:
         passed = duration(view.now_s - rollback.since_s)
         words = f"timeline {rollback.timeline}, from {rollback.start or 'the start'}, {rollback.text} ({passed})"
         lines += labelled("rollback", words, width, TROUBLE_LINES, "cyan")
-    for stopped in view.not_bought:
+    for stopped in view.buying_stopped:
         wait = duration(max(0.0, stopped.next_try_s - view.now_s))
         words = f"{stopped.kind}, next test machine in {wait}: {stopped.reason}"
         lines += labelled("not bought", words, width, TROUBLE_LINES, "bold red")
@@ -369,7 +369,7 @@ def _row(view: RunView, node: NodeView) -> _Row:
         name=node.node,
         state=state,
         style="bold red" if is_unfit else STATE_STYLES[node.state],
-        policy="unfit" if is_unfit else (node.policy or NOT_KNOWN),
+        policy="unfit" if is_unfit else (node.policy or UNKNOWN_TEXT),
         tokens=short(node.tokens_per_s),
         price=f"{node.price_usd_per_h:.2f}",
         market=node.market.replace("_", " "),
@@ -386,8 +386,8 @@ def _group(name: str, nodes: Sequence[NodeView]) -> _Row:
         name=f"{len(nodes)} more: {name}",
         state=f"{serving} running",
         style="green" if serving == len(nodes) else "yellow",
-        policy=policies[0][0] or NOT_KNOWN if policies else NOT_KNOWN,
-        tokens=short(sum(rates)) if rates else NOT_KNOWN,
+        policy=policies[0][0] or UNKNOWN_TEXT if policies else UNKNOWN_TEXT,
+        tokens=short(sum(rates)) if rates else UNKNOWN_TEXT,
         price=f"{sum(node.price_usd_per_h for node in nodes):.2f}",
         market="",
         since="",
@@ -454,9 +454,9 @@ def _counts(view: RunView, width: int) -> list[Text]:
 # The whole screen.
 
 HEIGHT = 24
-MACHINES_LEAST = 5  # lines: the head, three machines, and the counts
+MACHINES_MIN = 5  # lines: the head, three machines, and the counts
 MACHINES_SHARE = 2 / 3  # maximum share of the lines for machines and events
-EVENTS_LEAST = 3
+EVENTS_MIN = 3
 TIME_WIDTH = 11  # cells of the time before an event
 BLANK = Text("")
 
@@ -490,8 +490,8 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     free = _FreeLines(height)
     top = free.take(head(view, width))
     troubles = free.take(trouble(view, width))
-    curves = free.take(figures(view, width), EVENTS_LEAST)
-    keep = min(MACHINES_LEAST, len(view.nodes) + 2) + EVENTS_LEAST
+    curves = free.take(figures(view, width), EVENTS_MIN)
+    keep = min(MACHINES_MIN, len(view.nodes) + 2) + EVENTS_MIN
     dollars = free.take(money(view.money, width), keep)
     dollars += free.take(deadline(view, width), keep)
     parts = free.take(step(view.step_split, width), keep)
@@ -508,7 +508,7 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
 
 def _machine_lines(view: RunView, free: int) -> int:
     """Return the number of lines for the machines."""
-    most = max(min(MACHINES_LEAST, free), free - max(EVENTS_LEAST, round((1 - MACHINES_SHARE) * free)))
+    most = max(min(MACHINES_MIN, free), free - max(EVENTS_MIN, round((1 - MACHINES_SHARE) * free)))
     return min(len(view.nodes) + 2, most)
 
 

@@ -30,7 +30,7 @@ from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
 
-SET_ASIDE_SHOWN = 3
+UNREADABLE_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def strip(look: Observation) -> list[Figure]:
 def troubles(view: RunView) -> list[str]:
     """Describe the problems that do not end the run, a line each."""
     lines = []
-    for stopped in view.not_bought:
+    for stopped in view.buying_stopped:
         wait_s = stopped.next_try_s - view.now_s
         when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
         lines.append(f"Buying is stopped for {stopped.kind}; next test machine {when}: {stopped.reason}")
@@ -59,7 +59,7 @@ def troubles(view: RunView) -> list[str]:
         lines.append(
             "The store is slow: the newest checkpoint was postponed, earlier ones are still being uploaded"
         )
-    ignored = view.set_aside[-SET_ASIDE_SHOWN:]
+    ignored = view.unreadable[-UNREADABLE_SHOWN:]
     return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.reason}" for damaged in ignored]
 
 

@@ -83,7 +83,7 @@ class Page:
 # The window: in steps or in time, and the time it covers.
 
 AXES = ("step", "time")
-FAR = 1e12
+FAR_FUTURE = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ class Window:
 def window_of(look: Observation, request: PageRequest) -> Window:
     """Return the requested window. Raises PageError."""
     axis = request.choice("x", AXES)
-    low, high = request.number("from", -FAR, -FAR, FAR), request.number("to", FAR, -FAR, FAR)
+    low, high = request.number("from", -FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE), request.number("to", FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE)
     begin_s, end_s = extent(look)
     from_s, until_s = begin_s, end_s
     if axis == "time":
         from_s, until_s = max(low, begin_s), min(high, end_s)
-    elif (low, high) != (-FAR, FAR):
+    elif (low, high) != (-FAR_FUTURE, FAR_FUTURE):
         # A row is logged at the end of its step, so the window starts at the end of the step before.
         before_s = max((row.time_s for row in look.path if row.step < low), default=begin_s)
         from_s = before_s

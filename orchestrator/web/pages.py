@@ -33,7 +33,7 @@ from grpo_orch.orchestrator.views.formatting import (
     change_words,
     changes_of,
     discarded_words,
-    kept_as,
+    keep_reasons,
     skipped_of,
     skipped_words,
     start_words,
@@ -60,7 +60,7 @@ RUN = Page("/", _run, "run.html", "Run")
 
 
 def _checkpoints(look: Observation, _: PageRequest) -> dict[str, Any]:
-    reasons = kept_as(look.checkpoints, look.record.spec, look.state.forks, look.trainer)
+    reasons = keep_reasons(look.checkpoints, look.record.spec, look.state.forks, look.trainer)
     listed = [
         {
             "version": checkpoint.version,

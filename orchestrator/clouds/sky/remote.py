@@ -31,7 +31,7 @@ from grpo_orch.orchestrator.clouds.wheel import build_wheel
 from grpo_orch.orchestrator.home import (
     DIGEST_ENV,
     all_secrets,
-    kept_run_digest,
+    saved_run_digest,
     known_run,
     run_dir,
     secret_environment,
@@ -143,7 +143,7 @@ class RemoteController:
 
     def _work(self, reason: str) -> Work:
         """Return the task: a trainer's folder and files, for the daemon's nodes, and the daemon's scripts."""
-        digest = kept_run_digest(self._store.url)
+        digest = saved_run_digest(self._store.url)
         settings = {name: os.environ[name] for name in (OPTIONS_ENV, NO_USAGE_ENV) if os.environ.get(name)}
         environment = {
             RUN_ENV: self._store.url,

@@ -24,7 +24,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator import home as trust
 from grpo_orch.orchestrator.control import daemon
 from grpo_orch.orchestrator.control.launcher import start_daemon
-from grpo_orch.orchestrator.home import kept_run_digest, run_digest_file, run_id_of, run_token, token_mark
+from grpo_orch.orchestrator.home import saved_run_digest, run_digest_file, run_id_of, run_token, token_mark
 from grpo_orch.policies.model import exit_codes
 from tests.stand_ins.world import spec
 
@@ -101,7 +101,7 @@ def test_a_controller_vouches_for_the_run_that_it_knows(store: Store) -> None:
     assert daemon.control_run(store, "up", stop) == exit_codes.OK
     token = run_token(record(store).run_id)
     assert read_signed_run(store, token) == record(store)
-    assert kept_run_digest(store.url) == trust.run_digest(store.get(layout.RUN))
+    assert saved_run_digest(store.url) == trust.run_digest(store.get(layout.RUN))
 
 
 @pytest.mark.parametrize("with_proof", [True, False], ids=["proof left", "proof removed"])

@@ -19,7 +19,7 @@ from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES
 from grpo_orch.checkpoint.stream.manifest import files_below
-from grpo_orch.orchestrator.views.formatting import kept_as
+from grpo_orch.orchestrator.views.formatting import keep_reasons
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.timelines import Fork
@@ -124,7 +124,7 @@ def test_every_rule_that_keeps_a_checkpoint_is_named(run: Kept) -> None:
     keeps = replace(spec(), checkpoints=CheckpointsSpec(keep_last=1, keep_every_steps=200))
     forks = (Fork(1, "0-500", from_step=600),)
     beat = Trainer("trainer-0-i1", 2, 1, 650, 900, "training", 0.0, verdict=Verdict(Health.WATCH, 650, 150))
-    assert {str(at): rules for at, rules in kept_as(listed, keeps, forks, beat).items()} == {
+    assert {str(at): rules for at, rules in keep_reasons(listed, keeps, forks, beat).items()} == {
         "0-100": ("before a possible divergence", "doubling ages"),
         "0-200": ("every 200 steps",),
         "0-250": ("rollback on probation",),
@@ -133,7 +133,7 @@ def test_every_rule_that_keeps_a_checkpoint_is_named(run: Kept) -> None:
         "1-650": ("newest 1", "recent", "doubling ages"),
     }
     # What the guard of an older timeline said is not this one's: in calm, what an unnoticed one may need stays.
-    kept = kept_as(listed, keeps, forks, replace(beat, timeline=0))
+    kept = keep_reasons(listed, keeps, forks, replace(beat, timeline=0))
     assert "before a possible divergence" in kept[PolicyVersion(0, 500)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_orch.orchestrator.home import (
     HomeUnusable,
-    kept_store_options,
+    saved_store_options,
     known_token,
     latest_run,
     remember_run,
@@ -87,7 +87,7 @@ def test_user_without_home_can_view_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("GRPO_ORCH_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "expanduser", _no_home)
-    assert (latest_run(), kept_store_options("s3://bucket/run"), known_token("a-run")) == (None, {}, None)
+    assert (latest_run(), saved_store_options("s3://bucket/run"), known_token("a-run")) == (None, {}, None)
     with pytest.raises(HomeUnusable, match="this user has no home folder; set GRPO_ORCH_HOME"):
         run_token("a-run")
 

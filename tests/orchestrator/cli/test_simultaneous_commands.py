@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.records.documents import Lease
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control import launcher, lease
-from grpo_orch.orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.orchestrator.home import save_run_digest, run_digest
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -118,7 +118,7 @@ def test_second_of_two_simultaneous_daemons_takes_nothing(
     store: Store, taken_meanwhile: Callable[[bool], None], grpo_orch: Cli, early: bool
 ) -> None:
     """Else the first one's command has ended with 0, and its daemon does not steer."""
-    keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+    save_run_digest(store.url, run_digest(store.get(layout.RUN)))
     taken_meanwhile(early)
     epoch = journal.recover(store).state.epoch
     answer = grpo_orch("resume", "-d", store.url)

@@ -12,7 +12,7 @@ import pytest
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV
 from grpo_orch.orchestrator.cli.target import keep_options, open_store, storage_of
 from grpo_orch.orchestrator.config.load import Storage
-from grpo_orch.orchestrator.home import keep_store_options, kept_store_options
+from grpo_orch.orchestrator.home import save_store_options, saved_store_options
 
 URL = "s3://bucket/run"
 BASE = {"region": "here", "access_key_id": "key"}
@@ -49,8 +49,8 @@ def test_precedence_of_store_options(
     if environment:
         monkeypatch.setenv(OPTIONS_ENV, json.dumps(options(environment)))
     if kept:
-        keep_store_options(URL, options(kept))
-    keep_store_options(URL + "-other", options("another store's"))
+        save_store_options(URL, options(kept))
+    save_store_options(URL + "-other", options("another store's"))
     Path("run.yaml").write_text(
         json.dumps({"storage": {"url": URL, "options": options(written) if written else None}})
     )
@@ -66,13 +66,13 @@ def test_stored_options_are_private(home: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert "hunter2" not in path.read_text()
-    assert kept_store_options(URL) == options("hunter3")
+    assert saved_store_options(URL) == options("hunter3")
 
 
 def test_run_yaml_without_options_resets_them_and_url_keeps(home: Path) -> None:
     keep_options(Storage(URL, options("hunter2")))
     keep_options(Storage(URL))
-    assert kept_store_options(URL) == options("hunter2")
+    assert saved_store_options(URL) == options("hunter2")
     keep_options(Storage(URL, {}))
-    assert kept_store_options(URL) == {}
+    assert saved_store_options(URL) == {}
     assert list((home / "stores").iterdir()) == []

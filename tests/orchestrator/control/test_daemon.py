@@ -17,7 +17,7 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.control import launcher
-from grpo_orch.orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.orchestrator.home import save_run_digest, run_digest
 from grpo_orch.policies.model.events import RunCreated, RunMoved
 from grpo_orch.policies.model.spec import Notify
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -68,7 +68,7 @@ def test_failed_run_is_notified_before_its_daemon_ends(tmp_path: Path, monkeypat
     notify = Notify(url_env=("HOOK",), command=("sh", "-c", "cat > told; env > environment"))
     run = Run(tmp_path / "store", replace(spec(), notify=notify)).create()
     store = run.store
-    keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+    save_run_digest(store.url, run_digest(store.get(layout.RUN)))
     run.happens(RunCreated("sim", "sim-0"), RunMoved(RunPhase.FAILED, "the trainer failed 5 times"))
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.notify.channels import Command, Message, Service, Undelivered, is_service_url
+from grpo_orch.orchestrator.notify.channels import Command, Message, Service, DeliveryFailed, is_service_url
 from tests.budget import HANG_S
 
 MESSAGE = Message("demo-1/7.0", 7, 12.0, "demo", "s3://b/demo", "failed", "demo failed: <!channel> & co")
@@ -69,14 +69,14 @@ def drip() -> Iterator[bytes]:
 )
 def test_refused_message_is_undelivered_with_reason_but_no_url(answer: Iterator[bytes], reason: str) -> None:
     server = Server(answer)
-    with pytest.raises(Undelivered, match=reason) as caught:
+    with pytest.raises(DeliveryFailed, match=reason) as caught:
         Service("HOOK", server.url).deliver(MESSAGE, HANG_S)
     assert str(caught.value).startswith("HOOK: ")
     assert "secret" not in str(caught.value)
 
 
 def test_service_that_never_finishes_is_killed_at_the_limit() -> None:
-    with pytest.raises(Undelivered, match="HOOK did not finish within 3 s"):
+    with pytest.raises(DeliveryFailed, match="HOOK did not finish within 3 s"):
         Service("HOOK", Server(drip()).url).deliver(MESSAGE, 3.0)
 
 
@@ -84,7 +84,7 @@ def test_service_that_never_finishes_is_killed_at_the_limit() -> None:
     "url", ["not a url secret", "json://127.0.0.1:1/secret", "ftp://secret", "json://[secret"]
 )
 def test_unreachable_url_is_undelivered_and_not_quoted(url: str) -> None:
-    with pytest.raises(Undelivered) as caught:
+    with pytest.raises(DeliveryFailed) as caught:
         Service("HOOK", url).deliver(MESSAGE, HANG_S)
     assert "secret" not in str(caught.value)
 
@@ -124,10 +124,10 @@ def test_command_reads_the_message_as_json(tmp_path: Path) -> None:
 
 def test_missing_or_failing_command_is_undelivered(tmp_path: Path) -> None:
     Command(("true",)).deliver(MESSAGE, HANG_S)
-    with pytest.raises(Undelivered, match="exit code 3"):
+    with pytest.raises(DeliveryFailed, match="exit code 3"):
         Command(("sh", "-c", "exit 3")).deliver(MESSAGE, HANG_S)
     for missing in ("grpo-orch-no-such-program", str(tmp_path), "nul\0"):
-        with pytest.raises(Undelivered):
+        with pytest.raises(DeliveryFailed):
             Command((missing,)).deliver(MESSAGE, HANG_S)
 
 
@@ -135,7 +135,7 @@ def test_hanging_command_is_killed_with_its_process_group(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "alive")
     end = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     hung = Command(("sh", "-c", "exec 3>alive; sleep 100000 & wait"), str(tmp_path))
-    with pytest.raises(Undelivered, match="did not finish"):
+    with pytest.raises(DeliveryFailed, match="did not finish"):
         hung.deliver(MESSAGE, 0.5)
     os.set_blocking(end, True)
     assert os.read(end, 1) == b""  # nobody is left who holds the other end; while one does, this waits

@@ -11,7 +11,7 @@ import pytest
 from grpo_orch.orchestrator.plan import pitfalls
 from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import find_model
-from grpo_orch.orchestrator.plan.model import Warned
+from grpo_orch.orchestrator.plan.model import PlanWarning
 from grpo_orch.orchestrator.plan.prices import by_catalog
 from grpo_orch.policies.model.spec import Replicas, RunSpec
 from tests.generators.model_configs import CONFIGS
@@ -135,7 +135,7 @@ def test_rule_names_the_key_and_the_remedy(
     rule: Callable[[pitfalls.PlannedRun], Any], case: tuple[str, Change, str, str]
 ) -> None:
     recipe, change, key, words = case
-    told: list[Warned] = list(rule(seen(change(spec_of(recipe)))))
+    told: list[PlanWarning] = list(rule(seen(change(spec_of(recipe)))))
     assert len(told) == 1, told
     assert told[0].key.startswith(key)
     assert words in told[0].message

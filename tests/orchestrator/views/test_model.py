@@ -121,9 +121,9 @@ def test_machine_with_several_engines_has_one_line_for_all() -> None:
 def test_purchase_block_is_shown_until_it_ends() -> None:
     world = World()
     world.starts()
-    assert look(world, 40).not_bought == ()
+    assert look(world, 40).buying_stopped == ()
     world.happens(41, BuyingStopped("rollout on spot", "3 in a row came to nothing"))
-    [stopped] = look(world, 42).not_bought
+    [stopped] = look(world, 42).buying_stopped
     assert (stopped.kind, stopped.reason, stopped.since_s) == (
         "rollout on spot",
         "3 in a row came to nothing",
@@ -131,7 +131,7 @@ def test_purchase_block_is_shown_until_it_ends() -> None:
     )
     assert to_json(look(world, 42))["not_bought"][0]["reason"] == "3 in a row came to nothing"
     world.happens(43, BuyingResumed("rollout on spot"))
-    assert look(world, 44).not_bought == ()
+    assert look(world, 44).buying_stopped == ()
 
 
 def test_status_of_a_gateway_gone_with_its_trainer_is_hidden() -> None:

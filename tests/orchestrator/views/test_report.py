@@ -161,7 +161,7 @@ def test_report_lists_rollbacks(rolled_back: World) -> None:
     assert (report.steps_abandoned, report.tokens_abandoned) == (5 + 1, 5 * 512 + 500)
     assert [fault.name for fault in report.faults] == ["kill rollout-1", "trainer-0-i1 exited with -9"]
     first, second = report.rollbacks
-    assert (first.left, first.start, first.timeline, first.cause) == ("0-10", "0-5", 1, Cause.DIVERGED)
+    assert (first.from_version, first.start, first.timeline, first.cause) == ("0-10", "0-5", 1, Cause.DIVERGED)
     assert (first.steps_abandoned, first.tokens_abandoned, first.outcome) == (
         5,
         2560,
@@ -169,7 +169,7 @@ def test_report_lists_rollbacks(rolled_back: World) -> None:
     )
     assert first.changes == {"learning_rate": Change(0.001, 0.0005), "beta": Change(0.02, 0.04)}
     assert first.skipped == FIRST_FORK.skipped
-    assert (second.left, second.start, second.timeline, second.cause) == ("1-8", "1-7", 2, Cause.USER)
+    assert (second.from_version, second.start, second.timeline, second.cause) == ("1-8", "1-7", 2, Cause.USER)
     assert (second.changes, second.skipped) == ({"beta": Change(0.04, 0.1)}, ())
     assert (second.steps_abandoned, second.tokens_abandoned) == (1, 500)
     assert second.outcome == "is on probation until step 9"

@@ -69,7 +69,7 @@ def test_view_describes_the_run_in_80_columns(view: RunView) -> None:
 def test_view_shows_what_is_not_bought_and_why(view: RunView) -> None:
     reason = "3 in a row came to nothing: no work seen within 900 s (`policies.boot_timeout_s`)"
     stopped = StoppedKindView("rollout on spot", reason, T0, T0 + 642, 1)
-    lines = drawn(replace(view, not_bought=(stopped,)))
+    lines = drawn(replace(view, buying_stopped=(stopped,)))
     place = next(place for place, line in enumerate(lines) if line.startswith("not bought"))
     assert " ".join(" ".join(lines[place : place + 2]).split()) == (
         f"not bought rollout on spot, next test machine in 10:00 min: {reason}"

@@ -57,7 +57,7 @@ def test_status_has_every_number_and_name_whole_in_80_columns(view: RunView) -> 
 
 def told_much(view: RunView) -> bool:
     """So much is off that the screen has no room for all else."""
-    return len(view.not_bought) + (view.rollback is not None) + len(view.health.evidence) > 2
+    return len(view.buying_stopped) + (view.rollback is not None) + len(view.health.evidence) > 2
 
 
 @calm

@@ -20,7 +20,7 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.home import keep_run_digest, run_digest
+from grpo_orch.orchestrator.home import save_run_digest, run_digest
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import free_port
 from tests.stand_ins.control_plane import Run
@@ -83,7 +83,7 @@ def steered(tmp_path: Path) -> Iterator[Steered]:
     made = Steered(store, environment)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_ORCH_HOME", environment["GRPO_ORCH_HOME"])
-        keep_run_digest(store.url, run_digest(store.get(layout.RUN)))
+        save_run_digest(store.url, run_digest(store.get(layout.RUN)))
     try:
         yield made
     finally:

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.security.vouched import UntrustedRun
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
-from grpo_orch.orchestrator.home import DIGEST_ENV, keep_run_digest, run_digest
+from grpo_orch.orchestrator.home import DIGEST_ENV, save_run_digest, run_digest
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Refusal
 from tests.budget import HANG_S
@@ -164,7 +164,7 @@ def test_controller_gets_the_secrets_and_the_runs_identity(world: World, monkeyp
         monkeypatch.setenv(name, value)
     made = controller(world, replace(world.record.spec, secrets=("LICENCE",)))
     run_json = world.store.get(layout.RUN)
-    keep_run_digest(world.store.url, run_digest(run_json))
+    save_run_digest(world.store.url, run_digest(run_json))
     made.launch("up")
     (work,) = world.sky.works
     assert work.secrets.items() >= given.items()
