@@ -41,8 +41,8 @@ TRAINERS = {
 def steered(physics: Physics, prices: Prices, seed: int, after_s: float | None) -> Outcome:
     run = spec(FLEET)
     rollout = replace(run.rollout, resources={"use_spot": True}, own_generation_after_s=after_s)
-    weather = climate(CLIMATE, seed, FLEET)
-    return simulate_hours(replace(run, rollout=rollout), weather, physics, prices, HOURS, seed)
+    trace = climate(CLIMATE, seed, FLEET)
+    return simulate_hours(replace(run, rollout=rollout), trace, physics, prices, HOURS, seed)
 
 
 def main() -> None:

@@ -98,9 +98,9 @@ def _serving(slot: str, now_s: float) -> Node:
 
 def article_usd() -> tuple[float, float]:
     """A day's USD, with a pair on spot and with all on demand."""
-    weather = market("unclouded", 0, 2)
+    trace = market("unclouded", 0, 2)
     ours, on_demand = (
-        steer(name, spec(2, 2), weather, INSTANT, Prices(), 24.0, 0).usd for name in ("ours", ON_DEMAND)
+        steer(name, spec(2, 2), trace, INSTANT, Prices(), 24.0, 0).usd for name in ("ours", ON_DEMAND)
     )
     return ours, on_demand
 
@@ -110,16 +110,16 @@ def measure(job: Job) -> float:
     name, seed, policy = job
     if policy == BUDGET:
         return max(_over_usd(name, seed * CAPPED + one) for one in range(CAPPED))
-    weather = market(name, seed, FLEET)
+    trace = market(name, seed, FLEET)
     if policy == ORACLE:
-        return oracle(spec(FLEET), weather, PHYSICS, Prices(), HOURS).steps_per_usd
-    return steer(policy, spec(FLEET), weather, PHYSICS, Prices(), HOURS, seed).steps_per_usd
+        return oracle(spec(FLEET), trace, PHYSICS, Prices(), HOURS).steps_per_usd
+    return steer(policy, spec(FLEET), trace, PHYSICS, Prices(), HOURS, seed).steps_per_usd
 
 
 def _over_usd(name: str, seed: int) -> float:
     cap_usd = Random(f"cap {name} {seed}").uniform(*CAPS_USD)
     run = replace(spec(FLEET), budget=Budget(usd=cap_usd))
-    world = Simulation(seed, run, weather=market(name, seed, FLEET), physics=BRISK, max_steps=10**9)
+    world = Simulation(seed, run, trace=market(name, seed, FLEET), physics=BRISK, max_steps=10**9)
     world.rest()
     while not world.is_over and world.time_s < CAP_HOURS * 3600:
         world.run_for(60.0)

@@ -56,7 +56,7 @@ def measure(url: str) -> tuple[list[float], list[float], dict[str, float]]:
             began_s = time.perf_counter()
             browser.execute_script(SERIES, CLOSER)
             closer.append(time.perf_counter() - began_s)
-        for page in ("nodes", "money", "checkpoints", "rollbacks", "diary"):
+        for page in ("nodes", "money", "checkpoints", "rollbacks", "events"):
             began_s = time.perf_counter()
             browser.get(url + page)
             others[page] = time.perf_counter() - began_s

@@ -99,7 +99,7 @@ def save_store_options(store_url: str, options: Mapping[str, str]) -> None:
 
 
 def saved_store_options(store_url: str) -> dict[str, str]:
-    """Return the options saved by `keep_store_options` for that URL, or {}. Raises HomeUnusable."""
+    """Return the options saved by `save_store_options` for that URL, or {}. Raises HomeUnusable."""
     options: dict[str, str] = json.loads(_read(*_store_file(store_url, "json")) or "{}")
     return options
 
@@ -110,12 +110,12 @@ def save_run_digest(store_url: str, digest: str) -> None:
 
 
 def saved_run_digest(store_url: str) -> str | None:
-    """Return the digest saved by `keep_run_digest`, or None. Raises HomeUnusable."""
+    """Return the digest saved by `save_run_digest`, or None. Raises HomeUnusable."""
     return _read(*_store_file(store_url, "run"))
 
 
 def run_digest_file(store_url: str) -> Path:
-    """Return the file of `keep_run_digest`."""
+    """Return the file of `save_run_digest`."""
     return home().joinpath(*_store_file(store_url, "run"))
 
 

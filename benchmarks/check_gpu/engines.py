@@ -126,7 +126,7 @@ def apply(lab: Lab) -> str:
         for step in range(1, STEPS + 1):
             trained(trainer.model, rate=1e-4)
             alone.append(engine.follow(trainer.publish(step)))
-    why = [one["why"] for one in logs if one["event"] in ("delta_fallback_full_load", "engine_proof_failed")]
+    why = [one["reason"] for one in logs if one["event"] in ("delta_fallback_full_load", "engine_proof_failed")]
     if any(one["event"] == "engine_proof_failed" for one in logs):
         raise Failed(why[-1])
     how = f"{sum(alone)} by what had changed alone, the others whole"

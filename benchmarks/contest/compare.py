@@ -9,15 +9,15 @@ from grpo_orch.orchestrator.simulate.simulation import Outcome, simulate_hours
 from grpo_orch.policies.model.spec import RunSpec
 
 
-def contenders(weather: MarketTrace) -> list[str]:
+def contenders(trace: MarketTrace) -> list[str]:
     """Return the names of the policies that differ in this market."""
-    pooled = any(zone.region for zone in weather)
+    pooled = any(zone.region for zone in trace)
     return [name for name, contender in CONTENDERS.items() if pooled or not contender.chooses]
 
 
 def steer(
-    name: str, spec: RunSpec, weather: MarketTrace, physics: Physics, prices: Prices, hours: float, seed: int
+    name: str, spec: RunSpec, trace: MarketTrace, physics: Physics, prices: Prices, hours: float, seed: int
 ) -> Outcome:
     """Return what a contender makes of `hours`."""
     contender = CONTENDERS[name]
-    return simulate_hours(contender.spec_of(spec), weather, physics, prices, hours, seed, contender.decide)
+    return simulate_hours(contender.spec_of(spec), trace, physics, prices, hours, seed, contender.decide)

@@ -75,7 +75,7 @@ def _regions(random: Random, nodes: int) -> MarketTrace:
 
 
 def _shifted(counts: tuple[int, ...], random: Random) -> tuple[int, ...]:
-    """The same weather up to an hour later."""
+    """The same trace up to an hour later."""
     late = random.randint(1, 12)
     return counts[-late:] + counts[:-late]
 
@@ -91,5 +91,5 @@ MARKETS: Mapping[str, Callable[[Random, int], MarketTrace]] = {
 
 
 def market(name: str, seed: int, nodes: int) -> MarketTrace:
-    """Return the weather of a market, as `orchestrator.simulate.market_trace.climate` does for its own."""
+    """Return the trace of a market, as `orchestrator.simulate.market_trace.climate` does for its own."""
     return MARKETS[name](Random(f"{name} {seed}"), nodes)

@@ -1,4 +1,4 @@
-"""What somebody could make of the same hours who knows the weather: arithmetic, and no controller."""
+"""What somebody could make of the same hours who knows the trace: arithmetic, and no controller."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHORTEST_S = 1.0  # from one look of the oracle's to the next
 GIVES = 0.5  # of a zone that refuses more nobody can have machines when he wants them
 
 
-def oracle(spec: RunSpec, weather: MarketTrace, physics: Physics, prices: Prices, hours: float) -> Outcome:
+def oracle(spec: RunSpec, trace: MarketTrace, physics: Physics, prices: Prices, hours: float) -> Outcome:
     """In the best region, at each moment the fleet whose steps are cheapest; machines need no start, and what is
     lost is replaced at once. It never parks, as the contenders' trainers do not, unless a trainer that is to be on
     spot has no machine."""
-    regions = {zone.region for zone in weather}
-    here = [tuple(zone for zone in weather if zone.region == region) for region in regions]
+    regions = {zone.region for zone in trace}
+    here = [tuple(zone for zone in trace if zone.region == region) for region in regions]
     return max((_in(zones, spec, physics, prices, hours) for zones in here), key=lambda one: one.steps_per_usd)
 
 

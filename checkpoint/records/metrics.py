@@ -216,7 +216,7 @@ MEASURED = {
     "storing": STORE_S,
 }
 GENERATING = "generating"
-TRAINING, RESTARTING = "training", "started again"
+TRAINING, RESTARTING = "training", "restarting"
 PARTS = (*MEASURED, TRAINING, RESTARTING)
 
 

@@ -218,7 +218,7 @@ def send(
     suffix: str = "",
     progress: Progress = lambda _: None,
 ) -> list[File]:
-    """Upload files, `(name, path)`, which must not change meanwhile; see `Sending`. Raises StoreError, OSError."""
+    """Upload files, `(name, path)`, which must not change meanwhile; see `ChunkUpload`. Raises as it does."""
     with ChunkUpload(store, root, stored=stored, suffix=suffix, progress=progress) as sending:
         return sending.finish(files)
 

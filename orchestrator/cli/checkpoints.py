@@ -49,7 +49,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     beat = documents.TRAINER.read(store, UnreadableDocuments())
     reasons = keep_reasons(listed, record.spec, read_forks(store), beat)
     if output is Output.JSON:
-        print_json([{**_plain(checkpoint), "kept_as": reasons[checkpoint.at]} for checkpoint in listed])
+        print_json([{**_plain(checkpoint), "keep_reasons": reasons[checkpoint.at]} for checkpoint in listed])
         return
     if not listed:
         console.print("no checkpoint yet")

@@ -237,7 +237,7 @@ def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
         time.sleep(FOLLOW_EVERY_S)
 
 
-# samples. Completions may contain any characters: `shown` escapes those that move the cursor or change direction.
+# samples. Completions may contain any characters: `escape_invisible` escapes those that move the cursor or change direction.
 # Long texts are cut in the middle, because answers are at the end. `-o json` prints them whole.
 
 COUNT, COUNT_MAX = 4, 1000

@@ -51,10 +51,10 @@ class SimulationReport:
 
 def simulation_json(simulation: SimulationReport) -> dict[str, Any]:
     return {
-        "weather": simulation.market,
+        "market": simulation.market,
         "seeds": len(simulation.scenarios),
         "broken": 0,
-        "stories": [asdict(scenario) for scenario in simulation.scenarios],
+        "scenarios": [asdict(scenario) for scenario in simulation.scenarios],
         "hours": simulation.hours,
         "steps_per_usd_to_on_demand": round(simulation.ratios[THIS_RUN], 3),
         "outcomes": {name: asdict(outcome) for name, outcome in simulation.outcomes.items()},
@@ -124,15 +124,15 @@ def simulate(
         raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate", exit_codes.USAGE)
     spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
-    weather_of = _weather(name, trace, spec)
+    market_of = _market_of(name, trace, spec)
     option = "--trace" if trace else "--climate"
     replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
-        scenarios = list(_scenarios(range(seed, seed + seeds), spec, weather_of, replay, progress))
+        scenarios = list(_scenarios(range(seed, seed + seeds), spec, market_of, replay, progress))
         task = progress.add_task("this run and all on demand", total=2)
         outcomes: dict[str, Outcome] = {}
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
-            outcomes[label] = simulate_hours(run, weather_of(seed), Physics(), _prices(spec), HOURS, seed)
+            outcomes[label] = simulate_hours(run, market_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
     simulation = SimulationReport(name, HOURS, scenarios, outcomes)
     if output is Output.JSON:
@@ -161,7 +161,7 @@ class _MarketOf:
         return self._trace or climate(self._name, seed, self._nodes)
 
 
-def _weather(name: str, trace: Path | None, spec: RunSpec) -> _MarketOf:
+def _market_of(name: str, trace: Path | None, spec: RunSpec) -> _MarketOf:
     nodes = spec.rollout.replicas.max
     if trace is None and name not in CLIMATES:
         raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
@@ -185,12 +185,12 @@ def _prices(spec: RunSpec) -> Prices:
 
 
 def _scenarios(
-    seeds: range, spec: RunSpec, weather_of: _MarketOf, replay: str, progress: Progress
+    seeds: range, spec: RunSpec, market_of: _MarketOf, replay: str, progress: Progress
 ) -> Iterator[ScenarioResult]:
     task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:
         try:
-            yield run_scenario(seed, spec, weather=weather_of(seed), prices=_prices(spec))
+            yield run_scenario(seed, spec, trace=market_of(seed), prices=_prices(spec))
         except InvariantViolated as error:
             raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
         progress.advance(task)

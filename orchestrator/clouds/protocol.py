@@ -12,7 +12,7 @@ from grpo_orch.policies.tick.snapshot import Machine
 
 
 class CloudRefused(Exception):
-    """A launch was refused. `refusal` is the kind of refusal; `left`: the launch created a machine anyway."""
+    """A launch was refused. `refusal` is the kind of refusal; `machine_exists`: it created a machine anyway."""
 
     def __init__(self, refusal: Refusal, message: str, *, machine_exists: bool = False) -> None:
         super().__init__(message)

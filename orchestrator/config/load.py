@@ -174,7 +174,7 @@ FIXED_DISK_CLOUDS = ("kubernetes", "k8s", "ssh", "slurm")
 
 
 def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], findings: Findings) -> RunSpec:
-    """Return the spec with the disks that its model needs. `find_size` raises NotKnown."""
+    """Return the spec with the disks that its model needs. `find_size` raises SizeUnknown."""
     if spec.cloud != "sky":
         return spec
     try:

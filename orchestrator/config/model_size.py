@@ -73,7 +73,7 @@ class SizeUnknown(Exception):
 
 
 def find_size(spec: RunSpec, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
-    """Return the size of the run's model. Waits up to `timeout_s` for the hub. Raises NotKnown."""
+    """Return the size of the run's model. Waits up to `timeout_s` for the hub. Raises SizeUnknown."""
     folder, name = Path(spec.workdir, spec.trainer.model), spec.trainer.model
     if folder.is_dir():
         return _in_folder(folder)

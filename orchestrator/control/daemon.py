@@ -85,7 +85,7 @@ def main() -> int:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
     except UntrustedRun as error:
-        log.error("run_not_vouched", error=str(error))
+        log.error("run_untrusted", error=str(error))
         return exit_codes.BAD_SPEC
     except StoreError as error:
         log.error("store_failed", error=str(error))

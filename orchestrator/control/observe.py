@@ -64,7 +64,7 @@ class GatewayWatch:
 
     Args:
         store: the run's store.
-        believe_first: treat the first status as fresh, though its age is unknown.
+        trust_first: treat the first status as fresh, though its age is unknown.
         clock: seconds on a clock of this machine that never goes back.
         unreadable: records damaged objects, which count as missing.
     """
@@ -312,10 +312,10 @@ class Observer:
             unreadable=dict(self._unreadable.found),
         )
 
-    def _watch(self, trainer: Trainer | None, look: Callable[[], T]) -> T | None:
-        """Return the result of `look`, or None if it fails: an error in watching metrics must not stop the run."""
+    def _watch(self, trainer: Trainer | None, observe: Callable[[], T]) -> T | None:
+        """Return the result of `observe`, or None if it fails: an error in the metrics must not stop the run."""
         try:
-            return look()
+            return observe()
         except StoreError:
             raise
         except Exception as error:

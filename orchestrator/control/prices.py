@@ -21,7 +21,7 @@ MAX_FAILURES = 5  # in a row; after that machines are bought wherever the cloud 
 
 
 class Prices:
-    """Prices by `kind_of`, and pools, once they are known. The first `look` or `pools` starts the requests."""
+    """Prices by `kind_of`, and pools, once they are known. The first `observe` or `pools` starts the requests."""
 
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud

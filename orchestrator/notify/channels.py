@@ -112,7 +112,7 @@ class Channel(Protocol):
     name: str
 
     def deliver(self, message: Message, limit_s: float, /) -> None:
-        """Deliver within `limit_s` seconds. Raises Undelivered."""
+        """Deliver within `limit_s` seconds. Raises DeliveryFailed."""
 
 
 class Service:
@@ -190,7 +190,7 @@ def _run(
 ) -> tuple[int, bytes]:
     """Run a program in its own process group; return its exit code and its output.
 
-    Raises Undelivered if it cannot be started or does not end within `limit_s`.
+    Raises DeliveryFailed if it cannot be started or does not end within `limit_s`.
     """
     try:
         process = subprocess.Popen(

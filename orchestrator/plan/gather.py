@@ -83,7 +83,7 @@ def make_plan(
 
     Args:
         spec: the run's specification.
-        find_size: returns the model's size, or raises NotKnown.
+        find_size: returns the model's size, or raises SizeUnknown.
         book: prices of machines.
         measured: step times from the run's log.
         unread: a line about a store whose log could not be read.

@@ -276,9 +276,9 @@ def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured:
     """Return a step; `parts` are the seconds of generation, training, and sending weights."""
     work = work_of(spec, None if measured is None else measured.completion_tokens)
     generate_s, train_s, sync_s = parts
-    in_turns_s = overlapped_s = None
+    sequential_s = overlapped_s = None
     if may_overlap(spec) and generate_s is not None and train_s is not None and sync_s is not None:
-        in_turns_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
+        sequential_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
     return StepPlan(
         completions=work.generated,
         prompt_tokens=work.prompt_tokens,
@@ -289,7 +289,7 @@ def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured:
         step_s=step_s,
         nodes=nodes,
         max_staleness=spec.rollout.max_staleness,
-        sequential_s=in_turns_s,
+        sequential_s=sequential_s,
         overlapped_s=overlapped_s,
         source="estimated" if measured is None else "measured",
     )

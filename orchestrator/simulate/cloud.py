@@ -188,18 +188,18 @@ class SimulatedCloud:
     """The machines of one run. Faults are injected by setting attributes.
 
     Args:
-        weather: the market trace, from time 0 on.
+        trace: the market trace, from time 0 on.
         objects: the store that its machines use.
         random: the simulation's.
     """
 
     def __init__(
-        self, weather: MarketTrace, physics: Physics, prices: Prices, objects: Objects, random: Random
+        self, trace: MarketTrace, physics: Physics, prices: Prices, objects: Objects, random: Random
     ) -> None:
-        self.weather, self.physics, self.prices = weather, physics, prices
-        self.boxes: dict[str, SimulatedMachine] = {}
+        self.trace, self.physics, self.prices = trace, physics, prices
+        self.nodes: dict[str, SimulatedMachine] = {}
         self.held = Counter[str]()  # machines that use capacity, by zone key
-        self._zones = {zone.key: zone for zone in weather}
+        self._zones = {zone.key: zone for zone in trace}
         self.bought: list[str] = []
         self.spent_usd = 0.0
         self.disk_usd_per_h: dict[Role, float] = {}  # on top of each machine's price
@@ -221,25 +221,25 @@ class SimulatedCloud:
     def pass_time(self, time_s: float) -> None:
         """Charge machines up to `time_s`, and preempt those beyond the zones' capacity."""
         hours = (time_s - self.time_s) / 3600
-        self.spent_usd += hours * sum(self.charged_usd_per_h(box) for box in self.boxes.values() if not box.gone)
+        self.spent_usd += hours * sum(self.charged_usd_per_h(machine) for machine in self.nodes.values() if not machine.gone)
         self.time_s = time_s
-        for zone in self.weather:
+        for zone in self.trace:
             if zone.market is Market.SPOT:
                 self._take_back(zone, hours)
-        for box in self.boxes.values():
-            if box.taken_at_s is not None and time_s >= box.taken_at_s and not box.gone:
-                self.lose(box)
+        for machine in self.nodes.values():
+            if machine.taken_at_s is not None and time_s >= machine.taken_at_s and not machine.gone:
+                self.lose(machine)
 
-    def usd_per_h(self, box: SimulatedMachine) -> float:
-        zone = self._zones.get(box.key)
-        return self._list_usd_per_h(box.role, box.market) * (zone.price_at(self.time_s) if zone else 1.0)
+    def usd_per_h(self, machine: SimulatedMachine) -> float:
+        zone = self._zones.get(machine.key)
+        return self._list_usd_per_h(machine.role, machine.market) * (zone.price_at(self.time_s) if zone else 1.0)
 
     def _list_usd_per_h(self, role: Role, market: Market) -> float:
         return self.prices.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h(role)
 
-    def charged_usd_per_h(self, box: SimulatedMachine) -> float:
+    def charged_usd_per_h(self, machine: SimulatedMachine) -> float:
         """Return the price of the machine and its disk."""
-        return self.usd_per_h(box) + self.disk_usd_per_h.get(box.role, 0.0)
+        return self.usd_per_h(machine) + self.disk_usd_per_h.get(machine.role, 0.0)
 
     def on_demand_usd_per_h(self, role: Role) -> float:
         return self.prices.trainer_usd_per_h if role is Role.TRAINER else self.prices.node_usd_per_h
@@ -260,7 +260,7 @@ class SimulatedCloud:
         return tuple(
             PoolOffer(role, zone.pool, self._list_usd_per_h(role, zone.market) * zone.price_at(priced_at_s))
             for role in Role
-            for zone in self.weather
+            for zone in self.trace
             if zone.pool is not None
         )
 
@@ -276,53 +276,53 @@ class SimulatedCloud:
 
     def truth(self) -> dict[str, Machine]:
         return {
-            node: box.as_machine(self.time_s, self.usd_per_h(box), self.on_demand_usd_per_h(box.role))
-            for node, box in self.boxes.items()
+            node: machine.as_machine(self.time_s, self.usd_per_h(machine), self.on_demand_usd_per_h(machine.role))
+            for node, machine in self.nodes.items()
         }
 
     def launch(self, order: LaunchOrder) -> None:
         """As `Cloud.launch`. Raises CloudRefused, CloudUnavailable."""
-        box, timeline = self.boxes.get(order.node), int(order.environment.get(TIMELINE_ENV, "0"))
-        if box is None:
+        machine, timeline = self.nodes.get(order.node), int(order.environment.get(TIMELINE_ENV, "0"))
+        if machine is None:
             self._buy(order, timeline)
-        elif not box.gone and box.attempt < order.attempt:
-            box.begin(order.attempt, timeline, self.time_s)
+        elif not machine.gone and machine.attempt < order.attempt:
+            machine.begin(order.attempt, timeline, self.time_s)
         if self.answers_lost:
             raise CloudUnavailable("the answer is lost")
 
     def is_without_spot(self, time_s: float) -> bool:
         """Return whether the trace has no spot machine then, held or free; lost zones have none."""
         zones = [
-            zone for zone in self.weather if zone.market is Market.SPOT and zone.name not in self.closed_zones
+            zone for zone in self.trace if zone.market is Market.SPOT and zone.name not in self.closed_zones
         ]
         return not any(zone.count_at(time_s) for zone in zones)
 
-    def lose(self, box: SimulatedMachine) -> None:
+    def lose(self, machine: SimulatedMachine) -> None:
         """Lose a machine and its disk."""
-        self._release(box)
-        box.lose()
-        self.on_loss(box)
+        self._release(machine)
+        machine.lose()
+        self.on_loss(machine)
 
-    def warn(self, box: SimulatedMachine, taken_at_s: float | None) -> None:
+    def warn(self, machine: SimulatedMachine, taken_at_s: float | None) -> None:
         """Send a preemption notice; with None the machine is not preempted."""
         if taken_at_s is not None:
-            self._release(box)
-        box.notice, box.taken_at_s = True, taken_at_s
+            self._release(machine)
+        machine.notice, machine.taken_at_s = True, taken_at_s
 
     def terminate(self, node: str) -> SimulatedMachine | None:
         """Terminate and return a machine; None if there is none."""
-        box = self.boxes.pop(node, None)
-        if box is not None:
-            self._release(box)
-        return box
+        machine = self.nodes.pop(node, None)
+        if machine is not None:
+            self._release(machine)
+        return machine
 
     def lose_zone(self, name: str) -> None:
-        for box in self.boxes.values():
-            if box.zone == name and not box.gone:
-                self.lose(box)
+        for machine in self.nodes.values():
+            if machine.zone == name and not machine.gone:
+                self.lose(machine)
 
     def of(self, role: Role) -> list[SimulatedMachine]:
-        return [box for box in self.boxes.values() if box.role is role]
+        return [machine for machine in self.nodes.values() if machine.role is role]
 
     def _buy(self, order: LaunchOrder, timeline: int) -> None:
         refuses_role = self.refusing_rollouts and order.role is Role.ROLLOUT
@@ -333,35 +333,35 @@ class SimulatedCloud:
         up_at_s = self.time_s + self.physics.about(self.physics.launch_s, draw) + self.slow_by_s + late_s
         works_in_s = self.physics.about(self.physics.setup_s, draw)
         if order.role is Role.ROLLOUT:
-            is_first = not any(box.is_working(self.time_s) for box in self.of(Role.ROLLOUT))
+            is_first = not any(machine.is_working(self.time_s) for machine in self.of(Role.ROLLOUT))
             weights_s = self.physics.first_weights_s if is_first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)
-        box = SimulatedMachine(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
+        machine = SimulatedMachine(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
         if zone is not None:
-            box.zone, box.key, box.pool, box.speed = zone.name, zone.key, zone.pool, zone.speed
+            machine.zone, machine.key, machine.pool, machine.speed = zone.name, zone.key, zone.pool, zone.speed
             self.held[zone.key] += 1
-        box.never_works = self.never_work and order.role is Role.ROLLOUT
-        box.begin(order.attempt, timeline, self.time_s)
-        self.boxes[order.node] = box
+        machine.never_works = self.never_work and order.role is Role.ROLLOUT
+        machine.begin(order.attempt, timeline, self.time_s)
+        self.nodes[order.node] = machine
         self.bought.append(order.node)
         if self.takes_early and order.role is Role.ROLLOUT and order.market is Market.SPOT:
-            self._take_early(box)
+            self._take_early(machine)
 
-    def _take_early(self, box: SimulatedMachine) -> None:
+    def _take_early(self, machine: SimulatedMachine) -> None:
         """Schedule a preemption before the machine works, with an immediate notice or without."""
-        taken_at_s = self._random.uniform(box.up_at_s, box.works_at_s)
+        taken_at_s = self._random.uniform(machine.up_at_s, machine.works_at_s)
         if self._random.random() < self.physics.noticed:
-            self.warn(box, taken_at_s)
+            self.warn(machine, taken_at_s)
         else:
-            box.taken_at_s = taken_at_s
+            machine.taken_at_s = taken_at_s
 
     def _zone_for(self, order: LaunchOrder) -> tuple[Zone | None, float]:
         """Return the zone of a new machine and the seconds lost to refusals. Raises CloudRefused.
 
         The zone is None for on-demand machines outside pools.
         """
-        zones = [zone for zone in self.weather if zone.market is order.market]
+        zones = [zone for zone in self.trace if zone.market is order.market]
         if order.pool is not None:
             zones = [zone for zone in zones if zone.pool == order.pool]
         elif zones and zones[0].region:
@@ -380,7 +380,7 @@ class SimulatedCloud:
 
     def _in_one_region(self, zones: list[Zone]) -> list[Zone]:
         """Return the zones of the run's region; all zones if it has no machine."""
-        regions = {box.pool.region for box in self.boxes.values() if box.pool is not None and not box.gone}
+        regions = {machine.pool.region for machine in self.nodes.values() if machine.pool is not None and not machine.gone}
         return [zone for zone in zones if zone.region in regions] if regions else zones
 
     def _refusal(self, zone: Zone) -> Refusal | None:
@@ -388,7 +388,7 @@ class SimulatedCloud:
         if zone.quota is not None:
             quota_key = (zone.region, zone.machine, zone.market)
             keys = [
-                other.key for other in self.weather if (other.region, other.machine, other.market) == quota_key
+                other.key for other in self.trace if (other.region, other.machine, other.market) == quota_key
             ]
             if sum(self.held[key] for key in keys) >= zone.quota:
                 return Refusal.QUOTA
@@ -399,24 +399,24 @@ class SimulatedCloud:
         count = 0 if zone.name in self.closed_zones else zone.count_at(self.time_s)
         return count - self.held[zone.key]
 
-    def _release(self, box: SimulatedMachine) -> None:
+    def _release(self, machine: SimulatedMachine) -> None:
         """Free the machine's capacity in its zone."""
-        if box.uses_capacity:
-            self.held[box.key] -= 1
+        if machine.uses_capacity:
+            self.held[machine.key] -= 1
 
     def _take_back(self, zone: Zone, hours: float) -> None:
         excess = max(0, -self._free_count(zone))
         if not self.held[zone.key] or not (excess or zone.losses_per_h):
             return
-        held = [box for box in self.boxes.values() if box.key == zone.key and box.uses_capacity]
+        held = [machine for machine in self.nodes.values() if machine.key == zone.key and machine.uses_capacity]
         taken = self._random.sample(held, min(len(held), excess))
         lost = zone.losses_per_h * hours
-        taken += [box for box in held if lost and self._random.random() < lost and box not in taken]
-        for box in taken:
-            self._preempt(box)
+        taken += [machine for machine in held if lost and self._random.random() < lost and machine not in taken]
+        for machine in taken:
+            self._preempt(machine)
 
-    def _preempt(self, box: SimulatedMachine) -> None:
+    def _preempt(self, machine: SimulatedMachine) -> None:
         if self._random.random() < self.physics.noticed:
-            self.warn(box, self.time_s + self.physics.take_back_s)
+            self.warn(machine, self.time_s + self.physics.take_back_s)
         else:
-            self.lose(box)
+            self.lose(machine)

@@ -26,20 +26,20 @@ Undo = Callable[[], None]
 Fault = Callable[[Simulation, Random], Undo | None]
 
 
-def store_away(world: Simulation, random: Random) -> Undo:
-    world.objects.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
-    world.note(f"the store: {world.objects.trouble.value}")
-    return world.objects.clear
+def store_away(simulation: Simulation, random: Random) -> Undo:
+    simulation.objects.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
+    simulation.note(f"the store: {simulation.objects.trouble.value}")
+    return simulation.objects.clear
 
 
-def cut_off(world: Simulation, random: Random) -> Undo | None:
-    stores = [box.store for box in world.cloud.boxes.values()]
-    stores += [daemon.store for daemon in world.daemons if not daemon.dead]
+def cut_off(simulation: Simulation, random: Random) -> Undo | None:
+    stores = [machine.store for machine in simulation.cloud.nodes.values()]
+    stores += [daemon.store for daemon in simulation.daemons if not daemon.dead]
     if not stores:
         return None
     store = random.choice(stores)
     store.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
-    world.note("a machine or daemon is cut off from the store")
+    simulation.note("a machine or daemon is cut off from the store")
 
     def undo() -> None:
         store.trouble = Trouble.NONE
@@ -47,187 +47,187 @@ def cut_off(world: Simulation, random: Random) -> Undo | None:
     return undo
 
 
-def clocks_set(world: Simulation, random: Random) -> None:
-    world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
-    for daemon in world.daemons:
+def clocks_set(simulation: Simulation, random: Random) -> None:
+    simulation.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
+    for daemon in simulation.daemons:
         daemon.ahead_s += random.choice((-HOUR_S, HOUR_S))
-    world.note("clocks are set")
+    simulation.note("clocks are set")
 
 
-def suspended(world: Simulation, random: Random) -> None:
-    for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
+def suspended(simulation: Simulation, random: Random) -> None:
+    for daemon in [daemon for daemon in simulation.daemons if not daemon.dead]:
         daemon.stop_for_s = random.choice((20.0, 121.0, HOUR_S))
         if random.random() < 0.5:
             daemon.stops_at_action = True
-            world.note(f"{daemon.name} is stopped at its next action for {daemon.stop_for_s:.0f} s")
+            simulation.note(f"{daemon.name} is stopped at its next action for {daemon.stop_for_s:.0f} s")
         else:
             daemon.stop_in = random.randrange(OPERATIONS)
-            world.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
+            simulation.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
 
 
-def daemon_dies(world: Simulation, random: Random) -> None:
+def daemon_dies(simulation: Simulation, random: Random) -> None:
     """Kill the daemon at a random operation of its next tick."""
-    world.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
-    for daemon in [daemon for daemon in world.daemons if not daemon.dead]:
+    simulation.skew_s = random.choice((-HOUR_S, 0.0, HOUR_S))
+    for daemon in [daemon for daemon in simulation.daemons if not daemon.dead]:
         daemon.die_in = random.randrange(OPERATIONS)
 
 
-def second_daemon(world: Simulation, random: Random) -> None:  # noqa: ARG001  # a fault's signature
-    world.note("a second daemon resumes the run")
-    world.resume()
+def second_daemon(simulation: Simulation, random: Random) -> None:  # noqa: ARG001  # a fault's signature
+    simulation.note("a second daemon resumes the run")
+    simulation.resume()
 
 
-def machine_lost(world: Simulation, random: Random) -> None:
-    if box := _random_box(world, random):
-        world.cloud.lose(box)
-        world.note(f"{box.node} is lost")
+def machine_lost(simulation: Simulation, random: Random) -> None:
+    if machine := _random_box(simulation, random):
+        simulation.cloud.lose(machine)
+        simulation.note(f"{machine.node} is lost")
 
 
-def zone_lost(world: Simulation, random: Random) -> Undo:
-    zone = random.choice(world.cloud.weather).name
-    world.cloud.lose_zone(zone)
-    world.cloud.closed_zones.add(zone)
-    world.note(f"{zone} and all its machines are lost")
-    return lambda: world.cloud.closed_zones.discard(zone)
+def zone_lost(simulation: Simulation, random: Random) -> Undo:
+    zone = random.choice(simulation.cloud.trace).name
+    simulation.cloud.lose_zone(zone)
+    simulation.cloud.closed_zones.add(zone)
+    simulation.note(f"{zone} and all its machines are lost")
+    return lambda: simulation.cloud.closed_zones.discard(zone)
 
 
-def notice(world: Simulation, random: Random) -> None:
-    if box := _random_box(world, random):
+def notice(simulation: Simulation, random: Random) -> None:
+    if machine := _random_box(simulation, random):
         is_false_alarm = random.random() < 0.5
-        world.cloud.warn(box, None if is_false_alarm else world.time_s + world.cloud.physics.take_back_s)
-        world.note(f"{box.node} gets a{' false' if is_false_alarm else ''} preemption notice")
+        simulation.cloud.warn(machine, None if is_false_alarm else simulation.time_s + simulation.cloud.physics.take_back_s)
+        simulation.note(f"{machine.node} gets a{' false' if is_false_alarm else ''} preemption notice")
 
 
-def rebalance(world: Simulation, random: Random) -> None:
+def rebalance(simulation: Simulation, random: Random) -> None:
     """Send a rebalance recommendation, perhaps with a preemption notice."""
-    if not (box := _random_box(world, random)):
+    if not (machine := _random_box(simulation, random)):
         return
-    box.rebalance_recommended = True
+    machine.rebalance_recommended = True
     has_notice = random.random() < 0.5
     if has_notice:
-        world.cloud.warn(box, world.time_s + world.cloud.physics.take_back_s)
+        simulation.cloud.warn(machine, simulation.time_s + simulation.cloud.physics.take_back_s)
     notice_text = " and a preemption notice" if has_notice else ""
-    world.note(f"{box.node} gets a rebalance recommendation{notice_text}")
+    simulation.note(f"{machine.node} gets a rebalance recommendation{notice_text}")
 
 
-def work_ends(world: Simulation, random: Random) -> None:
-    box = _random_box(world, random)
-    if box is not None and box.is_working(world.time_s):
-        box.exit_code = 1
-        world.note(f"the process on {box.node} exits with code 1")
+def work_ends(simulation: Simulation, random: Random) -> None:
+    machine = _random_box(simulation, random)
+    if machine is not None and machine.is_working(simulation.time_s):
+        machine.exit_code = 1
+        simulation.note(f"the process on {machine.node} exits with code 1")
 
 
-def diverges(world: Simulation, random: Random) -> None:
+def diverges(simulation: Simulation, random: Random) -> None:
     """Let the newest timeline diverge soon."""
-    trainers = [box for box in world.cloud.of(Role.TRAINER) if box.step > 0]
-    if trainers and world.spec.policies.kl.action != "alert":
-        at = max(trainers, key=lambda box: box.precedence)
+    trainers = [machine for machine in simulation.cloud.of(Role.TRAINER) if machine.step > 0]
+    if trainers and simulation.spec.policies.kl.action != "alert":
+        at = max(trainers, key=lambda machine: machine.precedence)
         trip = int(at.step) + random.randint(1, 60)
         onset = max(1, trip - random.randrange(40))
-        world.work.trips = {**world.work.trips, at.timeline: (trip, onset)}
-        world.note(f"timeline {at.timeline} diverges from step {onset} and trips at step {trip}")
+        simulation.work.trips = {**simulation.work.trips, at.timeline: (trip, onset)}
+        simulation.note(f"timeline {at.timeline} diverges from step {onset} and trips at step {trip}")
 
 
-def no_capacity(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    world.cloud.refusing = True
-    world.note("no capacity")
-    if trainers := world.cloud.of(Role.TRAINER):
-        world.cloud.lose(trainers[-1])
+def no_capacity(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+    simulation.cloud.refusing = True
+    simulation.note("no capacity")
+    if trainers := simulation.cloud.of(Role.TRAINER):
+        simulation.cloud.lose(trainers[-1])
 
     def undo() -> None:
-        world.cloud.refusing = False
+        simulation.cloud.refusing = False
 
     return undo
 
 
-def no_spot(world: Simulation, random: Random) -> Undo:
-    world.cloud.refusing_spot = True
-    world.note("no spot capacity")
-    machine_lost(world, random)
+def no_spot(simulation: Simulation, random: Random) -> Undo:
+    simulation.cloud.refusing_spot = True
+    simulation.note("no spot capacity")
+    machine_lost(simulation, random)
 
     def undo() -> None:
-        world.cloud.refusing_spot = False
+        simulation.cloud.refusing_spot = False
 
     return undo
 
 
-def no_rollout_capacity(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    world.cloud.refusing_rollouts = True
-    for box in world.cloud.of(Role.ROLLOUT):
-        if not box.gone:
-            world.cloud.lose(box)
-    world.note("no rollout capacity on any market")
+def no_rollout_capacity(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+    simulation.cloud.refusing_rollouts = True
+    for machine in simulation.cloud.of(Role.ROLLOUT):
+        if not machine.gone:
+            simulation.cloud.lose(machine)
+    simulation.note("no rollout capacity on any market")
 
     def undo() -> None:
-        world.cloud.refusing_rollouts = False
+        simulation.cloud.refusing_rollouts = False
 
     return undo
 
 
-def cloud_away(world: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    world.cloud.away = True
-    world.note("the cloud does not answer")
+def cloud_away(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
+    simulation.cloud.away = True
+    simulation.note("the cloud does not answer")
 
     def undo() -> None:
-        world.cloud.away = False
+        simulation.cloud.away = False
 
     return undo
 
 
-def answers_lost(world: Simulation, random: Random) -> Undo:
-    world.cloud.answers_lost = True
-    world.note("launches succeed, but their answers are lost")
-    machine_lost(world, random)
+def answers_lost(simulation: Simulation, random: Random) -> Undo:
+    simulation.cloud.answers_lost = True
+    simulation.note("launches succeed, but their answers are lost")
+    machine_lost(simulation, random)
 
     def undo() -> None:
-        world.cloud.answers_lost = False
+        simulation.cloud.answers_lost = False
 
     return undo
 
 
-def stale_listing(world: Simulation, random: Random) -> None:
-    world.cloud.stale = world.cloud.truth()
-    world.cloud.stale_until_s = world.time_s + STALE_S
-    world.note("listings are stale")
-    machine_lost(world, random)
+def stale_listing(simulation: Simulation, random: Random) -> None:
+    simulation.cloud.stale = simulation.cloud.truth()
+    simulation.cloud.stale_until_s = simulation.time_s + STALE_S
+    simulation.note("listings are stale")
+    machine_lost(simulation, random)
 
 
-def never_work(world: Simulation, random: Random) -> Undo:
-    world.cloud.never_work = True
-    world.note("new rollout machines never work")
-    machine_lost(world, random)
+def never_work(simulation: Simulation, random: Random) -> Undo:
+    simulation.cloud.never_work = True
+    simulation.note("new rollout machines never work")
+    machine_lost(simulation, random)
 
     def undo() -> None:
-        world.cloud.never_work = False
+        simulation.cloud.never_work = False
 
     return undo
 
 
-def taken_early(world: Simulation, random: Random) -> Undo:
-    world.cloud.takes_early = True
-    world.note("new spot rollout machines are preempted before they work")
-    machine_lost(world, random)
+def taken_early(simulation: Simulation, random: Random) -> Undo:
+    simulation.cloud.takes_early = True
+    simulation.note("new spot rollout machines are preempted before they work")
+    machine_lost(simulation, random)
 
     def undo() -> None:
-        world.cloud.takes_early = False
+        simulation.cloud.takes_early = False
 
     return undo
 
 
-def slow_launches(world: Simulation, random: Random) -> Undo:
-    world.cloud.slow_by_s = 1000.0
-    world.note("launches take longer than the deadline")
-    machine_lost(world, random)
+def slow_launches(simulation: Simulation, random: Random) -> Undo:
+    simulation.cloud.slow_by_s = 1000.0
+    simulation.note("launches take longer than the deadline")
+    machine_lost(simulation, random)
 
     def undo() -> None:
-        world.cloud.slow_by_s = 0.0
+        simulation.cloud.slow_by_s = 0.0
 
     return undo
 
 
-def _random_box(world: Simulation, random: Random) -> SimulatedMachine | None:
-    boxes = [box for box in world.cloud.boxes.values() if not box.gone]
-    return random.choice(boxes) if boxes else None
+def _random_box(simulation: Simulation, random: Random) -> SimulatedMachine | None:
+    machines = [machine for machine in simulation.cloud.nodes.values() if not machine.gone]
+    return random.choice(machines) if machines else None
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -289,26 +289,26 @@ class ScenarioResult:
     digest: str
 
 
-def run_scenario(seed: int, spec: RunSpec, *, weather: MarketTrace | None = None, prices: Prices | None = None) -> ScenarioResult:
-    """Run the scenario of a seed. Raises Broken, which names the seed, if an invariant is violated."""
+def run_scenario(seed: int, spec: RunSpec, *, trace: MarketTrace | None = None, prices: Prices | None = None) -> ScenarioResult:
+    """Run the scenario of a seed. Raises InvariantViolated, which names the seed, if an invariant is violated."""
     spec = _without_restart_limit(_with_budget(seed, spec, prices or Prices()))
-    world = Simulation(seed, spec, weather=weather or _two_zones(spec), physics=BRISK, prices=prices)
-    random = world.random
-    _inject_faults(world, random)
-    if not world.is_over and not world.stopping:
-        _inject_lasting_fault(world, random)
-    if not _check_starvation(world):
-        world.run_to_end(RECOVERY_S)
+    simulation = Simulation(seed, spec, trace=trace or _two_zones(spec), physics=BRISK, prices=prices)
+    random = simulation.random
+    _inject_faults(simulation, random)
+    if not simulation.is_over and not simulation.stopping:
+        _inject_lasting_fault(simulation, random)
+    if not _check_starvation(simulation):
+        simulation.run_to_end(RECOVERY_S)
     limit = BOUGHT_BASE + BOUGHT_PER_NODE * (1 + spec.rollout.replicas.max)
-    if weather is None:  # other traces preempt any number of machines
-        world.safety.check(
-            len(world.cloud.bought) <= limit, f"too many machines were bought: {world.cloud.bought}"
+    if trace is None:  # other traces preempt any number of machines
+        simulation.safety.check(
+            len(simulation.cloud.bought) <= limit, f"too many machines were bought: {simulation.cloud.bought}"
         )
-    assert world.newest is not None
-    state = world.newest.controller.state
-    hours = (world.time_s - 1000.0) / 3600
+    assert simulation.newest is not None
+    state = simulation.newest.controller.state
+    hours = (simulation.time_s - 1000.0) / 3600
     return ScenarioResult(
-        seed, state.phase, state.reason, hours, world.cloud.spent_usd, len(world.cloud.bought), world.digest
+        seed, state.phase, state.reason, hours, simulation.cloud.spent_usd, len(simulation.cloud.bought), simulation.digest
     )
 
 
@@ -325,69 +325,69 @@ def _with_budget(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:
     return replace(spec, budget=Budget(usd=hour_usd * Random(f"budget {seed}").uniform(0.6, 1.2)))
 
 
-def _inject_faults(world: Simulation, random: Random) -> None:
+def _inject_faults(simulation: Simulation, random: Random) -> None:
     undos: list[tuple[float, Undo]] = []
     for _ in range(FAULTS_MAX):
-        world.run_for(random.choice(QUIET_S))
-        if world.is_over:
+        simulation.run_for(random.choice(QUIET_S))
+        if simulation.is_over:
             break
         fault = random.choice(FAULTS)
-        undo = fault(world, random)
+        undo = fault(simulation, random)
         if undo is not None:
-            undos.append((world.time_s + random.choice(OUTAGES_S), undo))
+            undos.append((simulation.time_s + random.choice(OUTAGES_S), undo))
         for at_s, undo in list(undos):
-            if at_s <= world.time_s or random.random() < 0.5:
-                world.run_for(max(DT_S, at_s - world.time_s))
+            if at_s <= simulation.time_s or random.random() < 0.5:
+                simulation.run_for(max(DT_S, at_s - simulation.time_s))
                 undo()
                 undos.remove((at_s, undo))
     for _, undo in undos:
         undo()
 
 
-def _inject_lasting_fault(world: Simulation, random: Random) -> None:
+def _inject_lasting_fault(simulation: Simulation, random: Random) -> None:
     """Perhaps inject a fault that never ends, or stop the run."""
     match random.randrange(6):
         case 0:
-            random.choice(TOLERABLE)(world, random)
+            random.choice(TOLERABLE)(simulation, random)
         case 1:
-            world.note("permanently:")
-            random.choice(STARVING)(world, random)
-            for box in world.cloud.of(Role.ROLLOUT):
-                if box.market is Market.SPOT and not box.gone:
-                    world.cloud.lose(box)
+            simulation.note("permanently:")
+            random.choice(STARVING)(simulation, random)
+            for machine in simulation.cloud.of(Role.ROLLOUT):
+                if machine.market is Market.SPOT and not machine.gone:
+                    simulation.cloud.lose(machine)
         case 2:
-            world.note("a user stops the run")
-            world.request_stop()
+            simulation.note("a user stops the run")
+            simulation.request_stop()
         case _:
             pass
 
 
-def _check_starvation(world: Simulation) -> bool:
+def _check_starvation(simulation: Simulation) -> bool:
     """If no rollout node can ever work again, check that the run waits, states why and buys little.
 
     Returns False if the run can end.
     """
-    cloud = world.cloud
-    lacks_spot = _needs_spot(world.spec) and (cloud.refusing_spot or cloud.takes_early or _has_no_spot(world))
+    cloud = simulation.cloud
+    lacks_spot = _needs_spot(simulation.spec) and (cloud.refusing_spot or cloud.takes_early or _has_no_spot(simulation))
     is_starving = cloud.never_work or lacks_spot
-    if not is_starving or world.is_over or generates_itself(world.spec):
+    if not is_starving or simulation.is_over or generates_itself(simulation.spec):
         return False
-    world.rest()
-    world.run_for(STARVATION_S)
-    newest = world.newest
+    simulation.rest()
+    simulation.run_for(STARVATION_S)
+    newest = simulation.newest
     assert newest is not None
-    state, safety = newest.controller.state, world.safety
+    state, safety = newest.controller.state, simulation.safety
     if newest.controller.finished or state.phase not in LIVE_RUN:
         return False
     working = [node.id for node in state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]
     reasons = [name for name, kind in state.kinds.items() if kind.stopped]
     safety.check(bool(working or reasons), "no rollout node works, and no reason is stated")
-    before = len(world.cloud.bought)
-    world.run_for(STARVATION_S)
-    nodes = [node for node in world.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
-    limit = 4 if may_fall_back(world.spec) else 2  # two on each market: the back-off has reached an hour
+    before = len(simulation.cloud.bought)
+    simulation.run_for(STARVATION_S)
+    nodes = [node for node in simulation.cloud.bought[before:] if role_of(node) is Role.ROLLOUT]
+    limit = 4 if may_fall_back(simulation.spec) else 2  # two on each market: the back-off has reached an hour
     safety.check(len(nodes) <= limit, "rollout machines that never work are bought too often")
-    trainers = len(world.cloud.bought) - before - len(nodes)
+    trainers = len(simulation.cloud.bought) - before - len(nodes)
     safety.check(trainers <= limit, "too many trainers are bought")  # a parked run buys one with each attempt
     return True
 
@@ -399,10 +399,10 @@ def _needs_spot(spec: RunSpec) -> bool:
     return market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec)
 
 
-def _has_no_spot(world: Simulation) -> bool:
+def _has_no_spot(simulation: Simulation) -> bool:
     """Return whether the trace has no spot machine for the next RECOVERY_S."""
-    times_s = range(int(world.time_s), int(world.time_s + RECOVERY_S), int(SPOT_SAMPLE_S))
-    return all(world.cloud.is_without_spot(time_s) for time_s in times_s)
+    times_s = range(int(simulation.time_s), int(simulation.time_s + RECOVERY_S), int(SPOT_SAMPLE_S))
+    return all(simulation.cloud.is_without_spot(time_s) for time_s in times_s)
 
 
 def _two_zones(spec: RunSpec) -> MarketTrace:

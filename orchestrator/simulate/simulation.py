@@ -1,7 +1,7 @@
 """Simulate a run under the production controller, with simulated machines, cloud and store.
 
 Each party has its own clock and its own connection to the store. A simulation is deterministic: the same seed
-gives the same events. This module has the invariants, the daemon and the world, in this order.
+gives the same events. This module has the invariants, the daemon and the simulation, in this order.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class InvariantViolated(AssertionError):
 
 
 class Safety:
-    """Raises Broken at the first violated invariant, and at every later check."""
+    """Raises InvariantViolated at the first violated invariant, and at every later check."""
 
-    def __init__(self, world: Simulation) -> None:
-        self._world = world
+    def __init__(self, simulation: Simulation) -> None:
+        self._world = simulation
         self._allowed_usd = 0.0  # limit raised while no controller could act
         self._unknown_s: dict[str, float] = {}
         self._checked_rollbacks = 0
@@ -65,7 +65,7 @@ class Safety:
         self.broken = ""
 
     def check(self, holds: bool, otherwise: str) -> None:
-        """Raise Broken with `otherwise` unless it `holds`. Later checks raise it again, as threads may drop it."""
+        """Raise InvariantViolated with `otherwise` unless it `holds`; later checks repeat it."""
         if not holds and not self.broken:
             recent = "\n".join(self._world.log[-40:])
             self.broken = f"seed {self._world.seed}, at {self._world.time_s:.0f} s: {otherwise}\n{recent}"
@@ -82,7 +82,7 @@ class Safety:
         state = newest.controller.state
         self._check_known(newest, state, dt_s)
         if newest.controller.finished:
-            remaining = [box.node for box in self._world.cloud.boxes.values() if not box.gone]
+            remaining = [machine.node for machine in self._world.cloud.nodes.values() if not machine.gone]
             self.check(not remaining, f"the run has ended, but machines remain: {remaining}")
         for rollback in state.rollbacks[self._checked_rollbacks :]:
             self._check_target(state, rollback.fork.start_at)
@@ -99,7 +99,7 @@ class Safety:
 
     def check_launch(self, daemon: SimulatedDaemon, order: LaunchOrder) -> None:
         self._check_may_act(daemon, f"launch {order.node}.{order.attempt}")
-        if order.node in self._world.cloud.boxes:
+        if order.node in self._world.cloud.nodes:
             return
         run = daemon.controller.state
         entries = reversed(self._world.objects.folder("journal").values())
@@ -110,26 +110,26 @@ class Safety:
     def check_termination(self, daemon: SimulatedDaemon, node: str) -> None:
         """A working machine may be terminated only with its run, after a notice, or if others suffice."""
         self._check_may_act(daemon, f"terminate {node}")
-        world, run = self._world, daemon.controller.state
-        box = world.cloud.boxes.get(node)
-        if box is None or box.gone or box.notice or run.phase in TERMINAL_RUN or world.stopping:
+        simulation, run = self._world, daemon.controller.state
+        machine = simulation.cloud.nodes.get(node)
+        if machine is None or machine.gone or machine.notice or run.phase in TERMINAL_RUN or simulation.stopping:
             return
         if run.phase is RunPhase.STOPPING:
             return
-        unstored = [at for at in box.spool if at not in world.work.listed]
+        unstored = [at for at in machine.spool if at not in simulation.work.listed]
         self.check(not unstored, f"{node} is terminated with unstored checkpoints: {unstored}")
-        if not box.is_working(world.time_s):
+        if not machine.is_working(simulation.time_s):
             return
-        if box.role is Role.TRAINER:
-            self.check(self._may_lose_trainer(box), f"a healthy trainer is terminated: {node}")
+        if machine.role is Role.TRAINER:
+            self.check(self._may_lose_trainer(machine), f"a healthy trainer is terminated: {node}")
             return
-        trainers = [trainer for trainer in world.cloud.of(Role.TRAINER) if trainer.is_up(world.time_s)]
-        if world.cloud.is_stale:
+        trainers = [trainer for trainer in simulation.cloud.of(Role.TRAINER) if trainer.is_up(simulation.time_s)]
+        if simulation.cloud.is_stale:
             return  # the trainer may not be listed yet, and nodes without a trainer are released after 5 minutes
         others = [
-            other for other in world.cloud.of(Role.ROLLOUT) if other is not box and other.is_working(world.time_s)
+            other for other in simulation.cloud.of(Role.ROLLOUT) if other is not machine and other.is_working(simulation.time_s)
         ]
-        others_suffice = len(others) >= world.spec.rollout.replicas.min
+        others_suffice = len(others) >= simulation.spec.rollout.replicas.min
         is_known = node in run.nodes  # unknown machines are terminated
         self.check(not trainers or others_suffice or not is_known, f"a serving node is terminated: {node}")
 
@@ -142,27 +142,27 @@ class Safety:
         late_s = self._world.time_s - since_s if daemon.journal.epoch != epoch else 0.0
         self.check(late_s <= ACT_WITHIN_S, f"{daemon.name} acts {late_s:.0f} s after it was replaced: {action}")
 
-    def _may_lose_trainer(self, box: SimulatedMachine) -> bool:
-        world = self._world
-        trainers = world.cloud.of(Role.TRAINER)
+    def _may_lose_trainer(self, machine: SimulatedMachine) -> bool:
+        simulation = self._world
+        trainers = simulation.cloud.of(Role.TRAINER)
         is_replaced = any(
-            trainer.precedence > box.precedence and trainer.is_working(world.time_s) for trainer in trainers
+            trainer.precedence > machine.precedence and trainer.is_working(simulation.time_s) for trainer in trainers
         )
-        started_late = box.cut_off_s + box.works_in_s > world.spec.policies.boot_timeout_s
-        return is_replaced or (box.step < 0 and started_late) or box.cut_off_s > MACHINE_LOST_S
+        started_late = machine.cut_off_s + machine.works_in_s > simulation.spec.policies.boot_timeout_s
+        return is_replaced or (machine.step < 0 and started_late) or machine.cut_off_s > MACHINE_LOST_S
 
     def _check_budget(self) -> None:
         """Check the cap while a controller can observe and act.
 
         While none can, the limit rises to the USD spent by then plus the cost of stopping.
         """
-        world, spent = self._world, self._world.cloud.spent_usd
-        if (cap := world.spec.budget.usd) is None:
+        simulation, spent = self._world, self._world.cloud.spent_usd
+        if (cap := simulation.spec.budget.usd) is None:
             return
-        if world.is_impaired or not any(daemon.is_active for daemon in world.daemons):
+        if simulation.is_impaired or not any(daemon.is_active for daemon in simulation.daemons):
             rates = [
-                (world.cloud.charged_usd_per_h(box), STOP_WAIT_S * (box.role is Role.TRAINER) + TEARDOWN_S)
-                for box in world.cloud.boxes.values()
+                (simulation.cloud.charged_usd_per_h(machine), STOP_WAIT_S * (machine.role is Role.TRAINER) + TEARDOWN_S)
+                for machine in simulation.cloud.nodes.values()
             ]
             self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)
             return
@@ -172,10 +172,10 @@ class Safety:
     def _check_known(self, daemon: SimulatedDaemon, state: RunState, dt_s: float) -> None:
         """Check that an observing controller learns of every machine within UNKNOWN_S."""
         is_observing = daemon.is_active and not self._world.is_impaired
-        for node in [node for node in self._unknown_s if node not in self._world.cloud.boxes]:
+        for node in [node for node in self._unknown_s if node not in self._world.cloud.nodes]:
             del self._unknown_s[node]
-        for node, box in self._world.cloud.boxes.items():
-            is_unknown = node not in state.nodes and not box.gone
+        for node, machine in self._world.cloud.nodes.items():
+            is_unknown = node not in state.nodes and not machine.gone
             self._unknown_s[node] = self._unknown_s.get(node, 0.0) + dt_s * is_observing if is_unknown else 0.0
             self.check(self._unknown_s[node] <= UNKNOWN_S, f"{node} runs without being known to a controller")
 
@@ -208,15 +208,15 @@ class _Died(BaseException):
 class QueuedActuator(Actuator):
     """The production actuator. Each of its threads finishes within the tick, or starts after it."""
 
-    def __init__(self, world: Simulation, daemon: SimulatedDaemon) -> None:
+    def __init__(self, simulation: Simulation, daemon: SimulatedDaemon) -> None:
         super().__init__(
-            _ControllerCloud(world, daemon),  # type: ignore[arg-type]  # the methods that it calls
+            _ControllerCloud(simulation, daemon),  # type: ignore[arg-type]  # the methods that it calls
             daemon.store,
             lambda launch: {TIMELINE_ENV: str(launch.timeline)},
-            clock=lambda: world.time_s,
+            clock=lambda: simulation.time_s,
         )
         self.waiting: list[Callable[[], None]] = []
-        self._random, self._daemon = world.random, daemon
+        self._random, self._daemon = simulation.random, daemon
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:  # noqa: ARG002  # the Actuator's own signature
         if self._random.random() < 0.5 and not self._daemon.stops_at_action:
@@ -231,10 +231,10 @@ class SimulatedDaemon:
     Raises StoreUnavailable if it cannot take over the run, Fenced if another daemon does at the same moment.
     """
 
-    def __init__(self, world: Simulation, name: str, ahead_s: float) -> None:
-        self.world, self.name, self.ahead_s = world, name, ahead_s
-        self.store = SimulatedStore(world.objects)
-        self.clock = RunClock(lambda: EPOCH_S + world.time_s + self.ahead_s, lambda: world.time_s)
+    def __init__(self, simulation: Simulation, name: str, ahead_s: float) -> None:
+        self.simulation, self.name, self.ahead_s = simulation, name, ahead_s
+        self.store = SimulatedStore(simulation.objects)
+        self.clock = RunClock(lambda: EPOCH_S + simulation.time_s + self.ahead_s, lambda: simulation.time_s)
         self.stop_in: int | None = None  # operations until this process is stopped
         self.stops_at_action = False  # stop it between the journal check and the next action
         self.stop_for_s = 0.0
@@ -243,18 +243,18 @@ class SimulatedDaemon:
         self.journal = Journal(self.store, f"{name}/1")
         state = self.journal.take_over(self.clock.now_s(), name, 1, "resume")
         self.store.before = self._operation
-        world.take_overs.append((self.journal.epoch, world.time_s))
-        self.actuator = QueuedActuator(world, self)
-        cloud = _ControllerCloud(world, self)
+        simulation.take_overs.append((self.journal.epoch, simulation.time_s))
+        self.actuator = QueuedActuator(simulation, self)
+        cloud = _ControllerCloud(simulation, self)
         observer = Observer(
             self.store,
             cloud,  # type: ignore[arg-type]  # the methods that it calls
-            replace(world.spec, cloud="sky"),  # so that it reads pools
-            clock=lambda: world.time_s,
-            prices=lambda cloud: _InstantPrices(cloud, world.cloud),
+            replace(simulation.spec, cloud="sky"),  # so that it reads pools
+            clock=lambda: simulation.time_s,
+            prices=lambda cloud: _InstantPrices(cloud, simulation.cloud),
         )
         self.controller = Controller(
-            self.store, world.spec, self.journal, state, observer, self.actuator, world.decide
+            self.store, simulation.spec, self.journal, state, observer, self.actuator, simulation.decide
         )
         if not state.name:
             self.controller.record(self.clock.now_s(), (RunCreated("sim", "sim-0"),))
@@ -284,13 +284,13 @@ class SimulatedDaemon:
         if self.die_in is not None:
             self.die_in -= 1
             if self.die_in < 0:
-                self.world.note(f"{self.name} dies")
+                self.simulation.note(f"{self.name} dies")
                 raise _Died
         if self.stop_in is not None:
             self.stop_in -= 1
             if self.stop_in < 0:
                 self.stop_in, busy, self.busy = None, self.busy, True
-                self.world.run_for(self.stop_for_s)
+                self.simulation.run_for(self.stop_for_s)
                 self.busy = busy
 
 
@@ -313,8 +313,8 @@ class _InstantPrices(pricing.Prices):
 class _ControllerCloud:
     """The cloud as called by one controller; checks invariants before launches and terminations."""
 
-    def __init__(self, world: Simulation, daemon: SimulatedDaemon) -> None:
-        self._world, self._daemon = world, daemon
+    def __init__(self, simulation: Simulation, daemon: SimulatedDaemon) -> None:
+        self._world, self._daemon = simulation, daemon
 
     def machines(self) -> dict[str, Machine]:
         return self._world.cloud.machines()
@@ -325,14 +325,14 @@ class _ControllerCloud:
 
     def terminate(self, node: str) -> None:
         self._world.safety.check_termination(self._daemon, node)
-        box = self._world.cloud.terminate(node)
-        if box is not None and box.notice and box.spool:
-            self._world.work.forget(box)
+        machine = self._world.cloud.terminate(node)
+        if machine is not None and machine.notice and machine.spool:
+            self._world.work.forget(machine)
 
     def confirm(self, node: str) -> None: ...
 
 
-# The world.
+# The simulation.
 
 DT_S = 5.0
 STEADY = (DT_S,)
@@ -343,12 +343,12 @@ RESUME_S = 60.0  # until another daemon resumes a run without one
 
 
 class Simulation:
-    """A simulated run. `time_s` is the true time. Raises Broken if an invariant is violated.
+    """A simulated run. `time_s` is the true time. Raises InvariantViolated if an invariant is violated.
 
     Args:
         seed: of all random numbers.
         spec: the run's spec.
-        weather: the market trace; None: every request is granted.
+        trace: the market trace; None: every request is granted.
         physics: durations.
         prices: prices of machines.
         max_steps: the last step.
@@ -363,7 +363,7 @@ class Simulation:
         seed: int,
         spec: RunSpec,
         *,
-        weather: MarketTrace | None = None,
+        trace: MarketTrace | None = None,
         physics: Physics = BRISK,
         prices: Prices | None = None,
         max_steps: int = 500,
@@ -377,8 +377,8 @@ class Simulation:
         self.time_s = 1000.0
         self.store_ahead_s = Random(f"store's clock {seed}").uniform(-STORE_SKEW_S, STORE_SKEW_S)
         self.objects = Objects(self.random, lambda: EPOCH_S + self.time_s + self.store_ahead_s)
-        weather = plentiful(spec.rollout.replicas.max) if weather is None else weather
-        self.cloud = SimulatedCloud(weather, physics, prices or Prices(), self.objects, self.random)
+        trace = plentiful(spec.rollout.replicas.max) if trace is None else trace
+        self.cloud = SimulatedCloud(trace, physics, prices or Prices(), self.objects, self.random)
         self.cloud.time_s = self.time_s
         self.cloud.disk_usd_per_h = {role: disks.usd_per_h(spec, role, None) for role in Role}
         self.safety = Safety(self)
@@ -444,7 +444,7 @@ class Simulation:
             ends = (RunPhase.STOPPED,)
         check(state.phase in ends, f"the run does not end: {state}")
         check(bool(state.reason), "the run ends without a reason")
-        check(not self.cloud.boxes, f"machines remain: {list(self.cloud.boxes)}")
+        check(not self.cloud.nodes, f"machines remain: {list(self.cloud.nodes)}")
         if state.phase is RunPhase.PAUSED:
             self.safety.check_pause(state)
         if state.phase is RunPhase.FINISHED:
@@ -501,7 +501,7 @@ class Outcome:
 
 def simulate_hours(
     spec: RunSpec,
-    weather: MarketTrace,
+    trace: MarketTrace,
     physics: Physics,
     prices: Prices,
     hours: float,
@@ -515,10 +515,10 @@ def simulate_hours(
     Args:
         decide: the fleet policy; the default is the production controller's.
     """
-    world = Simulation(
+    simulation = Simulation(
         seed,
         spec,
-        weather=weather,
+        trace=trace,
         physics=physics,
         prices=prices,
         max_steps=10**9,
@@ -526,10 +526,10 @@ def simulate_hours(
         rhythm=COARSE,
         logs=True,
     )
-    world.run_for(hours * 3600 - world.time_s)
-    trained = [machine.step for machine in world.cloud.of(Role.TRAINER) if not machine.gone]
-    steps = max([float(world.work.stored_step), *trained])
-    return Outcome(steps, world.cloud.spent_usd, len(world.cloud.bought))
+    simulation.run_for(hours * 3600 - simulation.time_s)
+    trained = [machine.step for machine in simulation.cloud.of(Role.TRAINER) if not machine.gone]
+    steps = max([float(simulation.work.stored_step), *trained])
+    return Outcome(steps, simulation.cloud.spent_usd, len(simulation.cloud.bought))
 
 
 def on_demand(spec: RunSpec) -> RunSpec:

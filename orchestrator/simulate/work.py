@@ -77,36 +77,36 @@ class Work:
 
     def pass_time(self, dt_s: float) -> None:
         self.stepped.clear()
-        for box in list(self._cloud.boxes.values()):
-            is_reconnected = box.cut_off_s > 0 and not box.is_cut_off
-            box.cut_off_s = box.cut_off_s + dt_s if box.is_cut_off else 0.0
+        for machine in list(self._cloud.nodes.values()):
+            is_reconnected = machine.cut_off_s > 0 and not machine.is_cut_off
+            machine.cut_off_s = machine.cut_off_s + dt_s if machine.is_cut_off else 0.0
             if is_reconnected:
                 continue  # the gateway may write before the trainer and the uploader retry
             with contextlib.suppress(StoreUnavailable):
-                if not box.gone:
-                    self._upload(box)
-                if box.role is Role.TRAINER and box.is_working(self._cloud.time_s):
-                    self._train(box, dt_s)
-            if box.exit_code is not None and box.store.writes:
-                box.reported_code = box.exit_code
+                if not machine.gone:
+                    self._upload(machine)
+                if machine.role is Role.TRAINER and machine.is_working(self._cloud.time_s):
+                    self._train(machine, dt_s)
+            if machine.exit_code is not None and machine.store.writes:
+                machine.reported_code = machine.exit_code
         self._check(len(self.stepped) <= 1, f"two trainers act: {self.stepped}")
         self._gateways()
 
-    def forget(self, box: SimulatedMachine) -> None:
+    def forget(self, machine: SimulatedMachine) -> None:
         """Record the loss of a machine and its unstored checkpoints."""
-        if box.role is Role.TRAINER:
-            self.safe_steps[box.timeline] = max(
-                (at.step for at in self.listed if at.timeline == box.timeline), default=0
+        if machine.role is Role.TRAINER:
+            self.safe_steps[machine.timeline] = max(
+                (at.step for at in self.listed if at.timeline == machine.timeline), default=0
             )
 
-    def _upload(self, box: SimulatedMachine) -> None:
+    def _upload(self, machine: SimulatedMachine) -> None:
         """Run the uploader, which outlives the trainer."""
-        while box.spool and box.store.writes:
-            forks = documents.read_forks(box.store)
-            add = partial(self._add_checkpoint, new=box.spool[0], forks=forks)
-            revision = box.catalog.change(self._cloud.time_s, add)
+        while machine.spool and machine.store.writes:
+            forks = documents.read_forks(machine.store)
+            add = partial(self._add_checkpoint, new=machine.spool[0], forks=forks)
+            revision = machine.catalog.change(self._cloud.time_s, add)
             self.listed = tuple(checkpoint.at for checkpoint in revision.checkpoints)
-            self.ever_listed.add(box.spool.pop(0))
+            self.ever_listed.add(machine.spool.pop(0))
 
     def _add_checkpoint(self, revision: Revision, *, new: PolicyVersion, forks: Sequence[Fork]) -> Revision:
         """Return the catalog with another checkpoint, after retention."""
@@ -115,55 +115,55 @@ class Work:
         retained = retain(list(checkpoints), new, self._verdict(new), forks, self._spec.checkpoints)
         return replace(revision, checkpoints=[checkpoints[at] for at in retained])
 
-    def _train(self, box: SimulatedMachine, dt_s: float) -> None:
+    def _train(self, machine: SimulatedMachine, dt_s: float) -> None:
         with contextlib.suppress(StoreUnavailable):
-            heartbeat = documents.TRAINER.read(box.store)
-            newest = documents.newest_timeline(box.store)
-            if newest > box.timeline or (heartbeat is not None and heartbeat.precedence > box.precedence):
-                box.exit_code = exit_codes.FENCED
+            heartbeat = documents.TRAINER.read(machine.store)
+            newest = documents.newest_timeline(machine.store)
+            if newest > machine.timeline or (heartbeat is not None and heartbeat.precedence > machine.precedence):
+                machine.exit_code = exit_codes.FENCED
                 return
-        if box.step < 0 and not self._begin(box):
+        if machine.step < 0 and not self._begin(machine):
             return
-        is_leaving = self._is_leaving(box)
-        trip, _ = self.trips.get(box.timeline, (self.max_steps + 1, 0))
-        box.generates_itself = False
-        makes_progress = is_leaving or box.step >= trip or self._step(box, dt_s)
-        step = int(box.step)
-        self._seal(box, step, is_final=is_leaving or step >= self.max_steps, is_tripped=step >= trip)
+        is_leaving = self._is_leaving(machine)
+        trip, _ = self.trips.get(machine.timeline, (self.max_steps + 1, 0))
+        machine.generates_itself = False
+        makes_progress = is_leaving or machine.step >= trip or self._step(machine, dt_s)
+        step = int(machine.step)
+        self._seal(machine, step, is_final=is_leaving or step >= self.max_steps, is_tripped=step >= trip)
         activity = "training" if makes_progress else "waiting"
-        if makes_progress and box.generates_itself:
+        if makes_progress and machine.generates_itself:
             activity = OWN_GENERATION
-        if step >= self.max_steps and not box.spool:
+        if step >= self.max_steps and not machine.spool:
             activity = "done"
-        if step >= trip and not box.spool:
+        if step >= trip and not machine.spool:
             activity = "diverged"
-        self._write_heartbeat(box, activity, is_leaving=is_leaving)
+        self._write_heartbeat(machine, activity, is_leaving=is_leaving)
         if activity == "diverged":
-            box.exit_code = exit_codes.DIVERGED
+            machine.exit_code = exit_codes.DIVERGED
         elif activity == "done":
-            box.exit_code = exit_codes.OK
-        elif is_leaving and not box.spool:
-            box.exit_code = exit_codes.STOPPED
+            machine.exit_code = exit_codes.OK
+        elif is_leaving and not machine.spool:
+            machine.exit_code = exit_codes.STOPPED
 
-    def _begin(self, box: SimulatedMachine) -> bool:
+    def _begin(self, machine: SimulatedMachine) -> bool:
         """Start at the newest checkpoint of its timeline's ancestry. Returns whether it could."""
-        if not box.store.writes or box.spool:
+        if not machine.store.writes or machine.spool:
             return False  # it must first write a heartbeat and store the checkpoints in its spool
-        forks = documents.read_forks(box.store)
-        checkpoints = [checkpoint.at for checkpoint in box.catalog.newest().checkpoints]
-        start = choose_start(checkpoints, forks, box.timeline, None)
+        forks = documents.read_forks(machine.store)
+        checkpoints = [checkpoint.at for checkpoint in machine.catalog.newest().checkpoints]
+        start = choose_start(checkpoints, forks, machine.timeline, None)
         start_step = start.step if start is not None else 0
-        others = [other for other in self._cloud.of(Role.TRAINER) if other is not box and not other.gone]
+        others = [other for other in self._cloud.of(Role.TRAINER) if other is not machine and not other.gone]
         if any(other.notice or other.spool for other in others):
             # The previous trainer may have sealed another checkpoint just now.
-            self.safe_steps[box.timeline] = start_step
-        safe_step = self.safe_steps.get(box.timeline, 0)
-        message = f"timeline {box.timeline} restarts at step {start_step}, but step {safe_step} was safe"
+            self.safe_steps[machine.timeline] = start_step
+        safe_step = self.safe_steps.get(machine.timeline, 0)
+        message = f"timeline {machine.timeline} restarts at step {start_step}, but step {safe_step} was safe"
         self._check(start_step >= safe_step, message)
-        box.step = float(start_step)
+        machine.step = float(start_step)
         return True
 
-    def _step(self, box: SimulatedMachine, dt_s: float) -> bool:
+    def _step(self, machine: SimulatedMachine, dt_s: float) -> bool:
         """Make a part of a step. Returns whether it could.
 
         It needs rollout nodes, or has been without them for so long that it generates itself.
@@ -172,63 +172,63 @@ class Work:
         working = [node for node in self._cloud.of(Role.ROLLOUT) if node.is_working(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)
         speed = nodes if generates_itself(self._spec) else sum(node.speed for node in working)
-        box.alone_s = 0.0 if nodes else box.alone_s + dt_s
+        machine.alone_s = 0.0 if nodes else machine.alone_s + dt_s
         after_s = self._spec.rollout.own_generation_after_s
-        if nodes == 0 and after_s is not None and box.alone_s >= after_s:
-            box.generates_itself, speed = True, 1 / physics.own_slower
-        if speed == 0 or box.step - self.stored_step >= physics.behind_steps:
+        if nodes == 0 and after_s is not None and machine.alone_s >= after_s:
+            machine.generates_itself, speed = True, 1 / physics.own_slower
+        if speed == 0 or machine.step - self.stored_step >= physics.behind_steps:
             return speed > 0
-        before = box.step
-        box.step = min(float(self.max_steps), box.step + dt_s / physics.step_s(speed))
+        before = machine.step
+        machine.step = min(float(self.max_steps), machine.step + dt_s / physics.step_s(speed))
         generating_share = physics.generation_node_s / speed / physics.step_s(speed)
-        box.generated_s += dt_s * generating_share
-        box.generated_node_s += dt_s * generating_share * nodes
-        box.own_s += dt_s * generating_share * box.generates_itself
-        self.made_steps += box.step - before
-        if self._logs and int(box.step) > int(before):
-            self._log(box)
-        if box.store.writes:
-            self.stepped.append(box.node)
+        machine.generated_s += dt_s * generating_share
+        machine.generated_node_s += dt_s * generating_share * nodes
+        machine.own_s += dt_s * generating_share * machine.generates_itself
+        self.made_steps += machine.step - before
+        if self._logs and int(machine.step) > int(before):
+            self._log(machine)
+        if machine.store.writes:
+            self.stepped.append(machine.node)
         return True
 
-    def _log(self, box: SimulatedMachine) -> None:
+    def _log(self, machine: SimulatedMachine) -> None:
         """Log the metrics of the finished step."""
         values = {
-            metrics.GENERATE_S: box.generated_s,
-            metrics.GENERATE_NODE_S: box.generated_node_s,
+            metrics.GENERATE_S: machine.generated_s,
+            metrics.GENERATE_NODE_S: machine.generated_node_s,
             metrics.TOKENS: TOKENS_PER_STEP,
         }
-        if box.own_s:
-            values[metrics.OWN_GENERATE_S] = box.own_s
-        box.generated_s = box.generated_node_s = box.own_s = 0.0
+        if machine.own_s:
+            values[metrics.OWN_GENERATE_S] = machine.own_s
+        machine.generated_s = machine.generated_node_s = machine.own_s = 0.0
         at_s = EPOCH_S + self._cloud.time_s
-        box.log.append(metrics.MetricsRow(box.timeline, int(box.step), at_s, box.attempt, values))
+        machine.log.append(metrics.MetricsRow(machine.timeline, int(machine.step), at_s, machine.attempt, values))
 
-    def _seal(self, box: SimulatedMachine, step: int, *, is_final: bool, is_tripped: bool) -> None:
+    def _seal(self, machine: SimulatedMachine, step: int, *, is_final: bool, is_tripped: bool) -> None:
         """Save a checkpoint every `save_steps` and at the end, but none after a trip."""
         saved = step if is_final else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
-        newest = box.sealed.step if box.sealed is not None and box.sealed.timeline == box.timeline else 0
-        if is_tripped or saved <= max(newest, 0) or PolicyVersion(box.timeline, saved) in self.listed:
+        newest = machine.sealed.step if machine.sealed is not None and machine.sealed.timeline == machine.timeline else 0
+        if is_tripped or saved <= max(newest, 0) or PolicyVersion(machine.timeline, saved) in self.listed:
             return
-        box.sealed = PolicyVersion(box.timeline, saved)
-        box.spool.append(box.sealed)
-        self.safe_steps[box.timeline] = max(self.safe_steps.get(box.timeline, 0), saved)
+        machine.sealed = PolicyVersion(machine.timeline, saved)
+        machine.spool.append(machine.sealed)
+        self.safe_steps[machine.timeline] = max(self.safe_steps.get(machine.timeline, 0), saved)
 
-    def _is_leaving(self, box: SimulatedMachine) -> bool:
-        if box.notice and box.role is Role.TRAINER:
+    def _is_leaving(self, machine: SimulatedMachine) -> bool:
+        if machine.notice and machine.role is Role.TRAINER:
             return True
         try:
-            return documents.is_stop_requested(box.store, box.node, box.attempt)
+            return documents.is_stop_requested(machine.store, machine.node, machine.attempt)
         except StoreUnavailable:
             return False
 
-    def _write_heartbeat(self, box: SimulatedMachine, activity: str, *, is_leaving: bool) -> None:
+    def _write_heartbeat(self, machine: SimulatedMachine, activity: str, *, is_leaving: bool) -> None:
         at_s = EPOCH_S + self._cloud.time_s
-        heartbeat = Trainer(box.node, box.attempt, box.timeline, int(box.step), self.max_steps, activity, at_s)
-        verdict = self._verdict(PolicyVersion(box.timeline, int(box.step)))
+        heartbeat = Trainer(machine.node, machine.attempt, machine.timeline, int(machine.step), self.max_steps, activity, at_s)
+        verdict = self._verdict(PolicyVersion(machine.timeline, int(machine.step)))
         stored_step = self.stored_step or None
         heartbeat = replace(heartbeat, verdict=verdict, leaving=is_leaving, stored_step=stored_step)
-        documents.TRAINER.write(box.store, heartbeat)
+        documents.TRAINER.write(machine.store, heartbeat)
 
     def _verdict(self, at: PolicyVersion) -> Verdict:
         trip, onset = self.trips.get(at.timeline, (self.max_steps + 1, self.max_steps + 1))
@@ -242,23 +242,23 @@ class Work:
         """Run a gateway on each trainer's machine that is up."""
         now_s = self._cloud.time_s
         serving = [node for node in self._cloud.of(Role.ROLLOUT) if node.is_working(now_s)]
-        for box in self._cloud.of(Role.TRAINER):
-            if not box.is_up(now_s) or box.exit_code is not None:
+        for machine in self._cloud.of(Role.TRAINER):
+            if not machine.is_up(now_s) or machine.exit_code is not None:
                 continue
-            boot_id, policy = f"{box.node}.{box.attempt}", f"{box.timeline}-{max(0, int(box.step))}"
+            boot_id, policy = f"{machine.node}.{machine.attempt}", f"{machine.timeline}-{max(0, int(machine.step))}"
             members = [
                 MemberStatus(node.node, "b", "10.0.0.2:1", policy, True, node.notice, 4, 0.1) for node in serving
             ]
-            box.writes += 1
-            up_s = now_s - max(box.up_at_s, box.works_at_s - box.works_in_s)
-            status = GatewayStatus(boot_id, policy, members, seq=box.writes, up_s=up_s)
+            machine.writes += 1
+            up_s = now_s - max(machine.up_at_s, machine.works_at_s - machine.works_in_s)
+            status = GatewayStatus(boot_id, policy, members, seq=machine.writes, up_s=up_s)
             with contextlib.suppress(StoreUnavailable):
-                if box.listens_as != boot_id:
-                    documents.gateway(box.precedence).write(
-                        box.store, GatewayAddress("http://10.0.0.1:1", boot_id)
+                if machine.listens_as != boot_id:
+                    documents.gateway(machine.precedence).write(
+                        machine.store, GatewayAddress("http://10.0.0.1:1", boot_id)
                     )
-                    box.listens_as = boot_id
-                documents.members(box.precedence).write(box.store, status)
+                    machine.listens_as = boot_id
+                documents.members(machine.precedence).write(machine.store, status)
 
 
 # Retention in the simulated store.

@@ -116,7 +116,7 @@ def _reward_words(course: Curve) -> str:
     return f"reward {'rose' if course.end > course.start else 'fell'} from {start} to {end}"
 
 
-UNKNOWN = "cannot tell"
+UNKNOWN = "unknown"
 JUDGED = frozenset((KL, KL_SEQUENCE, *NOT_FINITE, *(signal.name for signal in SIGNALS)))
 _STEP = re.compile(r"\bstep(?= \d)")
 

@@ -76,7 +76,7 @@ def overlap_words(step_s: float, sequential_s: float, overlapped_s: float, max_s
 
     Args:
         step_s: the actual seconds of a step.
-        in_turns_s: generation plus training.
+        sequential_s: generation plus training.
         overlapped_s: the longer of the two.
         max_staleness: `rollout.max_staleness`.
     """

@@ -151,9 +151,9 @@ def deadline_words(deadline: DeadlinePlan) -> Text:
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.step is not None:
         yield "step", f"{duration(plan.step.step_s)}, {plan.step.source}: {_step_words(plan.step)}"
-        in_turns_s, overlapped_s = plan.step.sequential_s, plan.step.overlapped_s
-        if in_turns_s is not None and overlapped_s is not None:
-            words = overlap_words(plan.step.step_s, in_turns_s, overlapped_s, plan.step.max_staleness)
+        sequential_s, overlapped_s = plan.step.sequential_s, plan.step.overlapped_s
+        if sequential_s is not None and overlapped_s is not None:
+            words = overlap_words(plan.step.step_s, sequential_s, overlapped_s, plan.step.max_staleness)
             yield "overlap", words
 
 

@@ -1,4 +1,4 @@
-"""Build a RunView from a run's store and its gateway's last status; `Looker` does so repeatedly."""
+"""Build a RunView from a run's store and its gateway's last status; `RunObserver` does so repeatedly."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def described(
         buying_stopped=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
         store_slow=state.is_store_slow and running,
-        unreadable=_set_aside(reader),
+        unreadable=_unreadable(reader),
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
@@ -268,7 +268,7 @@ def _checkpoint(reader: Reader, now_s: float) -> CheckpointView | None:
     return CheckpointView(newest.version, max(0.0, now_s - newest.created_at_s))
 
 
-def _set_aside(reader: Reader) -> tuple[UnreadableView, ...]:
+def _unreadable(reader: Reader) -> tuple[UnreadableView, ...]:
     """Return the unreadable objects that the controller journalled, and those found here."""
     journalled = reader.state.unreadable
     return tuple(UnreadableView(key, why) for key, why in (journalled | reader.unreadable.found).items())
@@ -297,7 +297,7 @@ def _tokens_per_s(rows: Sequence[MetricsRow]) -> float | None:
 
 
 class RunObserver:
-    """Reads a run repeatedly; each `look` reads only what is new. Raises NotFound when there is no run."""
+    """Reads a run repeatedly; each `observe` reads only what is new. Raises NotFound when there is no run."""
 
     def __init__(self, store: Store) -> None:
         self.reader = Reader(store)

@@ -43,9 +43,9 @@ class Figure:
     tone: str = ""
 
 
-def strip(look: Observation) -> list[Figure]:
+def strip(observation: Observation) -> list[Figure]:
     """Return the figures at the top of every page, in order."""
-    return look.cached("strip", lambda: _figures(look))
+    return observation.cached("strip", lambda: _figures(observation))
 
 
 def troubles(view: RunView) -> list[str]:
@@ -90,8 +90,8 @@ def headline(view: RunView) -> str:
     return f"the trainer is {view.activity}" if view.activity else view.reason
 
 
-def _figures(look: Observation) -> list[Figure]:
-    view, money = look.view, look.view.money
+def _figures(observation: Observation) -> list[Figure]:
+    view, money = observation.view, observation.view.money
     of = f"of {view.max_steps:,}" if view.max_steps else ""
     above = view.kl is not None and view.kl_limit is not None and view.kl > view.kl_limit
     limit = f"limit {short(view.kl_limit)}" if view.kl_limit is not None else "no limit"
@@ -99,7 +99,7 @@ def _figures(look: Observation) -> list[Figure]:
     waiting = f"{view.requests_waiting} waiting" if view.requests_waiting else ""
     return [
         Figure("step", f"{view.step:,}", of),
-        Figure("reward", short(view.reward), _held_out(look.path)),
+        Figure("reward", short(view.reward), _held_out(observation.path)),
         Figure("KL", short(view.kl), limit, "bad" if above else ""),
         Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} left" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
@@ -176,30 +176,30 @@ class Site:
 
     def _handler(self, page: Page) -> Handler:
         async def handle(request: web.Request) -> web.Response:
-            look = await self._watch.fresh()
+            observation = await self._watch.fresh()
             page_request = PageRequest(request.match_info, request.query)
             form = page_request.choice("format", ("html", "json"))
-            data = await asyncio.to_thread(page.data, look, page_request)
+            data = await asyncio.to_thread(page.data, observation, page_request)
             if page.template is None or form == "json":
                 return _json(data)
-            drawn = await asyncio.to_thread(self._draw, page, look, data, request.path_qs)
+            drawn = await asyncio.to_thread(self._draw, page, observation, data, request.path_qs)
             return web.Response(text=drawn, content_type="text/html")
 
         return handle
 
-    def _draw(self, page: Page, look: Observation, data: dict[str, Any], url: str) -> str:
+    def _draw(self, page: Page, observation: Observation, data: dict[str, Any], url: str) -> str:
         assert page.template is not None
-        return render(page.template, {**self._shared(look, page, url), **data})
+        return render(page.template, {**self._shared(observation, page, url), **data})
 
-    def _shared(self, look: Observation, page: Page | None, url: str) -> dict[str, Any]:
+    def _shared(self, observation: Observation, page: Page | None, url: str) -> dict[str, Any]:
         """Return the variables of every template."""
         as_json = f"{url}{'&' if '?' in url else '?'}format=json"
-        shared = {"look": look, "view": look.view, "strip": strip(look), "headline": headline(look.view)}
-        shared |= {"deadline": deadline_line(look.view), "troubles": troubles(look.view)}
+        shared = {"observation": observation, "view": observation.view, "strip": strip(observation), "headline": headline(observation.view)}
+        shared |= {"deadline": deadline_line(observation.view), "troubles": troubles(observation.view)}
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Send server-sent events: `look`, with its number, for every newer look."""
+        """Send server-sent events: `observation`, with its number, for every newer observation."""
         if self._watchers >= WATCHERS_MAX:
             raise PageError(503, f"{WATCHERS_MAX} pages are open already, close some")
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
@@ -220,7 +220,7 @@ class Site:
             while True:
                 await asyncio.wait({next_look}, timeout=QUIET_S)
                 if next_look.done():
-                    await response.write(f"event: look\ndata: {next_look.result().number}\n\n".encode())
+                    await response.write(f"event: observation\ndata: {next_look.result().number}\n\n".encode())
                     next_look = asyncio.ensure_future(anext(stream))
                 else:
                     await response.write(b": quiet\n\n")
@@ -257,8 +257,8 @@ class Site:
     def _error(self, request: web.Request, status: int, message: str) -> web.Response:
         if request.query.get("format") == "json":
             return _json({"error": message}, status)
-        look = self._watch.newest
-        drawn = render("error.html", {**self._shared(look, None, request.path_qs), "message": message})
+        observation = self._watch.newest
+        drawn = render("error.html", {**self._shared(observation, None, request.path_qs), "message": message})
         return web.Response(status=status, text=drawn, content_type="text/html")
 
 

@@ -33,23 +33,23 @@ TIMED = ("generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s", "s
 Values = list[float | None]
 
 
-def _series(look: Observation, request: PageRequest) -> dict[str, Any]:
-    window = window_of(look, request)
+def _series(observation: Observation, request: PageRequest) -> dict[str, Any]:
+    window = window_of(observation, request)
     axis, low, high = window.axis, window.low, window.high
     points = request.whole("points", POINTS, 10, POINTS_MAX)
-    present = [row for row in look.path if window.holds(row)]
-    lost = [row for row in look.abandoned if window.holds(row)]
-    timings = look.cached("timings", lambda: timings_of([*look.path, *look.abandoned]))
-    faults = look.cached("faults", lambda: _faults(look))
+    present = [row for row in observation.path if window.holds(row)]
+    lost = [row for row in observation.abandoned if window.holds(row)]
+    timings = observation.cached("timings", lambda: timings_of([*observation.path, *observation.abandoned]))
+    faults = observation.cached("faults", lambda: _faults(observation))
     return {
         "axis": axis,
         "from_s": window.from_s,
         "until_s": window.until_s,
         "present": table(present, axis, points, timings),
         "abandoned": table(lost, axis, points, timings),
-        "kl_limit": look.cached("kl limit", lambda: look.view.kl_limit),
+        "kl_limit": observation.cached("kl limit", lambda: observation.view.kl_limit),
         "faults": marks([fault for fault in faults if low <= fault[axis] <= high], axis),
-        "timelines": look.cached("timelines", lambda: _timelines(look)),
+        "timelines": observation.cached("timelines", lambda: _timelines(observation)),
     }
 
 
@@ -122,10 +122,10 @@ def _at(row: MetricsRow, axis: str) -> float:
     return float(row.step) if axis == "step" else row.time_s
 
 
-def _faults(look: Observation) -> list[dict[str, Any]]:
-    rehearsed = [rehearsed_fault(fault) for fault in look.faults]
-    faults = merge_faults(rehearsed, journalled_faults(look.history))
-    costs = fault_costs(look.rows, faults)
+def _faults(observation: Observation) -> list[dict[str, Any]]:
+    rehearsed = [rehearsed_fault(fault) for fault in observation.faults]
+    faults = merge_faults(rehearsed, journalled_faults(observation.history))
+    costs = fault_costs(observation.rows, faults)
     return [
         {
             "step": cost.at_step,
@@ -137,7 +137,7 @@ def _faults(look: Observation) -> list[dict[str, Any]]:
     ]
 
 
-def _timelines(look: Observation) -> list[dict[str, Any]]:
+def _timelines(observation: Observation) -> list[dict[str, Any]]:
     """Return, for each timeline after the first, its start step and the last step of the one before."""
     return [
         {
@@ -145,7 +145,7 @@ def _timelines(look: Observation) -> list[dict[str, Any]]:
             "start_step": 0 if rollback.fork.start_at is None else rollback.fork.start_at.step,
             "from_step": rollback.from_step,
         }
-        for rollback in look.state.rollbacks
+        for rollback in observation.state.rollbacks
     ]
 
 
@@ -155,10 +155,10 @@ SERIES = Page("/series", _series)
 # The seconds of each part of a step, in a window of time or steps.
 
 
-def _split(look: Observation, request: PageRequest) -> dict[str, Any]:
-    window = window_of(look, request)
+def _split(observation: Observation, request: PageRequest) -> dict[str, Any]:
+    window = window_of(observation, request)
     points = request.whole("points", POINTS, 10, POINTS_MAX)
-    splits = look.cached("split", lambda: split(look.path))
+    splits = observation.cached("split", lambda: split(observation.path))
     inside = [part for part in splits if window.holds(part.row)]
     return {
         "axis": window.axis,
@@ -202,26 +202,26 @@ POLICIES_MAX = 12
 MOVES_MAX = 40
 
 
-def _lanes(look: Observation, request: PageRequest) -> dict[str, Any]:
-    window = window_of(look, request)
+def _lanes(observation: Observation, request: PageRequest) -> dict[str, Any]:
+    window = window_of(observation, request)
     ended = request.choice("ended", ("no", "yes")) == "yes"
     first, count = request.whole("first", 0, 0, FAR), request.whole("count", LANES_SHOWN, 1, LANES_MAX)
-    present, past = look.cached("lanes", lambda: _slots(lives(look.history, extent(look)[1])))
+    present, past = observation.cached("lanes", lambda: _slots(lives(observation.history, extent(observation)[1])))
     shown = [
         *_last_changed_first(present, window),
         *(_last_changed_first(past, window) if ended or not present else ()),
     ]
-    states = look.cached("states", lambda: states_of(look))
+    states = observation.cached("states", lambda: states_of(observation))
     return {
         "from_s": window.from_s,
         "until_s": window.until_s,
-        "end_s": extent(look)[1],
+        "end_s": extent(observation)[1],
         "lanes": [_lane(own, window, states) for own in shown[first : first + count]],
         "first": first,
         "count": count,
         "total": len(shown),
         "ended": len(past) if present else 0,  # of the whole run; shown on request
-        "policies": policies(look, window),
+        "policies": policies(observation, window),
     }
 
 
@@ -309,9 +309,9 @@ def _cells(inside: Sequence[Life], window: Window) -> list[dict[str, Any]]:
     return found
 
 
-def policies(look: Observation, window: Window) -> list[dict[str, Any]]:
+def policies(observation: Observation, window: Window) -> list[dict[str, Any]]:
     """Return the policy changes: all if few, else those at round steps; and always the moves to a new timeline."""
-    inside = [row for row in look.path if window.from_s <= row.time_s <= window.until_s]
+    inside = [row for row in observation.path if window.from_s <= row.time_s <= window.until_s]
     if any(PUBLISHED in row.values for row in inside):
         inside = [row for row in inside if PUBLISHED in row.values]
     every = _round_up(len(inside) / POLICIES_MAX)
@@ -319,14 +319,14 @@ def policies(look: Observation, window: Window) -> list[dict[str, Any]]:
     changes = [{"time": row.time_s, "policy": f"{row.timeline}-{row.step}", "forks": False} for row in chosen]
     forks = [
         {"time": time_s, "policy": event.policy, "forks": True}
-        for time_s, event in look.cached("fleet moved", lambda: _moves(look))
+        for time_s, event in observation.cached("fleet moved", lambda: _moves(observation))
         if window.from_s <= time_s <= window.until_s
     ]
     return sorted([*changes, *forks[-MOVES_MAX:]], key=lambda change: change["time"])
 
 
-def _moves(look: Observation) -> list[tuple[float, FleetMoved]]:
-    return [(at_s, event) for _, at_s, events in look.history for event in events if isinstance(event, FleetMoved)]
+def _moves(observation: Observation) -> list[tuple[float, FleetMoved]]:
+    return [(at_s, event) for _, at_s, events in observation.history for event in events if isinstance(event, FleetMoved)]
 
 
 def _round_up(number: float) -> int:

@@ -104,29 +104,29 @@ class Window:
         return self.low <= self.at(row) <= self.high
 
 
-def window_of(look: Observation, request: PageRequest) -> Window:
+def window_of(observation: Observation, request: PageRequest) -> Window:
     """Return the requested window. Raises PageError."""
     axis = request.choice("x", AXES)
     low, high = request.number("from", -FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE), request.number("to", FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE)
-    begin_s, end_s = extent(look)
+    begin_s, end_s = extent(observation)
     from_s, until_s = begin_s, end_s
     if axis == "time":
         from_s, until_s = max(low, begin_s), min(high, end_s)
     elif (low, high) != (-FAR_FUTURE, FAR_FUTURE):
         # A row is logged at the end of its step, so the window starts at the end of the step before.
-        before_s = max((row.time_s for row in look.path if row.step < low), default=begin_s)
+        before_s = max((row.time_s for row in observation.path if row.step < low), default=begin_s)
         from_s = before_s
-        until_s = max((row.time_s for row in look.path if low <= row.step <= high), default=before_s)
+        until_s = max((row.time_s for row in observation.path if low <= row.step <= high), default=before_s)
     return Window(axis, low, high, from_s, max(from_s, until_s))
 
 
-def extent(look: Observation) -> tuple[float, float]:
+def extent(observation: Observation) -> tuple[float, float]:
     """Return the first and last known moment of the run, seconds since the epoch.
 
     The last is now if a controller is alive, else that of the last record.
     """
-    journalled = [time_s for _, time_s, _ in (*look.history[:1], *look.history[-1:])]
-    logged = [row.time_s for row in (*look.path[:1], *look.path[-1:])]
-    begin_s = min([*journalled, *logged], default=look.view.now_s)
-    end_s = look.view.now_s if look.view.daemon.alive else max([*journalled, *logged], default=look.view.now_s)
+    journalled = [time_s for _, time_s, _ in (*observation.history[:1], *observation.history[-1:])]
+    logged = [row.time_s for row in (*observation.path[:1], *observation.path[-1:])]
+    begin_s = min([*journalled, *logged], default=observation.view.now_s)
+    end_s = observation.view.now_s if observation.view.daemon.alive else max([*journalled, *logged], default=observation.view.now_s)
     return begin_s, max(begin_s, end_s)

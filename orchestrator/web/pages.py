@@ -49,8 +49,8 @@ from grpo_orch.policies.serving.gateway_status import MemberStatus
 # The first page: curves, step times, machines and the latest events.
 
 
-def _run(look: Observation, _: PageRequest) -> dict[str, Any]:
-    return {"run": to_json(look.view)}
+def _run(observation: Observation, _: PageRequest) -> dict[str, Any]:
+    return {"run": to_json(observation.view)}
 
 
 RUN = Page("/", _run, "run.html", "Run")
@@ -59,17 +59,17 @@ RUN = Page("/", _run, "run.html", "Run")
 # The stored checkpoints, and the rules that keep each of them.
 
 
-def _checkpoints(look: Observation, _: PageRequest) -> dict[str, Any]:
-    reasons = keep_reasons(look.checkpoints, look.record.spec, look.state.forks, look.trainer)
+def _checkpoints(observation: Observation, _: PageRequest) -> dict[str, Any]:
+    reasons = keep_reasons(observation.checkpoints, observation.record.spec, observation.state.forks, observation.trainer)
     listed = [
         {
             "version": checkpoint.version,
             "created_at_s": checkpoint.created_at_s,
             "size_bytes": checkpoint.size_bytes,
             "pinned": checkpoint.pinned,
-            "kept_as": list(reasons[checkpoint.at]),
+            "keep_reasons": list(reasons[checkpoint.at]),
         }
-        for checkpoint in reversed(look.checkpoints)
+        for checkpoint in reversed(observation.checkpoints)
     ]
     return {"checkpoints": listed}
 
@@ -80,22 +80,22 @@ CHECKPOINTS = Page("/checkpoints", _checkpoints, "checkpoints.html", "Checkpoint
 # Each rollback: its evidence, its start, its changes, and its outcome.
 
 
-def _rollbacks(look: Observation, _: PageRequest) -> dict[str, Any]:
-    return {"rollbacks": look.cached("rollbacks", lambda: _all_rollbacks(look))}
+def _rollbacks(observation: Observation, _: PageRequest) -> dict[str, Any]:
+    return {"rollbacks": observation.cached("rollbacks", lambda: _all_rollbacks(observation))}
 
 
-def _all_rollbacks(look: Observation) -> list[dict[str, Any]]:
-    state = look.state
-    divergences = [event for _, _, events in look.history for event in events if isinstance(event, Diverged)]
+def _all_rollbacks(observation: Observation) -> list[dict[str, Any]]:
+    state = observation.state
+    divergences = [event for _, _, events in observation.history for event in events if isinstance(event, Diverged)]
     befores = [None, *(rollback.fork for rollback in state.rollbacks)]
-    losses = abandoned(look.rows, state.rollbacks)
+    losses = abandoned(observation.rows, state.rollbacks)
     found = []
     for rollback, before, lost in zip(state.rollbacks, befores, losses, strict=False):
         fork = rollback.fork
         trips = [event for event in divergences if event.timeline == (0 if before is None else before.timeline)]
-        windows, tokens = unused_before(look.rows, fork.timeline)
+        windows, tokens = unused_before(observation.rows, fork.timeline)
         changed = [
-            change_words(changes_of(fork, before, look.record.spec.grpo)),
+            change_words(changes_of(fork, before, observation.record.spec.grpo)),
             skipped_words(skipped_of(fork, before)),
         ]
         found.append(
@@ -112,7 +112,7 @@ def _all_rollbacks(look: Observation) -> list[dict[str, Any]]:
                 "tokens_abandoned": lost.tokens,
                 "windows_unused": windows,
                 "tokens_unused": tokens,
-                "thrown_away": discarded_words(lost.steps, lost.tokens, windows, tokens),
+                "discarded_text": discarded_words(lost.steps, lost.tokens, windows, tokens),
                 "outcome": outcome_words(rollback, state),
             }
         )
@@ -126,40 +126,40 @@ ROLLBACKS = Page("/rollbacks", _rollbacks, "rollbacks.html", "Rollbacks")
 MONEY_POINTS = 400
 
 
-def _money(look: Observation, _: PageRequest) -> dict[str, Any]:
-    money = look.view.money
+def _money(observation: Observation, _: PageRequest) -> dict[str, Any]:
+    money = observation.view.money
     return {
         "money": asdict(money),
-        "over_time": look.cached("dollars", lambda: _over_time(look)),
+        "over_time": observation.cached("dollars", lambda: _over_time(observation)),
     }
 
 
-def _over_time(look: Observation) -> dict[str, Any]:
+def _over_time(observation: Observation) -> dict[str, Any]:
     """Return columns of at most MONEY_POINTS values by category, each budget with its start, and the forecast."""
-    now_s, money = look.view.now_s, look.view.money
-    spent = [asdict(at) for at in spent_over_time(look.history, now_s, look.controllers)]
+    now_s, money = observation.view.now_s, observation.view.money
+    spent = [asdict(at) for at in spent_over_time(observation.history, now_s, observation.controllers)]
     times_s = np.array([at.pop("time_s") for at in spent])
     drawn_s = times_s if len(spent) <= MONEY_POINTS else np.linspace(times_s[0], times_s[-1], MONEY_POINTS)
     columns = {name: np.array([at[name] for at in spent]) for name in (spent[0] if spent else ())}
-    eta_s, forecast = look.view.eta_s, money.forecast_usd
+    eta_s, forecast = observation.view.eta_s, money.forecast_usd
     return {
         "x": drawn_s.tolist(),
         "usd": {
             name.removesuffix("_usd").replace("_", " "): np.interp(drawn_s, times_s, column).round(4).tolist()
             for name, column in columns.items()
         },
-        "budget": _budgets(look),
+        "budget": _budgets(observation),
         "forecast": None if forecast is None or eta_s is None else {"time": now_s + eta_s, "usd": forecast},
     }
 
 
-def _budgets(look: Observation) -> list[tuple[float, float]]:
+def _budgets(observation: Observation) -> list[tuple[float, float]]:
     """Return the start of each budget, seconds since the epoch, and its USD."""
-    first = look.record.spec.budget.usd
-    since_s = look.history[0][1] if look.history else look.view.now_s
+    first = observation.record.spec.budget.usd
+    since_s = observation.history[0][1] if observation.history else observation.view.now_s
     found = [] if first is None else [(since_s, first)]
     found += [
-        (at_s, event.usd) for _, at_s, events in look.history for event in events if isinstance(event, BudgetSet)
+        (at_s, event.usd) for _, at_s, events in observation.history for event in events if isinstance(event, BudgetSet)
     ]
     return found
 
@@ -172,26 +172,26 @@ EVENTS_ON_A_PAGE = 200
 FAR = 10**9
 
 
-def _events(look: Observation, request: PageRequest) -> dict[str, Any]:
+def _events(observation: Observation, request: PageRequest) -> dict[str, Any]:
     kind, word = request.text("kind"), request.text("word")
     first = request.whole("first", 0, 0, FAR)
     found = [
         line
-        for line in reversed(look.events)
+        for line in reversed(observation.events)
         if (not kind or line.type == kind) and word.casefold() in line.text.casefold()
     ]
     return {
         "lines": [event_json(line) for line in found[first : first + EVENTS_ON_A_PAGE]],
         "first": first,
         "total": len(found),
-        "kinds": look.cached("kinds", lambda: sorted({line.type for line in look.events})),
+        "kinds": observation.cached("kinds", lambda: sorted({line.type for line in observation.events})),
         "kind": kind,
         "word": word,
         "on_a_page": EVENTS_ON_A_PAGE,
     }
 
 
-EVENTS = Page("/diary", _events, "events.html", "Events")
+EVENTS = Page("/events", _events, "events.html", "Events")
 
 
 # The machines now: state, policy, speed and price; ended machines come last.
@@ -200,9 +200,9 @@ NODES_ON_A_PAGE = 100
 FIRST_NODE_MAX = 10**6
 
 
-def _nodes_page(look: Observation, request: PageRequest) -> dict[str, Any]:
+def _nodes_page(observation: Observation, request: PageRequest) -> dict[str, Any]:
     first = request.whole("first", 0, 0, FIRST_NODE_MAX)
-    nodes = look.cached("nodes", lambda: _nodes(look))
+    nodes = observation.cached("nodes", lambda: _nodes(observation))
     counts = Counter(node["state"] for node in nodes)
     return {
         "nodes": nodes[first : first + NODES_ON_A_PAGE],
@@ -213,22 +213,22 @@ def _nodes_page(look: Observation, request: PageRequest) -> dict[str, Any]:
     }
 
 
-def states_of(look: Observation) -> dict[str, str]:
+def states_of(observation: Observation) -> dict[str, str]:
     """Return the current state of each machine."""
-    return {node.node: str(node.state) for node in look.view.nodes}
+    return {node.node: str(node.state) for node in observation.view.nodes}
 
 
-def _members(look: Observation) -> defaultdict[str, list[MemberStatus]]:
+def _members(observation: Observation) -> defaultdict[str, list[MemberStatus]]:
     members = defaultdict[str, list[MemberStatus]](list)
-    for member in look.gateway.members if look.gateway else []:
+    for member in observation.gateway.members if observation.gateway else []:
         members[machine_of(member.node)].append(member)
     return members
 
 
-def _nodes(look: Observation) -> list[dict[str, Any]]:
-    members = _members(look)
+def _nodes(observation: Observation) -> list[dict[str, Any]]:
+    members = _members(observation)
     nodes = []
-    for node in look.view.nodes:
+    for node in observation.view.nodes:
         own = members[node.node]
         nodes.append(
             {
@@ -260,7 +260,7 @@ SAMPLES_ON_A_PAGE = 32  # completions
 _ONLY = {"": (None, None), "cut": (True, None), "whole": (False, None), "handed_over": (None, True)}
 
 
-def _samples(look: Observation, request: PageRequest) -> dict[str, Any]:
+def _samples(observation: Observation, request: PageRequest) -> dict[str, Any]:
     order = SortOrder(request.choice("order", tuple(SortOrder)))
     only = request.choice("only", tuple(_ONLY))
     first = request.whole("first", 0, 0, FAR)
@@ -275,18 +275,18 @@ def _samples(look: Observation, request: PageRequest) -> dict[str, Any]:
         handed_over=_ONLY[only][1],
     )
     asked_for = {**words, "order": str(order), "only": only}
-    steps = stored_steps(look.store)
+    steps = stored_steps(observation.store)
     if not steps:
-        return {"why_none": no_samples_reason(look.store), "asked_for": asked_for, "groups": []}
+        return {"no_samples_reason": no_samples_reason(observation.store), "asked_for": asked_for, "groups": []}
     try:
         step = find_step(steps, words["step"])
     except NoSamples as error:
         raise PageError(404, str(error)) from None
-    chosen, summary = select(step, groups_of(look.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
+    chosen, summary = select(step, groups_of(observation.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
     index = steps.index(step)
     return {
         **summary_plain(step, summary),
-        "why_none": "",
+        "no_samples_reason": "",
         "before": str(steps[index - 1]) if index else None,
         "after": str(steps[index + 1]) if index + 1 < len(steps) else None,
         "steps": len(steps),
@@ -315,13 +315,13 @@ SAMPLES = Page("/samples", _samples, "samples.html", "Samples")
 # A single completion in full, at a URL that is valid as long as the samples of its step are kept.
 
 
-def _sample(look: Observation, request: PageRequest) -> dict[str, Any]:
+def _sample(observation: Observation, request: PageRequest) -> dict[str, Any]:
     try:
         link = Link.parse("/".join(request.text(name) for name in ("step", "group", "index")))
-        step = find_step(stored_steps(look.store), link.step)
+        step = find_step(stored_steps(observation.store), link.step)
     except NoSamples as error:
         raise PageError(404, str(error)) from None
-    for number, head, group in groups_of(look.store, step):
+    for number, head, group in groups_of(observation.store, step):
         if number == link.group and link.index < len(group.samples):
             found = FoundSample(link, head, group, group.samples[link.index])
             return {

@@ -1,7 +1,7 @@
 """A single reader of the store for all viewers.
 
 The store is read only while a page is open, about as often as the run makes progress. Pages are drawn from the
-newest Look, which is immutable; waiting pages are notified of a newer one.
+newest Observation, which is immutable; waiting pages are notified of a newer one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class Observation:
     """The state of a run at one moment."""
 
-    number: int  # increases with every look that found something new
+    number: int  # increases with every observation that found something new
     store: Store
     record: RunRecord
     view: RunView
@@ -58,11 +58,11 @@ class Observation:
     trainer: Trainer | None
     controllers: tuple[ControllerRental, ...]  # of a `--remote` run
     gateway: GatewayStatus | None
-    trouble: str = ""  # the error that prevented a newer look
+    trouble: str = ""  # the error that prevented a newer observation
     _cache: dict[str, Any] = field(default_factory=dict)
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which is called once per look."""
+        """Return the result of `make`, which is called once per observation."""
         if name not in self._cache:
             self._cache[name] = make()
         found: T = self._cache[name]
@@ -70,7 +70,7 @@ class Observation:
 
 
 class Watch:
-    """Reads the run while pages are open. Raises StoreError at the start; later errors are in `Look.trouble`."""
+    """Reads the run while pages are open. Raises StoreError at the start; later errors: `Observation.trouble`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -82,18 +82,18 @@ class Watch:
         self._changed = asyncio.Condition()
         self._watchers = 0
         self._wanted = asyncio.Event()
-        self.newest = self.look()
+        self.newest = self.observation()
         self._looked_at_s = time.monotonic()
 
     async def fresh(self) -> Observation:
-        """Return the newest look, refreshed if it is older than `pace_s`."""
+        """Return the newest observation, refreshed if it is older than `pace_s`."""
         async with self._looking:
             if time.monotonic() - self._looked_at_s >= self.pace_s:
                 await self._look_again()
         return self.newest
 
     async def after(self, number: int) -> Observation:
-        """Wait for a look with a higher number."""
+        """Wait for a observation with a higher number."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.newest.number > number)
         return self.newest
@@ -125,19 +125,19 @@ class Watch:
 
     async def _look_again(self) -> None:
         try:
-            look = await asyncio.to_thread(self.look)
-        except Exception as error:  # the page shows any error with the last look, and tries again
+            observation = await asyncio.to_thread(self.observation)
+        except Exception as error:  # the page shows any error with the last observation, and tries again
             if not isinstance(error, StoreError):
                 log.exception("look_failed")
             trouble = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-            look = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _cache={})
+            observation = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _cache={})
         self._looked_at_s = time.monotonic()
-        if look.trouble != self.newest.trouble or _mark(look) != _mark(self.newest):
+        if observation.trouble != self.newest.trouble or _mark(observation) != _mark(self.newest):
             async with self._changed:
-                self.newest = look
+                self.newest = observation
                 self._changed.notify_all()
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         """Read the run once more."""
         view, reader = self._looker.observe(), self._looker.reader
         last = self._history[-1][0] if self._history else 0
@@ -171,26 +171,26 @@ class Watch:
         )
 
 
-def _mark(look: Observation) -> tuple[object, ...]:
-    """Return a key that changes when a look shows something new."""
-    last = look.path[-1] if look.path else None
-    gateway = look.gateway
+def _mark(observation: Observation) -> tuple[object, ...]:
+    """Return a key that changes when a observation shows something new."""
+    last = observation.path[-1] if observation.path else None
+    gateway = observation.gateway
     return (
-        look.events[-1].number if look.events else 0,
-        len(look.events),
+        observation.events[-1].number if observation.events else 0,
+        len(observation.events),
         (last.timeline, last.step, last.time_s, len(last.values)) if last else None,
-        look.trainer,
+        observation.trainer,
         (gateway.boot_id, gateway.seq) if gateway else None,
-        look.view.daemon.alive,
-        look.checkpoints[-1] if look.checkpoints else None,
-        len(look.checkpoints),
+        observation.view.daemon.alive,
+        observation.checkpoints[-1] if observation.checkpoints else None,
+        len(observation.checkpoints),
     )
 
 
 async def observations(watch: Watch, known: int) -> AsyncGenerator[Observation, None]:
-    """Yield every look that is newer than number `known`."""
+    """Yield every observation that is newer than number `known`."""
     with watch.watching():
         while True:
-            look = await watch.after(known)
-            known = look.number
-            yield look
+            observation = await watch.after(known)
+            known = observation.number
+            yield observation

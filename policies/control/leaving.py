@@ -11,9 +11,9 @@ def leave_by_s(notice_at_s: float, lasts_s: float, store_s: float | None) -> flo
     """Return when to stop training, so that a checkpoint is in the store when the notice expires.
 
     Args:
-        told_at_s: when the notice came, on any clock; the result is on the same.
+        notice_at_s: when the notice came, on any clock; the result is on the same.
         lasts_s: from the notice to the end.
-        closing_s: how long saving and storing takes; None if never measured.
+        store_s: how long saving and storing takes; None if never measured.
 
     Returns None if the notice is too short. It then trains on, because completions are stored with each step.
     """
@@ -28,8 +28,8 @@ def is_worth_storing(repeat_s: float, store_s: float | None, *, machine_stays: b
     """Whether to store a checkpoint before the trainer ends.
 
     Args:
-        again_s: how long it takes to repeat the steps since the newest checkpoint, whose completions are stored.
-        closing_s: how long saving and storing takes; None if never measured.
+        repeat_s: how long it takes to repeat the steps since the newest checkpoint, whose completions are stored.
+        store_s: how long saving and storing takes; None if never measured.
         machine_stays: whether the machine would be kept only for this. A preempted one costs the same either way.
     """
     return not machine_stays or store_s is None or repeat_s >= store_s

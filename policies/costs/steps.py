@@ -47,7 +47,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class HourlyPrices:
-    """USD an hour of one rollout node, and of everything else (`beside_usd_per_h`) while the run lasts."""
+    """USD an hour of one rollout node, and of everything else (`other_usd_per_h`) while the run lasts."""
 
     other_usd_per_h: float
     node_usd_per_h: float
@@ -120,7 +120,7 @@ class MeasuredStep:
         generated_s: time in which completions were made.
         nodes: that made them.
         tokens: of the completions.
-        own_s: of `generated_s`, time in which the trainer made them because no node was available.
+        trainer_generated_s: of `generated_s`, time in which the trainer made them because no node was available.
         ahead_s: of `generated_s`, time in which the trainer worked on earlier steps.
     """
 

@@ -82,7 +82,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Tariff:
-    """USD of a request and of a GB in each direction. An unknown price is None, for the reason `why`."""
+    """USD of a request and of a GB in each direction. An unknown price is None, for the `reason`."""
 
     put_usd: float | None
     get_usd: float | None

@@ -1,7 +1,7 @@
 """Detect problems that waste steps or machines without a divergence, and suggest a fix.
 
 Pure and incremental, as `policies.detect.divergence`. Each pitfall is judged over a window of points, and reported
-again only after it was gone, or after AGAIN_STEPS.
+again only after it was gone, or after REPEAT_STEPS.
 """
 
 from __future__ import annotations

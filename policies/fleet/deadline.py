@@ -83,7 +83,7 @@ def nodes_for(progress: DeadlineProgress, shape: StepShape, max_nodes: int, spar
     """Return how many nodes finish the remaining steps in time; 0 if not even `max_nodes` do.
 
     Args:
-        course: the run's progress.
+        progress: the run's progress.
         shape: of a step, as measured.
         max_nodes: upper limit.
         spare: a share of each step's time to leave unused.
@@ -100,13 +100,13 @@ def deadline_progress(state: RunState, spec: RunSpec, trainer: Trainer | None, n
     A trainer that restores does not report its step, and without `grpo.max_steps` the number of remaining steps
     is unknown.
     """
-    deadline, begun_s = spec.policies.fleet.deadline, state.proved_at_s
-    if deadline is None or begun_s is None or trainer is None or trainer.activity in BEFORE_TRAINING:
+    deadline, started_s = spec.policies.fleet.deadline, state.proved_at_s
+    if deadline is None or started_s is None or trainer is None or trainer.activity in BEFORE_TRAINING:
         return None
     if trainer.timeline != state.timeline or trainer.step >= trainer.max_steps:
         return None
     change_s = min(boot_s(state), spec.policies.boot_timeout_s)
-    return DeadlineProgress(now_s, begun_s, time_of(deadline), change_s, trainer.step, trainer.max_steps)
+    return DeadlineProgress(now_s, started_s, time_of(deadline), change_s, trainer.step, trainer.max_steps)
 
 
 def boot_s(state: RunState) -> float:

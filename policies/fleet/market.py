@@ -199,8 +199,8 @@ def choose(
         record = records.get(str(offer.pool))
         rates = rates_of(offer.pool, record, placement.hours.get(offer.pool, 0.0), now_s, half)
         usd = cost(offer, rates, hours_to_serve) * (1 + zone_premium * placement.share(offer.pool))
-        rests_s = rest_in_s(offer.pool, records, now_s)
-        return rests_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rests_s)
+        rest_left_s = rest_in_s(offer.pool, records, now_s)
+        return rest_left_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rest_left_s)
 
     return min(map(judge, offers), key=lambda judged: judged[:4])[-1] if offers else None
 
@@ -302,10 +302,10 @@ class Offers:
         spending = Spending(self._state, self._snapshot, self._spec)
         terms = self.terms(role, market, partial(spending.fits, role))  # as it would be requested
         rates = None if terms.choice is None else terms.choice.rates
-        losses_an_hour = LOSSES_PER_H[market] if rates is None else rates.losses_per_h
+        losses_per_h = LOSSES_PER_H[market] if rates is None else rates.losses_per_h
         status, until_s, reason = self._status(role, market, spending, terms.usd_per_h)
         place = "" if terms.choice is None else str(terms.choice.offer.pool)
-        start_s, lifetime_s = self.start_s(role, market), 3600 / losses_an_hour
+        start_s, lifetime_s = self.start_s(role, market), 3600 / losses_per_h
         return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, reason)
 
     def _status(

@@ -23,7 +23,7 @@ from grpo_orch.policies.tick.snapshot import GENERATING, OWN_GENERATION
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once spent, the user is notified while there is time to raise it
 MISSING_S = 3600.0  # without a machine of a role; shorter shortages are common
-PRICES = "prices"  # a kind of Noticed event
+PRICES = "prices"  # a kind of PitfallFound event
 
 
 def report(tick: Tick) -> None:

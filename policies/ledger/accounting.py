@@ -42,7 +42,7 @@ DELIBERATE_EXITS = (exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.BAD_SPEC,
 
 
 class LoggedRow(Protocol):
-    """A logged row, `checkpoint.records.metrics.Row`. Times are wall clock at the end of the step."""
+    """A logged row, `checkpoint.records.metrics.MetricsRow`. Times are wall clock at the end of the step."""
 
     @property
     def timeline(self) -> int: ...

@@ -99,7 +99,7 @@ def after_move(
         kind: before the move.
         move: of the machine's node.
         time_s: of the move.
-        came: whether the machine existed before the move.
+        arrived: whether the machine existed before the move.
         served: whether it had served before the move.
         lost: whether the cloud takes it by this move before its first work.
         requested_at_s: when the machine was requested.

@@ -29,7 +29,7 @@ class RunCreated:
 class ControllerTookOver:
     """A controller took over the run; the entry's number is its epoch.
 
-    `since_told_s`: time since the event before it was journalled, by the store's clock; 0: unknown.
+    `since_last_event_s`: time since the event before it was journalled, by the store's clock; 0: unknown.
     """
 
     host: str

@@ -126,8 +126,8 @@ UNSEEN_MAX_S = 86400.0  # if the store's clock shows a larger difference than th
 def clock_lag_s(last_event_s: float, time_s: float, since_last_event_s: float) -> float:
     """Return how far the clock of a new controller is known to be behind its predecessor's, in seconds.
 
-    The new one takes over at `time_s`; the last event was journalled at `told_s`. Time does not go back, and by
-    the store's clock at least `since_told_s` have passed, in which machines cost money.
+    The new one takes over at `time_s`; the last event was journalled at `last_event_s`. Time does not go back, and by
+    the store's clock at least `since_last_event_s` have passed, in which machines cost money.
     """
     unseen_s = since_last_event_s - max(0.0, time_s - last_event_s)
     return max(0.0, last_event_s - time_s) + (unseen_s if 0.0 < unseen_s <= UNSEEN_MAX_S else 0.0)
@@ -190,7 +190,7 @@ def _not_after(since_s: float | None, time_s: float) -> float | None:
 # How journalled events change the pools' records.
 
 
-PREEMPTION_NOTICE = "the cloud will take it back"  # a node's reason to drain; its stay in the pool has ended
+PREEMPTION_NOTICE = "preemption notice"  # a node's reason to drain; its stay in the pool has ended
 
 
 def note_bought(state: RunState, event: MachineBought, requested: Pool | None, time_s: float) -> RunState:

@@ -67,7 +67,7 @@ class LaunchAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A machine's stay until `until_s`, ended by the cloud (`taken`) or by its release."""
+    """A machine's stay until `until_s`, ended by the cloud (`preempted`) or by its release."""
 
     until_s: float
     hours: float
@@ -106,7 +106,7 @@ def with_launch(record: PoolRecord, time_s: float) -> PoolRecord:
 def with_stay(
     record: PoolRecord, since_s: float, time_s: float, *, preempted: bool, rebalance_recommended: bool = False
 ) -> PoolRecord:
-    """Return the record after a machine that came at `since_s` was preempted (`taken`) or released."""
+    """Return the record after a machine that came at `since_s` was preempted (`preempted`) or released."""
     stay_s = max(0.0, time_s - since_s)
     stays = (*record.stays, Stay(time_s, stay_s / 3600, preempted))[-KEPT:]
     before = 0 if stay_s >= STAYED_S else record.preempted_in_a_row

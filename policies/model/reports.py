@@ -25,12 +25,12 @@ from grpo_orch.policies.model.events import (
 )
 
 UNREADABLE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
-    "set aside",
+    "unreadable",
     "budget",
     "capacity",
     "deadline",
     "generation",
-    "noticed",
+"pitfall",
     "store",
 )
 SLOW, BY_TRAINER = "slow", "trainer"

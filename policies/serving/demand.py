@@ -78,7 +78,7 @@ class Demand:
         """Return the label of the policy that each machine is to hold.
 
         Args:
-            rows: the members that can load a policy.
+            members: the members that can load a policy.
         """
         assert self.newest is not None
         machines = defaultdict[str, list[Member]](list)

@@ -1,7 +1,7 @@
 """Decide whether a rollout node keeps trying to load the wanted policy, or reports that it is unfit.
 
 A node that failed `TRIES` times with one policy stops and reports the reason, instead of repeating downloads and
-server starts. It tries again with the next policy, because the last one may have been broken, and after AGAIN_S
+server starts. It tries again with the next policy, because the last one may have been broken, and after UNFIT_RETRY_S
 where the cause may be temporary. A node that was unfit before has one try with each policy.
 """
 
@@ -28,13 +28,13 @@ class Fitness:
         return wanted != self.wanted or not self.unfit
 
     def after_failure(self, wanted: str, reason: str, *, is_temporary: bool) -> Fitness:
-        """Return the state after a failed try. `passes`: a later try with the same policy may succeed."""
+        """Return the state after a failed try. `is_temporary`: a later try with the same policy may succeed."""
         failed = self.failed + 1 if wanted == self.wanted else 1
         unfit = reason if self.unfit or failed >= TRIES else ""
         return Fitness(wanted, failed, unfit, is_temporary)
 
     def after_time(self) -> Fitness:
-        """Return the state after AGAIN_S without another policy."""
+        """Return the state after UNFIT_RETRY_S without another policy."""
         return Fitness(unfit=self.unfit) if self.unfit and self.is_temporary else self
 
 

@@ -38,8 +38,8 @@ class Load:
 class Member:
     """One member in one term. Only the table changes it; `gateway_status.MemberStatus` is its public form.
 
-    `doubted` (suspected) is set by a failed request and cleared by the next announcement. `mute` (unresponsive) is
-    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `stuck` is set
+    `is_suspected` is set by a failed request and cleared by the next announcement. `is_unresponsive` is
+    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `is_stuck` is set
     when it answers and makes no tokens, and cleared by a token or another policy.
     """
 
@@ -92,9 +92,9 @@ class Change:
 
     Args:
         nodes: the affected members.
-        what: a description for people.
-        ended: terms that ended.
-        news: whether anything changed.
+        description: a description for people.
+        ended_terms: terms that ended.
+        is_new: whether anything changed.
     """
 
     nodes: tuple[str, ...]

@@ -292,7 +292,7 @@ class Membership:
             row.allowed = min(row.allowed + 1, row.max_requests)
 
     def request_finished(self, node: str, term: int, load: Load, *, got_token: bool) -> None:
-        """Count the end, of whatever kind, of a request sent in that term. `begun`: it got a token there."""
+        """Count the end, of whatever kind, of a request sent in that term. `got_token`: it got a token there."""
         row = self._in_term(node, term)
         if row is not None:
             row.running -= 1

@@ -88,7 +88,7 @@ def remaining_parameters(body: Mapping[str, Any], arrived: int) -> dict[str, Any
     """Return the sampling parameters for the tokens that remain after `arrived`, without the prompt.
 
     Args:
-        body: the whole request's parameters, which satisfy `continues` or `can_nearly_continue`.
+        body: the whole request's parameters, which satisfy `can_continue` or `can_nearly_continue`.
         arrived: fewer than the request's limit.
 
     Raises ValueError if no tokens remain.

@@ -39,7 +39,7 @@ class Movable:
 
     Args:
         request: its number.
-        left: tokens that it is still expected to get.
+        tokens_left: tokens that it is still expected to get.
         replay: tokens to compute again as its prompt; 0 if nothing was computed yet.
     """
 
@@ -56,7 +56,7 @@ class MemberLoad:
         node: its name.
         speed_tokens_s: of a single request running alone on it.
         running: its number of requests.
-        left: tokens that each of them is still expected to get, on average; undefined without requests.
+        tokens_left: tokens that each of them is still expected to get, on average; undefined without requests.
         free: how many more requests it takes.
         prefill_tokens_s: how fast it computes a prompt.
         replaying: tokens of requests that moved there and are still to be computed again.
@@ -87,14 +87,14 @@ def balance_requests(members: Sequence[MemberLoad], *, is_rebalancing: bool = Fa
     """Return the moves that balance the load, as far as they are possible now; None if they would save too little.
 
     Args:
-        sharers: the members that hold one policy, each once.
-        begun: rebalancing has begun, so a smaller gain suffices.
+        members: the members that hold one policy, each once.
+        is_rebalancing: rebalancing has begun, so a smaller gain suffices.
     """
-    measured = [sharer for sharer in members if sharer.speed_tokens_s > 0]
+    measured = [member for member in members if member.speed_tokens_s > 0]
     if len(measured) < 2:
         return None
-    median = sorted(sharer.speed_tokens_s for sharer in measured)[len(measured) // 2]
-    loads = [_Load(sharer, median) for sharer in measured]
+    median = sorted(member.speed_tokens_s for member in measured)[len(measured) // 2]
+    loads = [_Load(member, median) for member in measured]
     now_s = max(load.ends_s() for load in loads)
     saved_s = now_s - _balanced_s(loads)
     if saved_s < (EVEN_SHARE * now_s if is_rebalancing else max(SAVED_S, SAVED_SHARE * now_s)):
@@ -120,15 +120,15 @@ def balance_requests(members: Sequence[MemberLoad], *, is_rebalancing: bool = Fa
 class _Load:
     """A member's requests while they are balanced."""
 
-    def __init__(self, sharer: MemberLoad, median: float) -> None:
-        is_typical = abs(sharer.speed_tokens_s - median) < ALIKE_SHARE * median
-        self.node, self.running = sharer.node, sharer.running
-        self.speed = median if is_typical else sharer.speed_tokens_s
-        self.tokens_left = sharer.tokens_left * sharer.running
-        self._offers = iter(sharer.movable)
+    def __init__(self, member: MemberLoad, median: float) -> None:
+        is_typical = abs(member.speed_tokens_s - median) < ALIKE_SHARE * median
+        self.node, self.running = member.node, member.running
+        self.speed = median if is_typical else member.speed_tokens_s
+        self.tokens_left = member.tokens_left * member.running
+        self._offers = iter(member.movable)
         self._offer: Movable | None = None
-        self._free, self._prefill_tokens_s = sharer.free, sharer.prefill_tokens_s
-        self._replay = sharer.replaying
+        self._free, self._prefill_tokens_s = member.free, member.prefill_tokens_s
+        self._replay = member.replaying
 
     def ends_s(self) -> float:
         """Return when its requests are done."""

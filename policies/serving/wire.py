@@ -3,7 +3,7 @@
 | client, server | request | body | response |
 |---|---|---|---|
 | node agent, gateway | `POST /members/{node}` | Announce | AnnounceReply, held until it changes or `HOLD_S` |
-| node agent while vLLM starts, gateway | `POST /comers/{node}` | Stage | AnnounceReply, immediately |
+| node agent while vLLM starts, gateway | `POST /joining/{node}` | Stage | AnnounceReply, immediately |
 | node agent, gateway | `DELETE /members/{node}?boot=ID` | | 204 |
 | trainer, gateway | `POST /v1/rollouts` | lines: Batch, PromptLine ... | lines: BatchLine, as each is done |
 | controller, gateway | `POST /members/{node}/drain` | | 204 |
@@ -39,7 +39,7 @@ REFUSED = "refused"  # finish reason of a completion that no node accepts
 CUT = "cut"  # finish reason of an unfinished completion
 STATUS_S = 2.0  # maximum time between the gateway's status writes to the store
 ROLLOUTS = "/v1/rollouts"
-JOINING = "/comers"
+JOINING = "/joining"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RENDER = CHAT + "/render"  # vLLM's: a chat's prompt as tokens

@@ -37,7 +37,7 @@ def cost(usd_per_h: float, hours: float | None) -> Cost:
 def hourly(
     trainer: Prices, node: Prices, nodes: int, markets: tuple[Market, Market], other_usd_per_h: float = 0.0
 ) -> float | None:
-    """Return the USD an hour of a trainer and `nodes` rollout nodes on these markets, plus `beside_usd_per_h`.
+    """Return the USD an hour of a trainer and `nodes` rollout nodes on these markets, plus `other_usd_per_h`.
 
     None if a price is unknown.
     """

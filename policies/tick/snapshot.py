@@ -27,7 +27,7 @@ from grpo_orch.policies.serving.joining import JoiningNode, Stage
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer sends a heartbeat every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating by itself"  # the trainer replaces rollout nodes
+OWN_GENERATION = "generating alone"  # the trainer replaces rollout nodes
 GENERATING = "generating"  # rollout nodes generate
 GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
 
@@ -77,7 +77,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRefused:
-    """A launch that failed since the last snapshot. `left`: it left a machine, which costs until it is gone."""
+    """A launch that failed since the last snapshot. `machine_exists`: it left one that costs until it is gone."""
 
     node: str
     refusal: Refusal
@@ -108,7 +108,7 @@ class ControllerVerdict:
 class Gateway:
     """The gateway's process.
 
-    `heard_s`: for how long it has been in contact without a break. `silent_s`: for how long it has not, if it is
+    `contact_s`: for how long it has been in contact without a break. `silent_s`: for how long it has not, if it is
     not in contact now.
     """
 

@@ -3,7 +3,7 @@
 Three kinds of process, all started by `tasks.agents.processes` in the trainer:
 
 - The host imports the agent's module once. It forks a keeper for each socket that it receives.
-- A keeper writes its process id, reads one Order from its socket, forks the agent, and finally writes one Ended.
+- A keeper writes its process id, reads one AgentTask from its socket, forks the agent, and writes one AgentResult.
   It runs only our code. It terminates the agent and every process that the agent started when the agent ends, and
   when the other side of the socket closes, which includes the death of the trainer.
 - The agent is the user's function or a command.
@@ -69,7 +69,7 @@ class AgentResult:
 
     Args:
         reward: the reward it returned.
-        why: reason for a missing result; empty if it returned one, including None.
+        reason: reason for a missing result; empty if it returned one, including None.
         output: the end of its stdout and stderr.
     """
 

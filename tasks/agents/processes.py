@@ -78,7 +78,7 @@ class AgentHost:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
     def start(self) -> None:
-        """Start the host unless it is running. Raises NoAgent."""
+        """Start the host unless it is running. Raises AgentStartError."""
         with self._lock:
             if self.process is not None and self.process.poll() is None:
                 return
@@ -111,7 +111,7 @@ class AgentHost:
         stop: asyncio.Event,
         began: Callable[[], None] = lambda: None,
     ) -> AgentResult:
-        """Run a session's agent and return how it ended. Raises NoAgent.
+        """Run a session's agent and return how it ended. Raises AgentStartError.
 
         Setting `stop` or cancelling the call terminates the agent and every process that it started.
 
@@ -162,7 +162,7 @@ class AgentHost:
         return AgentResult(None, "its process was killed")
 
     def fork(self) -> socket.socket:
-        """Have the host fork a keeper and return the socket to it. Raises NoAgent, OSError."""
+        """Have the host fork a keeper and return the socket to it. Raises AgentStartError, OSError."""
         for _ in range(2):
             self.start()
             ours, theirs = socket.socketpair()

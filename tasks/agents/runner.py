@@ -57,7 +57,7 @@ class AgentRunner:
         host: runs the agents.
         limits: limits of each session.
         heartbeat: reports whether the trainer waits or generates.
-        may_go_on: raises Fenced or LeaveNow if the trainer must exit.
+        check_stop: raises Fenced or LeaveNow if the trainer must exit.
 
     Attributes:
         loop: the event loop of its thread.
@@ -72,7 +72,7 @@ class AgentRunner:
         check_stop: Callable[[], None],
     ) -> None:
         self._gateway, self._host, self._limits = gateway, host, limits
-        self._heartbeat, self._may_go_on = heartbeat, check_stop
+        self._heartbeat, self._check_stop = heartbeat, check_stop
         self._forwarder = Forwarder(gateway)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
@@ -81,7 +81,7 @@ class AgentRunner:
         self._reported: set[str] = set()  # failures whose output has been logged
 
     def start(self) -> None:
-        """Import the agent and listen for its requests. Raises NoAgent, OSError."""
+        """Import the agent and listen for its requests. Raises AgentStartError, OSError."""
         self._host.start()
         if not self._has_started:
             self._thread.start()
@@ -101,7 +101,7 @@ class AgentRunner:
 
         Raises GenerationFailed, Fenced, LeaveNow, StoreError.
         """
-        return self._complete(batch, lambda _: None, self._heartbeat.update, self._may_go_on)
+        return self._complete(batch, lambda _: None, self._heartbeat.update, self._check_stop)
 
     def complete_in_background(
         self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
@@ -234,7 +234,7 @@ class AgentRunner:
         """Log a failure, with the agent's output for the first of its kind."""
         more = {} if why in self._reported else {"output": output[-OUTPUT_CHARS:]}
         self._reported.add(why)
-        log.warning("agent_failed", session=session, why=why, **more)
+        log.warning("agent_failed", session=session, reason=why, **more)
 
     async def _stop_when_over(self, opened: OpenedSession, stop: asyncio.Event) -> None:
         """Set `stop` once the session has used up its time or is lost."""

@@ -76,7 +76,7 @@ class NoNodeServing(Exception):
     """
 
     def __init__(self, made: list[Completion], cut: list[Completion], discarded: int, wait_s: float) -> None:
-        super().__init__(f"no rollout node is there for {len(made)} finished and {len(cut)} begun completions")
+        super().__init__(f"no rollout node is serving; {len(made)} completions are finished, {len(cut)} partial")
         self.made, self.cut, self.discarded, self.wait_s = made, cut, discarded, wait_s
 
     def after(self, earlier: list[Generated]) -> NoNodeServing:
@@ -112,13 +112,13 @@ class GatewayClient:
         self._say: Callable[[str], None] = heartbeat.update
 
     def complete(self, batch: Batch, on_completion: Callable[[Completion], None] = lambda _: None) -> Generated:
-        """Return once every request of the batch is finished; call `arrived` with each finished completion.
+        """Return once every request of the batch is finished; call `on_completion` with each finished completion.
 
         A batch above the gateway's limits, such as an evaluation, is sent in parts. An empty prompt is refused
         here, because the gateway would refuse the whole batch.
 
         Raises GenerationFailed after `batch.deadline_s` without a token or a node that makes progress, or when
-        the gateway refuses the batch; NobodyServes; Fenced; LeaveNow; StoreError.
+        the gateway refuses the batch; NoNodeServing; Fenced; LeaveNow; StoreError.
         """
         sendable = [request for request in batch.requests if request.prompt_token_ids]
         made: list[Generated] = []
@@ -140,7 +140,7 @@ class GatewayClient:
     ) -> Generated:
         """Complete a batch in a thread next to the trainer's.
 
-        Reports to `say` instead of the heartbeat; only a newer trainer interrupts it.
+        Reports to `report_activity` instead of the heartbeat; only a newer trainer interrupts it.
         """
         background = copy.copy(self)
         background._say, background._interrupt = report_activity, lambda: None
@@ -260,7 +260,7 @@ class GatewayCall:
         self.served = True
 
     def process(self, line: BatchLine) -> None:
-        """Process one line of the answer. Raises GenerationFailed, GatewayLost, NobodyServes."""
+        """Process one line of the answer. Raises GenerationFailed, GatewayLost, NoNodeServing."""
         self._count_wait()
         if line.error is not None:
             raise GenerationFailed(f"the gateway gave up: {line.error}")
@@ -300,7 +300,7 @@ class GatewayCall:
         return Generated(completions, self._discarded + self._latest.discarded, self._wait_s)
 
     def is_log_due(self) -> bool:
-        """Return whether to log again that the batch waits, at most once in SAY_WAITING_S."""
+        """Return whether to log again that the batch waits, at most once in LOG_WAITING_S."""
         is_due = self._counted_s - self._logged_s >= LOG_WAITING_S
         if is_due:
             self._logged_s = self._counted_s
@@ -313,7 +313,7 @@ class GatewayCall:
         self._counted_s = now_s
 
     def _raise_incomplete(self) -> None:
-        """End a batch that lacks completions. Raises GatewayLost, NobodyServes."""
+        """End a batch that lacks completions. Raises GatewayLost, NoNodeServing."""
         if self.batch.patience_s is None:
             raise GatewayLost("it ended the batch with completions missing")
         self._count_losses()

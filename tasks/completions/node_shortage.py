@@ -50,12 +50,12 @@ class GatewayCompleter(Protocol):
     """The gateway's client."""
 
     def complete(self, batch: Batch) -> Generated:
-        """Raises GenerationFailed, NobodyServes, Fenced, LeaveNow, StoreError."""
+        """Raises GenerationFailed, NoNodeServing, Fenced, LeaveNow, StoreError."""
 
     def complete_in_background(
         self, batch: Batch, on_completion: Callable[[Completion], None], report_activity: Callable[[str], None]
     ) -> Generated:
-        """Raises GenerationFailed, NobodyServes, Fenced, StoreError."""
+        """Raises GenerationFailed, NoNodeServing, Fenced, StoreError."""
 
 
 class NodeShortage:
@@ -64,7 +64,7 @@ class NodeShortage:
     Args:
         gateway: tried first.
         after_s: seconds without a node before the trainer generates; it then generates until a node serves.
-        may_go_on: raises Fenced or LeaveNow if the trainer must exit.
+        check_stop: raises Fenced or LeaveNow if the trainer must exit.
         heartbeat: reports that the trainer generates.
         costs: charged for the trainer's generation.
     """
@@ -77,7 +77,7 @@ class NodeShortage:
         heartbeat: Heartbeat,
         costs: StepCosts,
     ) -> None:
-        self._gateway, self._may_go_on, self._heartbeat, self._costs = gateway, check_stop, heartbeat, costs
+        self._gateway, self._check_stop, self._heartbeat, self._costs = gateway, check_stop, heartbeat, costs
         self._after_s = after_s
         self._patience_s: float | None = after_s  # None: only nodes can make the batch
         self._failed = 0  # failed tries in a row since a node served
@@ -90,10 +90,10 @@ class NodeShortage:
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
 
-        Raises OwnTurn when the trainer must make `share` and then retry the same batch. Raises GenerationFailed,
+        Raises TrainerMustGenerate when the trainer must make `share` and then retry the same batch. Raises GenerationFailed,
         Fenced, LeaveNow, StoreError.
         """
-        self._may_go_on()
+        self._check_stop()
         self._turn_to(batch)
         missing = self._missing(batch)
         if missing:
@@ -115,7 +115,7 @@ class NodeShortage:
     ) -> Generated:
         """Let nodes complete the batch, in a thread.
 
-        Raises NobodyServes after `patience_s` without a node; GenerationFailed, Fenced, StoreError.
+        Raises NoNodeServing after `patience_s` without a node; GenerationFailed, Fenced, StoreError.
         """
         generated = self._gateway.complete_in_background(replace(batch, patience_s=self._patience_s), on_completion, report_activity)
         self._note_served()
@@ -151,7 +151,7 @@ class NodeShortage:
     def halve_share(self) -> None:
         """Halve the next shares, because this one exceeded the memory that training leaves free."""
         if self._at_once == 1:
-            self.record_failure("one completion takes more memory than there is beside what is trained")
+            self.record_failure("one completion does not fit into the memory that training leaves free")
         self._at_once = max(1, self._at_once // 2)
 
     def record_failure(self, reason: str) -> None:
@@ -159,7 +159,7 @@ class NodeShortage:
         self._failed += 1
         again_s = max(self._after_s, RETRY_MIN_S) * 2**self._failed
         self._patience_s = again_s if self._failed < TRIES else None
-        log.warning("trainer_cannot_generate", why=reason, tries=self._failed, again_after_s=self._patience_s)
+        log.warning("trainer_generation_failed", reason=reason, tries=self._failed, again_after_s=self._patience_s)
 
     def _note_served(self) -> None:
         self._patience_s, self._failed = self._after_s, 0

@@ -34,7 +34,7 @@ class RefusedPrompt:
         row: index in the dataset, if known.
         tokens: length of the prompt.
         limit_tokens: maximum length of prompt and completion together, if the prompt is too long.
-        why: vLLM's error message.
+        reason: vLLM's error message.
     """
 
     number: int
@@ -77,7 +77,7 @@ class RefusedPrompts:
                 row=prompt.row,
                 tokens=prompt.tokens,
                 limit=prompt.limit_tokens,
-                why=prompt.reason,
+                reason=prompt.reason,
             )
         if refused and self._rule == "fail":
             raise BadPrompts(f"policies.on_bad_prompt is fail: {refused[0]}")
@@ -85,7 +85,7 @@ class RefusedPrompts:
         self._refused_in_row = 0 if has_accepted else self._refused_in_row + len(prompts)
         if self._refused_in_row >= NONE_TAKEN:
             raise BadPrompts(
-                f"no node takes any prompt, {self._refused_in_row} in a row, so it is not the prompts: "
+                f"nodes refused {self._refused_in_row} prompts in a row, so the cause is not the prompts: "
                 f"{refused[0]}; see `rollout.vllm` and the sampling settings of `grpo`"
             )
         if refused:

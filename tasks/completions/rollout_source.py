@@ -45,7 +45,7 @@ class Completer(Protocol):
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
 
-        Raises GenerationFailed, OwnTurn, Fenced, LeaveNow.
+        Raises GenerationFailed, TrainerMustGenerate, Fenced, LeaveNow.
         """
 
 
@@ -57,8 +57,8 @@ class BackgroundCompleter(Completer, Protocol):
     ) -> Generated:
         """Complete the batch in a thread.
 
-        Call `arrived` with each completion, and `say` with the trainer's activity if it waits for this batch.
-        Raises GenerationFailed, NobodyServes, Fenced.
+        Call `on_completion` with each completion, and `report_activity` with the trainer's activity if it waits for this batch.
+        Raises GenerationFailed, NoNodeServing, Fenced.
         """
 
     def resume(self, batch: Batch, unserved: NoNodeServing) -> None:
@@ -281,7 +281,7 @@ class RolloutSource:
 
     Args:
         store: the run's store, for the journal.
-        gateway: completes calls that the journal lacks; `begin` requires a CompletesAside.
+        gateway: completes calls that the journal lacks; `begin` requires a BackgroundCompleter.
         heartbeat: reports when generation is over.
         costs: charged for each call.
         refused: judges refused prompts.
@@ -289,7 +289,7 @@ class RolloutSource:
         run_seed: GRPOConfig's `seed`.
         deadline_s: how long a call may go without a token.
         recovery: how to continue a completion whose node is lost.
-        may_go_on: raises Fenced or LeaveNow if the trainer must exit while it waits for a background call.
+        check_stop: raises Fenced or LeaveNow if the trainer must exit while it waits for a background call.
     """
 
     def __init__(
@@ -315,10 +315,10 @@ class RolloutSource:
         self._run_seed = run_seed
         self._deadline_s = deadline_s
         self._recovery = recovery
-        self._may_go_on = check_stop
+        self._check_stop = check_stop
         self._at = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
-        self._asked_s = 0.0  # duration of the current call's requests that ended in OwnTurn
+        self._asked_s = 0.0  # duration of the current call's requests that ended in TrainerMustGenerate
         self._ahead: _Ahead | None = None  # calls that an evaluation will make
         self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
         self._done_at_s = 0.0  # when the latest awaited background call finished
@@ -344,7 +344,7 @@ class RolloutSource:
         pulled. `policy` is the version to sample from; it defaults to that of the step. `number` is the call's
         number within its step; it defaults to the next one.
 
-        Raises GenerationFailed, OwnTurn, BadPrompts, Fenced, LeaveNow, StoreError.
+        Raises GenerationFailed, TrainerMustGenerate, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         self._heartbeat.update("training")  # the prompts are tokenized: rollout nodes are worth their cost
@@ -498,7 +498,7 @@ class RolloutSource:
         unserved_s, unserved = 0.0, None
         try:
             while not wait([begun.made], CHECK_INTERVAL_S).done:
-                self._may_go_on()
+                self._check_stop()
                 self._heartbeat.update(begun.activity.now)
                 before_s, looked_s = looked_s, time.monotonic()
                 unserved_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0

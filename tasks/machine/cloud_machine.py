@@ -120,7 +120,7 @@ class Reporter:
             except StoreError as error:  # even StoreDenied: credentials may be renewed
                 wait_s = min(RETRY_S * 2**failures, RETRY_MAX_S)
                 failures += 1
-                log.warning("machine_report_failed", why=str(error), retry_in_s=wait_s)
+                log.warning("machine_report_failed", reason=str(error), retry_in_s=wait_s)
                 time.sleep(wait_s)
                 continue
             failures = 0
@@ -215,12 +215,12 @@ def _run_attempt(
         log.info("metadata_service_found", zone=zone)
 
     def noticed(why: str, lasts_s: float) -> None:
-        log.warning("preemption_notice", why=why, lasts_s=lasts_s)
+        log.warning("preemption_notice", reason=why, lasts_s=lasts_s)
         (workdir / NOTICE).write_text(str(lasts_s))  # read by the work
         reporter.notice()
 
     def rebalance(why: str) -> None:
-        log.warning("rebalance_recommended", why=why)
+        log.warning("rebalance_recommended", reason=why)
         (workdir / REBALANCE).touch()  # for the next attempt on this machine
         reporter.rebalance()
 

@@ -122,7 +122,7 @@ def counted_gpus(role: Role, spec: RunSpec, env: Mapping[str, str]) -> int | Non
     except DriverFailed as error:
         if requests_gpus(role, spec):
             raise
-        log.warning("no_gpus", why=str(error))
+        log.warning("no_gpus", reason=str(error))
         return None
 
 

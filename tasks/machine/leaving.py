@@ -138,7 +138,7 @@ class Leaving:
     def _log_once(self, why: str) -> bool:
         if not self._is_logged:
             self._is_logged = True
-            log.warning("leaving", why=why, saving_and_storing_s=self._closing_s, step_s=round(self._step_s, 3))
+            log.warning("leaving", reason=why, saving_and_storing_s=self._closing_s, step_s=round(self._step_s, 3))
         return True
 
 

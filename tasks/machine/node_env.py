@@ -42,7 +42,7 @@ class NodeEnv:
 
 
 def read_node_env() -> NodeEnv:
-    """Read the environment. Raises NotANode with the name of a missing variable."""
+    """Read the environment. Raises NodeEnvMissing with the name of a missing variable."""
     try:
         return NodeEnv(
             run=os.environ[RUN_ENV],

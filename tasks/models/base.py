@@ -63,8 +63,8 @@ class BaseModel:
         store: store of the run.
         workdir: working folder of this machine.
         env: environment of the process that downloads from the hub.
-        limit_of_silence_s: how long a download from the hub may make no progress.
-        say: called with the progress.
+        stall_timeout_s: how long a download from the hub may make no progress.
+        report_progress: called with the progress.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BaseModel:
         return self._from_store(self._workdir / OUTLINE, weights=False)
 
     def whole(self) -> Path | None:
-        """Return a folder with the complete model, from the store or else the hub. Raises Closed.
+        """Return a folder with the complete model, from the store or else the hub. Raises BaseModelClosed.
 
         None if both fail; loading the model then reports the error.
         """
@@ -118,7 +118,7 @@ class BaseModel:
                 return None
             self._fetch(manifest, folder, weights=weights)
         except (StoreError, OSError) as error:
-            log.warning("base_model_not_in_store", model=self._source.model, why=str(error))
+            log.warning("base_model_not_in_store", model=self._source.model, reason=str(error))
             return None
         log.info("base_model_from_store", model=self._source.model, weights=weights)
         return folder
@@ -133,7 +133,7 @@ class BaseModel:
         try:
             folder = hub.fetch(source.model, source.revision, source.cache, self._env, self._report, self._limit_s)
         except hub.DownloadFailed as error:
-            log.warning("base_model_not_from_hub", model=source.model, why=str(error))
+            log.warning("base_model_not_from_hub", model=source.model, reason=str(error))
             return None
         return folder if any(folder.glob(WEIGHTS)) else None  # otherwise its weights have another format
 

@@ -52,10 +52,10 @@ def fetch(
     Args:
         cache: the hub cache, if it differs from the environment's.
         env: environment of the process, including HF_TOKEN.
-        say: called with the progress; an exception from it kills the process.
-        limit_of_silence_s: how long the download may make no progress.
+        report_progress: called with the progress; an exception from it kills the process.
+        stall_timeout_s: how long the download may make no progress.
 
-    Raises NotFetched.
+    Raises DownloadFailed.
     """
     argv = [sys.executable, "-m", "grpo_orch.tasks.models.hub", model, revision or "", cache or ""]
     process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE)

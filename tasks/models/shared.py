@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         store = Store(read_node_env().run, retry_s=STORE_RETRY_S)
         published = publish(store, model, revision or None, Path(folder), time.time())
     except (StoreError, OSError, ValueError) as error:
-        log.warning("base_model_not_published", model=model, why=str(error))
+        log.warning("base_model_not_published", model=model, reason=str(error))
         return 1
     if published:
         log.info("base_model_published", model=model, s=round(time.monotonic() - started_s, 1))

@@ -41,7 +41,7 @@ class Answer:
     Args:
         ending: `failed` if the sample exceeded its time or memory, or ended its worker; `raised` if the function
             raised.
-        why: the reason for an ending other than `scored`.
+        reason: the reason for an ending other than `scored`.
     """
 
     ending: Ending

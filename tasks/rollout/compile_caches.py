@@ -217,7 +217,7 @@ class CompileCaches:
             part.symlink_to(model)
             part.replace(link)
         except OSError as error:
-            log.warning("model_link_failed", why=str(error))
+            log.warning("model_link_failed", reason=str(error))
             return model
         return str(link)
 
@@ -253,7 +253,7 @@ class CompileCaches:
         except AlreadyExists:  # by another node of this kind, or by this one if the response was lost
             self._store_key = None
         except (TooLarge, StoreError, OSError) as error:
-            log.warning("compile_cache_store_failed", why=str(error))
+            log.warning("compile_cache_store_failed", reason=str(error))
         else:
             log.info("compile_cache_stored", key=self._store_key, bytes=len(packed))
             self._store_key = None
@@ -265,7 +265,7 @@ class CompileCaches:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             key = None
-            log.warning("compile_cache_disabled", why=str(error))
+            log.warning("compile_cache_disabled", reason=str(error))
         if key is None:
             self._is_enabled = False
             return
@@ -273,7 +273,7 @@ class CompileCaches:
         try:
             self._fetch(key, self._folder)
         except (StoreError, OSError) as error:
-            log.warning("compile_cache_restore_failed", why=str(error))
+            log.warning("compile_cache_restore_failed", reason=str(error))
         self.is_restored = self._folder.exists()  # possibly by another engine of this machine
         self.restore_s = time.monotonic() - begun_s
 
@@ -291,7 +291,7 @@ class CompileCaches:
                 raise Corrupt(f"{store_key}: {sizes[store_key]} bytes")
             unpack(unseal(self._secret, store_key, self._store.get_buffer(store_key)), folder)
         except Corrupt as error:
-            log.warning("compile_cache_corrupt", why=str(error))
+            log.warning("compile_cache_corrupt", reason=str(error))
             self._store_key, self._overwrites = store_key, True
         else:
             log.info("compile_cache_restored", key=store_key, bytes=sizes[store_key])

@@ -45,7 +45,7 @@ class Agent:
     """One machine's agent.
 
     Args:
-        shares: the GPUs of each engine, see `policies.model.gpus.divided`.
+        shares: the GPUs of each engine, see `policies.model.gpus.engine_devices`.
         gateway: the machine's client of the gateway; None: one that reads the gateway's address from the store.
         timing: intervals and limits.
     """
@@ -85,7 +85,7 @@ class Agent:
         ]
 
     async def run(self) -> None:
-        """Work until cancelled, then leave the gateway and stop every vLLM. Raises GaveUp, in a group."""
+        """Work until cancelled, then leave the gateway and stop every vLLM. Raises EngineAbandoned, in a group."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._load_wanted())
@@ -106,7 +106,7 @@ class Agent:
             if 2 * remaining < len(self.engines):
                 raise
             why = str(errors.exceptions[0])
-            log.error("engine_given_up", engine=engine.name, why=why, remaining=remaining)
+            log.error("engine_given_up", engine=engine.name, reason=why, remaining=remaining)
 
     def _want(self, policy: PolicyRef | None) -> None:
         if policy is not None and policy != self._wanted:
@@ -151,7 +151,7 @@ class Agent:
         except (Corrupt, NotFound, DiskFailed, OSError) as error:
             await self._record_failures(engines, wanted, str(error), passes=True)
         except StoreError as error:
-            log.error("policy_fetch_failed", policy=wanted.label, why=str(error))
+            log.error("policy_fetch_failed", policy=wanted.label, reason=str(error))
             await self._wait_for_work(self._timing.retry_s)
         except PolicyRefused as error:
             await self._record_failures(engines, wanted, str(error), passes=False)
@@ -205,7 +205,7 @@ class Agent:
             engine.record_failure(wanted, str(error), is_temporary=True)
         except (PolicyRefused, ServerFailed) as error:
             if engine.is_bare:
-                log.warning("vllm_restarts_with_weights", engine=engine.name, why=str(error))
+                log.warning("vllm_restarts_with_weights", engine=engine.name, reason=str(error))
                 await engine.end(server, with_weights=True)
                 return None
             if not isinstance(error, PolicyRefused) or error.touched:

@@ -85,7 +85,7 @@ class AdapterCheck:
             try:
                 self._identity = "" if folder is None else identity_of(folder)
             except (OSError, ValueError) as error:
-                log.warning("base_model_unreadable", folder=str(folder), why=str(error))
+                log.warning("base_model_unreadable", folder=str(folder), reason=str(error))
                 self._identity = ""
         return self._identity
 
@@ -166,7 +166,7 @@ class PolicyCheck:
             if folder is not None and (base := tensors_in(folder)):
                 return base, _has_tied_head(json.loads((folder / "config.json").read_bytes()))
         except (OSError, ValueError) as error:
-            log.warning("base_model_unreadable", folder=str(folder), why=str(error))
+            log.warning("base_model_unreadable", folder=str(folder), reason=str(error))
         if base := base_on_hub(self._spec):
             return base, _has_tied_head(base_config(self._spec))
         log.warning(

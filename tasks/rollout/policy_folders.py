@@ -193,7 +193,7 @@ class PolicyFolders:
         try:
             deltas, extras = self._stage(route, policy, check)
         except (Corrupt, NotFound, OSError) as error:
-            log.warning("deltas_not_staged", policy=wanted.label, why=str(error))
+            log.warning("deltas_not_staged", policy=wanted.label, reason=str(error))
             return None
         self.fetched_bytes = sum(sizes_bytes)
         self._known |= {known.root: known for known in [*route.deltas, policy]}
@@ -224,7 +224,7 @@ class PolicyFolders:
             try:
                 self._overwrite(held[route.start], route, policy, folder, check)
             except (Corrupt, NotFound) as error:
-                log.warning("deltas_not_applied", policy=wanted.label, deltas=len(route.deltas), why=str(error))
+                log.warning("deltas_not_applied", policy=wanted.label, deltas=len(route.deltas), reason=str(error))
                 route = route_to(self._load, policy, ())
         if route.whole is not None:
             self._build_from_whole(route, policy, folder, check)

@@ -122,7 +122,7 @@ class PolicyLoader:
         why = await server.try_deltas(ready.policy.label, ready.base, staged, ready.canary, folder)
         self._refused[member] = why
         if why:
-            log.warning("delta_fallback_full_load", engine=member, why=why)
+            log.warning("delta_fallback_full_load", engine=member, reason=why)
             return
         self._tested[member] = server.boot_id, ready.kinds | self._tested_kinds(server)
 
@@ -144,7 +144,7 @@ class PolicyLoader:
             except Superseded:
                 return
             except (StoreError, DiskFailed, OSError) as error:  # the next full load or delta tries again
-                log.warning("policy_file_update_failed", policy=policy.label, why=str(error))
+                log.warning("policy_file_update_failed", policy=policy.label, reason=str(error))
                 return
             settled = policy
 
@@ -155,7 +155,7 @@ class PolicyLoader:
             try:
                 is_proved |= await server.prove(policy.label, folder, self._proofs % PROOFS, PROOFS)
             except ServerFailed as error:
-                log.error("engine_proof_failed", engine=server.member, policy=policy.label, why=str(error))
+                log.error("engine_proof_failed", engine=server.member, policy=policy.label, reason=str(error))
                 await server.stop()
         self._proofs += is_proved
 

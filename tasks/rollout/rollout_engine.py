@@ -122,7 +122,7 @@ class RolloutEngine:
         return self._slot.env.node
 
     async def run(self) -> None:
-        """Work until cancelled, then leave the gateway and stop vLLM. Raises GaveUp, in a group."""
+        """Work until cancelled, then leave the gateway and stop vLLM. Raises EngineAbandoned, in a group."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve())
@@ -149,10 +149,10 @@ class RolloutEngine:
                 self._files.mark_failed(self.name)
                 if bare:  # the missing weights may be the cause
                     self.may_be_bare = False
-                    log.warning("vllm_restarts_with_weights", engine=self.name, why=str(error))
+                    log.warning("vllm_restarts_with_weights", engine=self.name, reason=str(error))
                     continue
                 hint = "set rollout.recovery: exact in run.yaml"
-                log.error("vllm_unfit", engine=self.name, why=str(error), hint=hint)
+                log.error("vllm_unfit", engine=self.name, reason=str(error), hint=hint)
                 raise EngineAbandoned(str(error)) from error
             except ServerFailed as error:
                 failures += 1
@@ -194,8 +194,8 @@ class RolloutEngine:
         return f"after {self._worked_s:.0f} s of work and {start_s:.0f} s of starting"
 
     async def _wait_or_give_up(self, failures: int, why: str) -> None:
-        """Wait before the next start. Raises GaveUp after STARTS_MAX consecutive failures."""
-        log.error("vllm_failed", engine=self.name, start=failures, of=STARTS_MAX, why=why)
+        """Wait before the next start. Raises EngineAbandoned after STARTS_MAX consecutive failures."""
+        log.error("vllm_failed", engine=self.name, start=failures, of=STARTS_MAX, reason=why)
         if failures == STARTS_MAX:
             raise EngineAbandoned(why)
         await asyncio.sleep(self._timing.restart_wait_s * 2**failures)
@@ -222,7 +222,7 @@ class RolloutEngine:
                     await self._gateway.drain()
                 reply = await self._gateway.announce(announcement, self._changed)
             except GatewayUnreachable as error:
-                log.warning("gateway_unreachable", engine=self.name, why=str(error))
+                log.warning("gateway_unreachable", engine=self.name, reason=str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
             if reply is None:  # the state has changed meanwhile
@@ -238,7 +238,7 @@ class RolloutEngine:
         try:
             self._on_wanted(await self._gateway.report_stage(self._files.stage))
         except GatewayUnreachable as error:
-            log.debug("gateway_unreachable", why=str(error))  # the gateway may start after its nodes
+            log.debug("gateway_unreachable", reason=str(error))  # the gateway may start after its nodes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timing.stage_s):
                 await self._changed.wait()
@@ -256,7 +256,7 @@ class RolloutEngine:
                 stats = None if server is None else await server.fetch_stats()
             except ServerFailed as error:
                 if not has_failed and server is self.server:
-                    log.warning("engine_stats_failed", engine=self.name, why=str(error))
+                    log.warning("engine_stats_failed", engine=self.name, reason=str(error))
                 stats, has_failed = None, True
             else:
                 has_failed = False
@@ -316,7 +316,7 @@ class RolloutEngine:
         self._fitness = self._fitness.after_failure(attempt_key(wanted), reason, is_temporary=is_temporary)
         self._failed_at_s = time.monotonic()
         is_unfit = bool(self._fitness.unfit)
-        log.error("policy_failed", engine=self.name, why=reason, failed=self._fitness.failed, unfit=is_unfit)
+        log.error("policy_failed", engine=self.name, reason=reason, failed=self._fitness.failed, unfit=is_unfit)
         self._changed.set()
 
     async def end(self, server: Server, *, with_weights: bool = False) -> None:

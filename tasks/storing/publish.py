@@ -248,7 +248,7 @@ class PolicyPublisher:
         try:
             digest = safetensors.content_of(self._weights, self._pool)
         except (Corrupt, OSError) as error:
-            log.info("leftover_weights_unreadable", why=str(error))
+            log.info("leftover_weights_unreadable", reason=str(error))
             return None
         return find(self._store, digest, newest_first(self._store))
 
@@ -268,7 +268,7 @@ class PolicyPublisher:
         try:
             stored = snapshot.stored.result()
         except (StoreError, OSError) as error:
-            log.warning("snapshot_not_stored", policy=of.ref.label, why=str(error))  # a later one may be
+            log.warning("snapshot_not_stored", policy=of.ref.label, reason=str(error))  # a later one may be
             return last, 0
         log.info("snapshot_stored", policy=of.ref.label, sent_bytes=stored.size_bytes)
         chain, chain_bytes = last.chain - of.chain, last.chain_bytes - of.chain_bytes
@@ -290,7 +290,7 @@ class PolicyPublisher:
             if not self.removal.result():  # started after the previous policy, so mostly done
                 self._last = None  # a policy that nodes need is missing: publish a whole one
         except (Corrupt, StoreUnavailable) as error:  # the next removal includes these policies
-            log.warning("older_policies_not_removed", why=str(error))
+            log.warning("older_policies_not_removed", reason=str(error))
 
     def _remove_older(self, current: str, since_step: int | None) -> None:
         self.removal = self._remover_pool.submit(self._remover.remove, current, since_step)

@@ -107,7 +107,7 @@ def restore_newest(
         local_model: this machine's folder of the model; files it has are not fetched.
         report: called with the progress.
 
-    Returns None if the lineage has no checkpoint yet. Raises NothingWhole if all are damaged, or if the checkpoint
+    Returns None if the lineage has no checkpoint yet. Raises NoIntactCheckpoint if all are damaged, or if the checkpoint
     that the timeline continues from is missing; StoreError, OSError.
     """
     catalog = Catalog(store, "restore")

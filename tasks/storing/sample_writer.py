@@ -43,7 +43,7 @@ class SampleWriter:
         try:
             self._waiting.put_nowait(build)
         except queue.Full:
-            log.warning("samples_not_kept", why="samples of earlier steps are still being written")
+            log.warning("samples_not_kept", reason="samples of earlier steps are still being written")
 
     def finish(self, timeout_s: float = FINISH_S) -> None:
         """Wait until all queued samples are stored, at most `timeout_s`."""
@@ -60,4 +60,4 @@ class SampleWriter:
             try:
                 samples.write_samples(self._store, *build(), self._by)
             except Exception as error:  # noqa: BLE001  # training continues after any error
-                log.warning("samples_not_kept", why=repr(error)[:500])
+                log.warning("samples_not_kept", reason=repr(error)[:500])

@@ -86,5 +86,5 @@ def read_served_types(vllm: Mapping[str, Any], base_model: Path | None) -> Serve
         config = json.loads((base_model / "config.json").read_bytes())
         return served_types(vllm, config, tensors_in(base_model))
     except (OSError, ValueError) as error:
-        log.warning("weights_published_as_trained", folder=str(base_model), why=str(error))
+        log.warning("weights_published_as_trained", folder=str(base_model), reason=str(error))
         return ServedTypes()

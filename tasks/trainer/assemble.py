@@ -196,7 +196,7 @@ def _rollouts(start: Start, refused: RefusedPrompts, run_seed: int, source: Sour
         run_seed=run_seed,
         deadline_s=start.spec.rollout.deadline_s,
         recovery=start.spec.rollout.recovery,
-        may_go_on=start.check_stop,
+        check_stop=start.check_stop,
     )
 
 
@@ -267,7 +267,7 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     own_config = model_config(path, revision=revision)
     why = adapter_obstacle(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
-        log.info("policies_are", what="whole, the adapter merged" if why else "the adapter alone", why=why)
+        log.info("policy_publishing_chosen", what="whole, the adapter merged" if why else "the adapter alone", reason=why)
     by = start.env.precedence
     if why:
         base_model = start.base_model or local_folder(start.spec.trainer, start.workdir)

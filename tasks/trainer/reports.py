@@ -87,7 +87,7 @@ def keep_reports(trainer: Any, workdir: Path, timeline_id: str, *, is_first: boo
     if not link.is_symlink():
         shutil.rmtree(link, ignore_errors=True)
         link.symlink_to(folder)
-    log.info("completions_are_written", folder=str(folder), stored=False)
+    log.info("completions_folder", folder=str(folder), stored=False)
 
 
 def guard_callback(callback: Any, timeline_id: str, *, is_first: bool) -> None:

@@ -47,7 +47,7 @@ def test_lost_nodes_are_replaced_while_api_server_and_daemon_die(run: SkyRun, sk
     sky_rig.preempt(run.instance(taken).id, grace_s=0)
     run.replaced("rollout-0", warned)
     run.replaced("rollout-1", taken)
-    run.told(warned, "the cloud will take it back")
+    run.told(warned, "preemption notice")
     run.told(taken, "preempted")
     others = run.node("rollout-0"), run.node("rollout-1")
     run.until("a machine is bought", lambda: any(node in i.cluster for i in run.running() for node in others))

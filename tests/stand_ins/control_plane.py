@@ -367,7 +367,7 @@ def on_sky(trainer: str, rollout: str | None = None) -> RunSpec:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the threads that look do so all the time."""
     for module, name, value_s in (
-        (watch, "LOOK_EVERY_S", 0.01),
+        (watch, "SCAN_EVERY_S", 0.01),
         (watch, "READ_EVERY_S", 0.01),
         (sky_cloud, "REGION_WAIT_S", 0.05),
         (daemon, "TROUBLE_WAIT_S", 0.01),

@@ -17,9 +17,9 @@ class HandoverReason(StrEnum):
     REFUSED = "refused"  # the node answered with an error
     BROKEN = "broken"  # the node sent invalid data
     SILENT = "silent"
-    TERM_ENDED = "left"  # the member's term ended
+    TERM_ENDED = "term_ended"  # the member's term ended
     DRAINED = "drained"
-    REBALANCED = "shared"  # moved to a member with less load
+    REBALANCED = "rebalanced"  # moved to a member with less load
 
 
 class NodeFailed(Exception):

@@ -398,7 +398,7 @@ class Announcements:
 class JoiningNodes:
     """Nodes that start and are not members yet: their stages, and since when they make no progress.
 
-    `moves` counts the progress events of all of them.
+    `joining_events` counts the progress events of all of them.
     """
 
     def __init__(self) -> None:

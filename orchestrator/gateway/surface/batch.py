@@ -1,7 +1,7 @@
 """A trainer's batch: each request is a job, and the answer is written line by line as jobs finish.
 
 If the trainer dies, its requests keep running. The restarted trainer makes the same requests, since they follow
-from seed, data and policies, and takes them over (`kept.py`).
+from seed, data and policies, and takes them over (`orphaned_requests.py`).
 """
 
 from __future__ import annotations

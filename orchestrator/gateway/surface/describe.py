@@ -14,7 +14,7 @@ class State(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    SUSPECTED = "in doubt"  # holds the wanted policy, but a request failed there, or it does not answer
+    SUSPECTED = "suspected"  # holds the wanted policy, but a request failed there, or it does not answer
     BEHIND = "behind"  # does not hold the wanted policy yet
     UNFIT = "unfit"  # cannot hold the wanted policy, and has stopped trying
 

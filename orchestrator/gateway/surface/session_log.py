@@ -62,7 +62,7 @@ class TurnPart(msgspec.Struct, tag=True):
 
 
 class SessionOpened(msgspec.Struct, tag=True):
-    """A session was opened, or opened again, which voids the Answered records so far."""
+    """A session was opened, or opened again, which voids the TurnAnswered records so far."""
 
     session: str
     opening: bytes

@@ -1,4 +1,4 @@
-// The curves: panels with a common axis that zoom together, redrawn with each look.
+// The curves: panels with a common axis that zoom together, redrawn with each observation.
 "use strict";
 (() => {
   const HEIGHT = 150, SPARSE = "held_out";
@@ -195,7 +195,7 @@
     if (event.detail.range) setAxis(event.detail.axis);
     ({ range } = event.detail); load();
   });
-  document.body.addEventListener("look", load);
+  document.body.addEventListener("observation", load);
   window.addEventListener("resize", () => { if (data) draw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (data) draw(); });
   load();

@@ -180,7 +180,7 @@
     ({ axis, range } = event.detail);
     load();
   });
-  if (!charts) document.body.addEventListener("look", load);
+  if (!charts) document.body.addEventListener("observation", load);
   window.addEventListener("resize", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   load();

@@ -1,4 +1,4 @@
-// Keeps an open page live: the server notifies it of each new look at the run, and it redraws itself.
+// Keeps an open page live: the server notifies it of each new observation of the run, and it redraws itself.
 "use strict";
 (() => {
   let source = null;
@@ -12,9 +12,9 @@
     source = new EventSource("/live");
     source.addEventListener("open", () => mark("live"));
     source.addEventListener("error", () => mark("not connected; retrying"));
-    source.addEventListener("look", (event) => {
+    source.addEventListener("observation", (event) => {
       mark("live");
-      document.body.dispatchEvent(new CustomEvent("look", { detail: event.data }));
+      document.body.dispatchEvent(new CustomEvent("observation", { detail: event.data }));
     });
   };
   const close = () => {
@@ -24,7 +24,7 @@
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return close();
     open();
-    document.body.dispatchEvent(new CustomEvent("look"));  // show what changed while the page was hidden
+    document.body.dispatchEvent(new CustomEvent("observation"));  // show what changed while the page was hidden
   });
   window.addEventListener("pagehide", close);
   window.addEventListener("pageshow", open);

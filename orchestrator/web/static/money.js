@@ -66,7 +66,7 @@
     draw();
     box.dataset.points = String(data.x.length);
   };
-  document.body.addEventListener("look", load);
+  document.body.addEventListener("observation", load);
   const redraw = () => { if (data) draw(); };
   window.addEventListener("resize", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

@@ -4,7 +4,7 @@
   const HEIGHT = 150, TIMES = 2.2;  // the axis ends at TIMES the median step, so a step that waited for hours is cut
   const COLOURS = {
     "waiting for nodes": "--red", generating: "--blue", rewards: "--violet", "publishing weights": "--ochre",
-    storing: "--orange", training: "--green", "started again": "--grey",
+    storing: "--orange", training: "--green", restarting: "--grey",
   };
   const box = document.getElementById("split"), info = document.getElementById("split-info");
   let axis = "step", range = null, data = null, plot = null, requests = 0;

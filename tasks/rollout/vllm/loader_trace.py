@@ -79,7 +79,7 @@ Places = dict[str, list[Part]]  # by name of the checkpoint's tensor; empty if t
 
 
 def places_of(model: Any, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]) -> Places:
-    """Find the places of tensors in a model's parameters. Raises NotFollowed.
+    """Find the places of tensors in a model's parameters. Raises LoaderNotTraced.
 
     Args:
         model: a vLLM model; its `load_weights` is called without changing anything.

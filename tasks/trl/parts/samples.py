@@ -88,7 +88,7 @@ class Samples:
         try:
             self._offer(self.writer, PolicyVersion(self._timeline, step), measured.tolist(), logs, rollouts)
         except Exception as error:  # noqa: BLE001  # training continues after any error
-            log.warning("samples_not_kept", why=repr(error)[:500])
+            log.warning("samples_not_kept", reason=repr(error)[:500])
 
     def _measured_or_nan(self, output: dict[str, Any]) -> torch.Tensor:
         """Return a tensor of fixed shape even on errors, because a missing process would block the gather."""
@@ -98,7 +98,7 @@ class Samples:
             if measured.shape != unknown.shape:
                 raise ValueError(f"measured {tuple(measured.shape)}, expected {tuple(unknown.shape)}")
         except Exception as error:  # noqa: BLE001  # training continues after any error
-            log.warning("samples_not_measured", why=repr(error)[:500])
+            log.warning("samples_not_measured", reason=repr(error)[:500])
             return unknown
         return measured
 

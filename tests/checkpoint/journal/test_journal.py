@@ -40,7 +40,7 @@ def test_late_take_over_after_another_epoch_is_refused(store: Store) -> None:
 
 def test_an_event_of_a_newer_version_is_one_clear_line(store: Store) -> None:
     Journal(store, "a").take_over(1.0, "h", 1, "up")
-    text = store.get(layout.journal_entry(1)).replace(b"TookOver", b"Levitated")
+    text = store.get(layout.journal_entry(1)).replace(b"ControllerTookOver", b"Levitated")
     store.put(layout.journal_entry(1), text)
     with pytest.raises(Corrupt, match="unknown event 'Levitated'"):
         journal.read(store)[0].decoded()

@@ -98,7 +98,7 @@ class Following:
         failures = {"engine_proof_failed", "policy_file_update_failed"}
         assert not [one for one in logs if one["event"] in failures], logs
         self.holds = ref.label
-        return alone, [one["why"] for one in logs if one["event"] == "delta_fallback_full_load"]
+        return alone, [one["reason"] for one in logs if one["event"] == "delta_fallback_full_load"]
 
     def checksums(self, label: str, folder: Path) -> list[dict[str, str]]:
         """vLLM's, of each worker's parameters; those that were overwritten are compared with the file too."""

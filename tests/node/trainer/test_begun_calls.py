@@ -106,7 +106,7 @@ def test_leaving_trainer_does_not_wait_for_a_begun_call(world: World) -> None:
 
     world.gateway.members = 0
     world.gateway.open()
-    source = world.source(may_go_on=leave)
+    source = world.source(check_stop=leave)
     source.begin([ahead()], ref)
     with pytest.raises(LeaveNow):
         take(source)

@@ -48,7 +48,7 @@ class World:
         return GatewayClient(self.store, token, self.heartbeat, interrupt)
 
     def source(
-        self, by: Precedence = BY, token: str = TOKEN, may_go_on: Callable[[], None] = lambda: None
+        self, by: Precedence = BY, token: str = TOKEN, check_stop: Callable[[], None] = lambda: None
     ) -> RolloutSource:
         refused, client = RefusedPrompts(self.rule, self.costs), self.client(token)
         refused.row_of = lambda prompt: 100 + prompt[0]
@@ -61,7 +61,7 @@ class World:
             by=by,
             run_seed=42,
             deadline_s=HANG_S,
-            check_stop=may_go_on,
+            check_stop=check_stop,
         )
 
     def complete(
@@ -277,5 +277,5 @@ def test_a_fleet_that_takes_nothing_is_not_the_prompts_fault(world: World) -> No
     source, bad = world.source(), [[2]] * (NONE_TAKEN - 1)
     for prompts in (bad, [[1], *bad, [2]], bad):
         world.complete(*prompts, source=source, samples=1)
-    with pytest.raises(BadPrompts, match=f"no node takes any prompt, {NONE_TAKEN} in a row"):
+    with pytest.raises(BadPrompts, match=f"nodes refused {NONE_TAKEN} prompts in a row"):
         world.complete([2], source=source, samples=1)

@@ -33,11 +33,11 @@ class Told:
         assert training
         self.made += made
 
-    def does_not_fit(self) -> None:
+    def halve_share(self) -> None:
         self.said.append("does not fit")
 
-    def cannot(self, why: str) -> None:
-        self.said.append(why)
+    def record_failure(self, reason: str) -> None:
+        self.said.append(reason)
 
 
 class Broken:

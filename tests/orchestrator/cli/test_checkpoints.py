@@ -111,7 +111,7 @@ def test_ls_lists_checkpoints_with_reasons_to_stay(run: Kept, cli: Cli, monkeypa
         ("1-130", 1, 130, False),
         ("1-140", 1, 140, False),
     ]
-    assert [one["kept_as"] for one in listed][1:3] == [["pinned"], []]
+    assert [one["keep_reasons"] for one in listed][1:3] == [["pinned"], []]
     assert {one["size_bytes"] for one in listed} == {4000 + 1000 + CHUNK_BYTES + 6}
     assert {one["created_at_s"] for one in listed} == {now_s - 7200}
 
@@ -194,7 +194,7 @@ def test_exported_checkpoint_equals_the_saved_one(run: Kept, cli: Cli, tmp_path:
     saved = run.uploads(0, 100)
     out = tmp_path / "deep" / "out"
     listed = plain(cli("ls", "-o", "json"))[-1]
-    del listed["kept_as"]
+    del listed["keep_reasons"]
     assert plain(cli("export", "latest", str(out), "-o", "json")) == {**listed, "folder": str(out)}
     assert read(out) == read(saved)
     (tmp_path / "empty").mkdir()

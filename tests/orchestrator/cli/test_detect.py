@@ -172,10 +172,10 @@ def test_too_little_data_gives_no_verdict(rows: list[dict[str, float]], why: str
     answer = cli("run")
     assert answer.code == 0
     assert f"run {len(rows)} " in answer.lines[1]
-    assert " cannot tell – – –" in answer.lines[1]
+    assert " unknown – – –" in answer.lines[1]
     assert why in answer.words
     (found,) = cli("run", "-o", "json").found
-    assert (found["health"], found["tripped"]) == ("cannot tell", False)
+    assert (found["health"], found["tripped"]) == ("unknown", False)
     assert why in found["reason"]
 
 

@@ -60,7 +60,7 @@ def test_explain_shows_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> N
     spot = next(offer for offer in found["offers"] if offer["market"] == "spot")
     assert spot["status"] in ("backing off", "broken")
     assert spot["until_s"] > 0
-    assert "nothing to be had" in spot["why"]
+    assert "nothing to be had" in spot["reason"]
     (compared,) = found["comparisons"]
     assert compared["question"] == "shortage of spot"
     assert "waiting for spot" in [one["name"] for one in compared["candidates"]]

@@ -36,7 +36,7 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     found = grpo_orch("simulate", str(run_yaml), *words)
     assert found.code == 0, found
     told = json.loads(found.out)
-    assert told["weather"] == "storms"
+    assert told["market"] == "storms"
     assert set(told["outcomes"]) == {"this run", "on-demand"}
     assert told["outcomes"]["this run"]["steps"] > 0
     assert told["steps_per_usd_to_on_demand"] > 0

@@ -43,7 +43,7 @@ SECTIONS = {
 TYPES: dict[Any, str] = {
     int: "whole number",
     float: "number",
-    str: "text",
+    str: "string",
     bool: "true or false",
 }
 
@@ -68,9 +68,9 @@ def spoken(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is dict:
-        return "mapping of texts" if get_args(hint)[1] is str else "mapping"
+        return "mapping of strings" if get_args(hint)[1] is str else "mapping"
     if get_origin(hint) is tuple:
-        return "list of integers" if hint == tuple[int, ...] else "list of texts"
+        return "list of integers" if hint == tuple[int, ...] else "list of strings"
     return "section" if dataclasses.is_dataclass(hint) else TYPES[hint]
 
 

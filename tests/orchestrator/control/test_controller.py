@@ -56,7 +56,7 @@ class Eyes:
     away = False
     cloud_away = False
 
-    def look(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+    def observe(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
         if self.away:
             raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))
@@ -122,7 +122,7 @@ def test_events_after_a_lost_answer_get_their_own_entry(leaves: str, journalled:
         controller.tick(world.now_s)
     controller.tick(world.now_s)
     assert world.confirmed == ["rollout-0-i1"]
-    topics = [f"noticed {kind}" for kind in journalled]
+    topics = [f"pitfall {kind}" for kind in journalled]
     assert list(journal.recover(store).state.reports) == list(controller.state.reports) == topics
 
 

@@ -49,8 +49,8 @@ class World:
         if gateway is not None:
             self.starts(gateway)
 
-    def watcher(self, *, believe_first: bool = False) -> GatewayWatch:
-        return GatewayWatch(self.store, trust_first=believe_first, clock=lambda: self.now_s)
+    def watcher(self, *, trust_first: bool = False) -> GatewayWatch:
+        return GatewayWatch(self.store, trust_first=trust_first, clock=lambda: self.now_s)
 
     def starts(self, boot_id: str) -> None:
         documents.gateway(BY).write(self.store, GatewayAddress("http://10.0.0.1:1", boot_id))
@@ -151,7 +151,7 @@ def test_a_write_that_lands_after_its_successor_changes_nothing() -> None:
 def test_view_trusts_its_first_status_as_long() -> None:
     world = World()
     world.writes(70)
-    world.watch = world.watcher(believe_first=True)
+    world.watch = world.watcher(trust_first=True)
     looks = [world.looks() for _ in range(8)]
     assert looks == [70] * 5 + [None] * 3
 

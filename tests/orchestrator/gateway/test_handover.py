@@ -84,7 +84,7 @@ async def test_text_that_was_cut_in_a_character_starts_over(world: World) -> Non
     assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
 
 
-@pytest.mark.parametrize("why", ["refused", "left"])
+@pytest.mark.parametrize("why", ["refused", "term_ended"])
 async def test_other_weights_or_a_leaving_node_lose_nothing(world: World, why: str) -> None:
     one = job()
     first, asked = await begun(world, one)
@@ -94,7 +94,7 @@ async def test_other_weights_or_a_leaving_node_lose_nothing(world: World, why: s
         world.members.leave("first", first.boot_id)
     check(one, await asked)
     assert (world.ledger.handovers_by_reason, world.ledger.saved) == ({why: 1}, 5)
-    await world.until(lambda: first.aborted == (why == "left"))
+    await world.until(lambda: first.aborted == (why == "term_ended"))
 
 
 async def test_a_finish_reason_is_final_without_an_end_of_the_answer(world: World) -> None:

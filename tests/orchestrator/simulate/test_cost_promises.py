@@ -31,8 +31,8 @@ def on_demand(*counts: int) -> Zone:
     return Zone("a", GAP_S, counts, region="r", market=Market.ON_DEMAND)
 
 
-def world(*weather: Zone, nodes: int = 2) -> Simulation:
-    return Simulation(0, spec(nodes), weather=weather, physics=Physics(), max_steps=10**9, rhythm=RHYTHM)
+def world(*trace: Zone, nodes: int = 2) -> Simulation:
+    return Simulation(0, spec(nodes), trace=trace, physics=Physics(), max_steps=10**9, rhythm=RHYTHM)
 
 
 def rollouts_bought(of: Simulation) -> int:
@@ -75,8 +75,8 @@ def test_spot_taken_before_it_serves_is_tried_ever_more_rarely(pools: bool, use_
     """Half a day of it: 500 machines were once bought one after the other. Then spot is good again."""
     run = spec(4)
     run = replace(run, rollout=replace(run.rollout, resources=use_spot))
-    weather = (SPOT, replace(SPOT, name="b"), on_demand(9)) if pools else plentiful(4)
-    found = Simulation(0, run, weather=weather, physics=Physics(), max_steps=10**9, rhythm=COARSE, logs=True)
+    trace = (SPOT, replace(SPOT, name="b"), on_demand(9)) if pools else plentiful(4)
+    found = Simulation(0, run, trace=trace, physics=Physics(), max_steps=10**9, rhythm=COARSE, logs=True)
     found.cloud.takes_early = True
     found.run_for(12 * HOUR_S)
     assert found.newest is not None

@@ -1,4 +1,4 @@
-"""A deadline that all on demand meets with some slack, in simulated weather: met, for less where there is spot."""
+"""A deadline that all on demand meets with some slack, in simulated markets: met, for less where there is spot."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def spec(deadline_s: float | None = None) -> RunSpec:
     )
 
 
-def lived(policy: str, run: RunSpec, weather: MarketTrace, seed: int = 0) -> Simulation:
+def lived(policy: str, run: RunSpec, trace: MarketTrace, seed: int = 0) -> Simulation:
     """The world after the run has ended, or after six hours."""
     one = CONTENDERS[policy]
     world = Simulation(
         seed,
         one.spec_of(run),
-        weather=weather,
+        trace=trace,
         physics=PHYSICS,
         max_steps=STEPS,
         decide=one.decide,

@@ -1,4 +1,4 @@
-"""Spot weather: what the climates promise, and files in public formats."""
+"""Spot market traces: what the climates promise, and files in public formats."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
     run = spec(2)
     sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
     run = replace(run, trainer=sections[0], rollout=sections[1])
-    assert run_scenario(2, run, weather=market("never", 2, 2)).phase is end
+    assert run_scenario(2, run, trace=market("never", 2, 2)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:
@@ -122,10 +122,10 @@ def test_a_run_that_stops_at_its_budget_has_ended() -> None:
 
 
 def test_run_asked_to_stop_at_its_end_has_ended() -> None:
-    assert run_scenario(6, spec(3), weather=market("storms", 6, 3)).phase is RunPhase.FINISHED
+    assert run_scenario(6, spec(3), trace=market("storms", 6, 3)).phase is RunPhase.FINISHED
 
 
 def test_spot_only_run_waits_when_its_zone_is_lost_for_good() -> None:
     run = spec(2)
     run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
-    assert run_scenario(22, run, weather=market("unclouded", 22, 2)).phase is RunPhase.PARKED
+    assert run_scenario(22, run, trace=market("unclouded", 22, 2)).phase is RunPhase.PARKED

@@ -72,7 +72,7 @@ def test_a_day_without_any_rollout_machine_costs_no_trainer() -> None:
     end = no_rollout_capacity(world, world.random)
     world.run_for(1800.0)
     assert at(world).phase is RunPhase.PARKED
-    assert not world.cloud.boxes
+    assert not world.cloud.nodes
     made, spent, bought = world.work.stored_step, world.cloud.spent_usd, list(world.cloud.bought)
     assert made >= max(at_.step for at_ in world.work.ever_listed)
     world.rest()

@@ -30,9 +30,9 @@ def zone(name: str, *counts: int, price: float = 1.0, region: str = "r") -> Zone
     return Zone(name, 300.0, counts, (price,), region=region)
 
 
-def cloud(*weather: Zone) -> SimulatedCloud:
+def cloud(*trace: Zone) -> SimulatedCloud:
     random = Random(0)
-    return SimulatedCloud(weather, BRISK, Prices(), Objects(random), random)
+    return SimulatedCloud(trace, BRISK, Prices(), Objects(random), random)
 
 
 def order(node: str, pool: Pool | None = None, market: Market = Market.SPOT) -> LaunchOrder:
@@ -50,10 +50,10 @@ def why(of: SimulatedCloud, wanted: LaunchOrder) -> Refusal | None:
 def test_pooled_markets_offer_zones_and_both_markets() -> None:
     assert len(POOLED) == 4
     for name in POOLED:
-        weather = market(name, 5, 4)
-        assert len({one.name for one in weather if one.market is Market.SPOT}) >= 3
-        assert any(one.market is ON_DEMAND for one in weather)
-        assert len({one.key for one in weather}) == len(weather)
+        trace = market(name, 5, 4)
+        assert len({one.name for one in trace if one.market is Market.SPOT}) >= 3
+        assert any(one.market is ON_DEMAND for one in trace)
+        assert len({one.key for one in trace}) == len(trace)
     assert len({one.region for one in market("regions", 5, 4)}) == 2
     assert len({one.machine for one in market("regions", 5, 4)}) == 2
 
@@ -62,7 +62,7 @@ def test_pinned_launch_is_refused_where_there_is_no_capacity() -> None:
     there, dear, full = zone("a", 1), zone("b", 2, price=1.5), zone("c", 0)
     found = cloud(there, dear, full)
     assert why(found, order("0", dear.pool)) is None
-    assert found.boxes["rollout-0-i1"].zone == "b"
+    assert found.nodes["rollout-0-i1"].zone == "b"
     assert found.truth()["rollout-0-i1"].price_usd_per_h == 0.0, "it is not there yet"
     found.pass_time(120.0)
     assert found.truth()["rollout-0-i1"].price_usd_per_h == pytest.approx(1.5 * 1.19)
@@ -76,7 +76,7 @@ def test_unpinned_launch_goes_by_price_within_the_region() -> None:
     found = cloud(cheap, near, far)
     found.launch(order("0", near.pool))
     found.launch(order("1"))
-    one = found.boxes["rollout-1-i1"]
+    one = found.nodes["rollout-1-i1"]
     assert one.zone == "b"
     assert one.up_at_s > BRISK.launch_s * (1 - BRISK.spread) + 20.0, "the refusal of the first took its time"
 
@@ -99,13 +99,13 @@ def test_a_quota_is_its_regions_kinds_and_markets() -> None:
 
 
 def test_held_capacity_is_counted_through_all_changes() -> None:
-    weather = market("zone-out", 3, 4)
-    found, random = cloud(*weather), Random(1)
+    trace = market("zone-out", 3, 4)
+    found, random = cloud(*trace), Random(1)
     for node in range(300):
         found.pass_time(found.time_s + 400.0)
-        pool = random.choice([one.pool for one in weather if one.market is Market.SPOT])
+        pool = random.choice([one.pool for one in trace if one.market is Market.SPOT])
         why(found, order(str(node), pool))
-        box = random.choice(list(found.boxes.values()))
+        box = random.choice(list(found.nodes.values()))
         match random.randrange(4):
             case 0:
                 found.terminate(box.node)
@@ -113,7 +113,7 @@ def test_held_capacity_is_counted_through_all_changes() -> None:
                 found.lose(box)
             case 2 if not box.gone:
                 found.warn(box, random.choice((None, found.time_s + 120.0)))
-        there = Counter(one.key for one in found.boxes.values() if one.uses_capacity)
+        there = Counter(one.key for one in found.nodes.values() if one.uses_capacity)
         assert +found.held == there
 
 
@@ -124,7 +124,7 @@ def test_spot_machines_are_preempted_and_on_demand_are_not() -> None:
     found.launch(order("1", listed.pool, ON_DEMAND))
     found.pass_time(301.0)
     found.pass_time(600.0 - 1)
-    assert [box.gone for box in found.boxes.values()] == [True, False]
+    assert [box.gone for box in found.nodes.values()] == [True, False]
     assert why(found, order("2", listed.pool, ON_DEMAND)) is Refusal.NO_CAPACITY
 
 
@@ -139,17 +139,17 @@ def test_pool_prices_are_of_the_last_full_hour() -> None:
 
 @pytest.mark.parametrize("name", POOLED)
 def test_no_promise_breaks_where_there_is_a_choice(name: str) -> None:
-    run_scenario(4, spec(2), weather=market(name, 4, 2))
+    run_scenario(4, spec(2), trace=market(name, 4, 2))
 
 
 def test_pool_memory_leaves_a_zone_that_preempts() -> None:
     """Without one, a machine is bought there again and again."""
     bad = replace(zone("a", 3, price=0.85), losses_per_h=4.0)
-    weather: MarketTrace = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
-    ours, cheapest = (steer(name, spec(2), weather, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest"))
+    trace: MarketTrace = (bad, zone("b", 3), replace(zone("b", 9), market=ON_DEMAND))
+    ours, cheapest = (steer(name, spec(2), trace, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest"))
     assert 2 * ours.bought <= cheapest.bought
     assert ours.steps > cheapest.steps
-    assert "cheapest" in contenders(weather)
+    assert "cheapest" in contenders(trace)
     assert "cheapest" not in contenders(market("storms", 0, 2))
 
 

@@ -129,7 +129,7 @@ def test_purchase_block_is_shown_until_it_ends() -> None:
         "3 in a row came to nothing",
         T0 + 41,
     )
-    assert to_json(look(world, 42))["not_bought"][0]["reason"] == "3 in a row came to nothing"
+    assert to_json(look(world, 42))["buying_stopped"][0]["reason"] == "3 in a row came to nothing"
     world.happens(43, BuyingResumed("rollout on spot"))
     assert look(world, 44).buying_stopped == ()
 

@@ -126,4 +126,4 @@ def test_rollback_counts_windows_that_were_generated_ahead(monkeypatch: pytest.M
     words = "2 steps and 350 tokens discarded, 150 of them in 2 windows that no logged step was trained on"
     assert f"rollbacks 1; {words}" in text_of(render(report), 200)
     told = ask(world, "/rollbacks?format=json")[0]["rollbacks"][0]
-    assert (told["windows_unused"], told["tokens_unused"], told["thrown_away"]) == (2, 150, words)
+    assert (told["windows_unused"], told["tokens_unused"], told["discarded_text"]) == (2, 150, words)

@@ -95,7 +95,7 @@ def test_the_way_to_a_deadline_is_on_every_page() -> None:
     world = run_of(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
     world.happens(10, SpecProved())
 
-    for drawn in visit(world, "/", "/money", "/diary"):
+    for drawn in visit(world, "/", "/money", "/events"):
         (line,) = [one for one in drawn.splitlines() if 'class="deadline' in one]
         assert "deadline <b>2023-11-14 22:16 UTC</b> · ends " in line
         assert 'class="deadline warn"' in line  # long past by this machine's clock
@@ -175,7 +175,7 @@ def test_news_arrives_while_a_page_is_open() -> None:
         assert live.content_type == "text/event-stream"
         assert (await live.content.readuntil(b"\n\n")).startswith(b"retry:")
         world.logs(60, 13, reward=0.5)
-        assert (await live.content.readuntil(b"\n\n")).startswith(b"event: look\ndata: ")
+        assert (await live.content.readuntil(b"\n\n")).startswith(b"event: observation\ndata: ")
         told = await (await client.get("/?format=json")).json()
         assert told["run"]["recent"][-1]["step"] == 13
         live.close()
@@ -190,7 +190,7 @@ def test_failed_look_is_shown_and_the_next_one_replaces_it(monkeypatch: pytest.M
 
     async def story(client: Client) -> None:
         with monkeypatch.context() as broken:
-            broken.setattr(Watch, "look", lambda _: 1 // 0)
+            broken.setattr(Watch, "observation", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
         assert "ZeroDivisionError" not in await (await client.get("/")).text()
 
@@ -198,5 +198,5 @@ def test_failed_look_is_shown_and_the_next_one_replaces_it(monkeypatch: pytest.M
 
 
 def test_gateway_next_to_slow_steps_is_not_silent() -> None:
-    """What it wrote was written after the look before: that must not be longer ago than it may be."""
+    """What it wrote was written after the observation before: that must not be longer ago than it may be."""
     assert LATEST_S + 1 < FRESH_S

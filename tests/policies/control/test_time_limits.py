@@ -127,7 +127,7 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "a silence beside the gateway": (120.0, lambda s: goes(decided(*ALL, beat_s=s), TRAINER)),
     "a silence since the gateway is heard": (
         120.0,
-        lambda s: goes(decided(*ALL, beat_s=LONG_S, gateway={"heard_s": s}), TRAINER),
+        lambda s: goes(decided(*ALL, beat_s=LONG_S, gateway={"contact_s": s}), TRAINER),
     ),
     "a silence over unbroken looks": (
         120.0,
@@ -176,7 +176,7 @@ LIMITS: dict[str, tuple[float, Callable[[float], bool]]] = {
     "a silent trainer that may store what it has": (
         120.0,
         lambda s: goes(
-            decided(node(TRAINER), beat_s=s, phase=RunPhase.STOPPING, gateway={"heard_s": 0.0}), TRAINER
+            decided(node(TRAINER), beat_s=s, phase=RunPhase.STOPPING, gateway={"contact_s": 0.0}), TRAINER
         ),
     ),
     "a parked trainer that does not end": (

@@ -194,14 +194,14 @@ def test_drained_machine_without_a_trainer_is_released() -> None:
     assert "trainer-0-i1" not in world.machines
 
 
-@pytest.mark.parametrize(("heard_s", "given_up"), [(2.0, False), (1000.0, True)])
+@pytest.mark.parametrize(("contact_s", "given_up"), [(2.0, False), (1000.0, True)])
 @pytest.mark.parametrize("for_s", [1000.0, MACHINE_LOST_S + 5.0])
-def test_restarting_trainer_is_released_if_gateway_is_heard(heard_s: float, given_up: bool, for_s: float) -> None:
+def test_restarting_trainer_is_released_if_gateway_is_heard(contact_s: float, given_up: bool, for_s: float) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", exit_codes.FAILED)
     while world.state.nodes["trainer-0-i1"].attempt == 1:
         world.tick()
         world.now_s += 1.0
-    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway=Gateway(contact_s=heard_s))
+    seen = replace(world.snapshot(), now_s=world.now_s + for_s, members={}, gateway=Gateway(contact_s=contact_s))
     decision = decide(world.state, seen, world.spec)
     assert (Terminate("trainer-0-i1") in decision.actions) is given_up

@@ -73,7 +73,7 @@ DAY_S = 86400.0
 
 
 @pytest.mark.parametrize(
-    ("time_s", "since_told_s", "back_s"),
+    ("time_s", "since_last_event_s", "back_s"),
     [
         (1600.0, 0.0, 0.0),  # a store that tells nothing
         (400.0, 0.0, 600.0),
@@ -86,8 +86,8 @@ DAY_S = 86400.0
         (1000.0 + 30 * DAY_S, 30 * DAY_S + 60.0, 60.0),  # a run that rested for a month
     ],
 )
-def test_time_advances_by_the_later_of_both_clocks(time_s: float, since_told_s: float, back_s: float) -> None:
-    assert clock_lag_s(1000.0, time_s, since_told_s) == back_s
+def test_time_advances_by_the_later_of_both_clocks(time_s: float, since_last_event_s: float, back_s: float) -> None:
+    assert clock_lag_s(1000.0, time_s, since_last_event_s) == back_s
 
 
 def test_a_machine_is_as_old_for_the_bill_as_for_the_budget() -> None:

@@ -110,12 +110,12 @@ def runner_of(
     turns: int = 32,
     tokens: int = 1000,
     make_host: type[AgentHost] = AgentHost,
-    may_go_on: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> AgentRunner:
     beat = Heartbeat(gateway.store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = make_host(f"rig_agents.{agent}", HERE)
     return AgentRunner(
-        Gateway(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, may_go_on
+        Gateway(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, check_stop
     )
 
 

@@ -260,7 +260,7 @@ async def test_interrupted_call_ends_its_agents(runners: list[AgentRunner], tmp_
             raise Told
 
     async with serving(tmp_path) as gateway:
-        runner = started(runners, gateway, "hangs", may_go_on=told)
+        runner = started(runners, gateway, "hangs", check_stop=told)
         with pytest.raises(Told):
             await complete(runner, [{"prompt": "p", "folder": str(tmp_path)}])
         from tests.tasks.agents.test_processes import gone

@@ -23,7 +23,7 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, activity: str) -> None:
+    def update(self, activity: str) -> None:
         self.said.append(activity)
 
 
@@ -43,7 +43,7 @@ class Gateway:
             raise NoNodeServing([finished(index, NODE) for index in made], cut, discarded=5, wait_s=2.0)
         return Generated([finished(one.index, NODE) for one in batch.requests], discarded=1, wait_s=0.5)
 
-    def complete_aside(self, batch: Batch, *_: Any) -> Generated:
+    def complete_in_background(self, batch: Batch, *_: Any) -> Generated:
         return self.complete(batch)
 
 
@@ -64,9 +64,9 @@ class World:
     def __init__(self) -> None:
         self.gateway, self.heard, self.costs = Gateway(), Heard(), StepCosts()
         self.ends: Exception | None = None
-        self.drought = NodeShortage(self.gateway, AFTER_S, self._may_go_on, cast(Heartbeat, self.heard), self.costs)
+        self.drought = NodeShortage(self.gateway, AFTER_S, self._check_stop, cast(Heartbeat, self.heard), self.costs)
 
-    def _may_go_on(self) -> None:
+    def _check_stop(self) -> None:
         if self.ends is not None:
             raise self.ends
 
@@ -102,7 +102,7 @@ def test_part_after_part_is_made_with_a_look_for_nodes_before(world: World) -> N
     assert [one.index for one in got.completions] == list(range(6))
     assert world.gateway.asked == [(list(range(6)), AFTER_S), ([2, 3, 4, 5], 0.0), ([4, 5], 0.0)]
     assert (got.discarded, got.wait_s) == (11, 4.5)
-    assert world.heard.said == ["generating by itself"] * 2
+    assert world.heard.said == ["generating alone"] * 2
     assert world.costs.own_generate_s == world.costs.generate_s == world.costs.generated_s == 8.0
 
 

@@ -44,7 +44,7 @@ class Quiet:
 
     def check(self) -> None: ...
 
-    def say(self, *_: Any, **__: Any) -> None: ...
+    def update(self, *_: Any, **__: Any) -> None: ...
 
 
 def source(store: Store, gateway: Any, costs: StepCosts | None = None) -> RolloutSource:
@@ -141,10 +141,10 @@ def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatc
 class Comes(Gateway):
     """Has no node for what is begun, and has one when the trainer waits for it."""
 
-    def complete_aside(self, *_: object) -> Generated:
+    def complete_in_background(self, *_: object) -> Generated:
         raise NoNodeServing([], [], 0, 0.0)
 
-    def go_on(self, *_: object) -> None: ...
+    def resume(self, *_: object) -> None: ...
 
     def complete(self, batch: Batch) -> Generated:
         time.sleep(0.3)

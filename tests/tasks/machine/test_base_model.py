@@ -118,7 +118,7 @@ def test_fetched_model_reaches_others_by_store_without_token(
     assert shared.publish(store, GATED.model, None, snapshot, 1.0)
     assert not shared.publish(store, GATED.model, None, snapshot, 2.0)
 
-    whole = base(store, tmp_path / "node", say=said.append).whole()
+    whole = base(store, tmp_path / "node", report_progress=said.append).whole()
     assert whole is not None
     assert {path.name for path in whole.iterdir()} == WANTED | {TENSORS}
     for name in WANTED:

@@ -82,7 +82,7 @@ async def test_late_member_takes_jobs_from_others_without_loss(world: World) -> 
     late.change(event_s=0.01)
     for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
         assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
-    assert world.ledger.handovers_by_reason.keys() == {"shared"}
+    assert world.ledger.handovers_by_reason.keys() == {"rebalanced"}
     assert world.ledger.handovers >= PER_NODE - 5
     assert max(one.rebalances for one in jobs) <= watch.REBALANCES_MAX
     assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
@@ -127,5 +127,5 @@ async def test_last_request_of_slow_member_moves_to_an_idle_one(world: World) ->
     assert [one.node for one in got] == ["fast", "fast"]
     for one, made in zip(jobs, got, strict=True):
         assert (made.token_ids, made.logprobs, made.finish_reason) == undisturbed(one)
-    assert world.ledger.handovers_by_reason == {"shared": 1}
+    assert world.ledger.handovers_by_reason == {"rebalanced": 1}
     assert world.ledger.discarded == 0

@@ -39,7 +39,7 @@ async def test_members_are_listed_with_their_state_and_why(world: World) -> None
 
 async def test_stage_of_joining_node_is_shown_until_membership(world: World) -> None:
     stage = Stage(BASE_MODEL, 52_000_000_000, 141_000_000_000)
-    answer = await world.http.post("/comers/a", content=msgspec.json.encode(stage))
+    answer = await world.http.post("/joining/a", content=msgspec.json.encode(stage))
     assert msgspec.json.decode(answer.content, type=AnnounceReply) == AnnounceReply(world.members.wanted)
     [coming] = world.gateway.status().joining
     assert (coming.node, coming.stage) == ("a", stage)
@@ -49,7 +49,7 @@ async def test_stage_of_joining_node_is_shown_until_membership(world: World) -> 
     status = world.gateway.status()
     assert (status.joining, status.members[0].stage) == ([], Stage(POLICY, 1, 2))
     for wrong in (Stage("a\nb"), Stage("x" * 1001), Stage("x", -1), Stage("x", 0, 2**63)):
-        refused = await world.http.post("/comers/a", content=msgspec.json.encode(wrong))
+        refused = await world.http.post("/joining/a", content=msgspec.json.encode(wrong))
         assert refused.status_code == 400, wrong
 
 

@@ -37,7 +37,7 @@ ENDPOINTS = (
     ("POST", CHAT),
     ("POST", ROLLOUTS),
     ("POST", "/members/a"),
-    ("POST", "/comers/a"),
+    ("POST", "/joining/a"),
     ("POST", "/members/a/drain"),
     ("DELETE", "/members/a"),
     ("GET", "/there/is/no/such/path"),

@@ -32,7 +32,7 @@ SERVED = """
             one.update(changed.get(one["name"], {}))
         return decoders.get_decoder("sky.status")(answer)
 
-    skypilot.LOOK_TIMEOUT_S = calls.FIND_TIMEOUT_S = 1e4  # a busy machine is no server that is away
+    skypilot.QUERY_TIMEOUT_S = calls.FIND_TIMEOUT_S = 1e4  # a busy machine is no server that is away
     os.environ["SKYPILOT_USER_ID"] = "aaaa"
     global_user_state.add_or_update_user(models.User("aaaa", "aaaa"))
     skypilot._requests.ensure_server = lambda: None
