@@ -36,7 +36,7 @@ from grpo_orch.checkpoint.store.codec import (
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import Event, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, Event
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState
 

@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.journal import SCHEMA, Journal, Record, advance, recov
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import event_to_plain, to_json
 from grpo_orch.checkpoint.store.run_store import Entry, Store
-from grpo_orch.policies.model.events import GatewayRestarted, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, GatewayRestarted
 from grpo_orch.policies.model.state import RunState
 from tests.stand_ins.world import World, spec
 

@@ -22,8 +22,8 @@ from grpo_orch.checkpoint.records.metrics import (
     TOKENS,
     TOKENS_DISCARDED,
     WAIT_S,
-    MetricsWriter,
     MetricsRow,
+    MetricsWriter,
 )
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json

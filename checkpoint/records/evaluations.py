@@ -68,7 +68,9 @@ def write_samples(store: Store, subject: str, samples: Sequence[ScoredSample]) -
     store.put(layout.samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
 
 
-def store_completions(store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]) -> None:
+def store_completions(
+    store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]
+) -> None:
     """Store part `number` of the completions of a batch, as the evaluator `by`."""
     store.put(layout.kept_part(digest, by, number, len(completions)), to_json(list(completions)))
 

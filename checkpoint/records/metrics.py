@@ -106,7 +106,9 @@ def read_metrics(store: Store, timeline: int | None = None) -> list[MetricsRow]:
     return in_order(row for rows in chunks for row in rows)
 
 
-def read_chunks(store: Store, keys: Sequence[str], unreadable: UnreadableDocuments | None = None) -> list[list[MetricsRow]]:
+def read_chunks(
+    store: Store, keys: Sequence[str], unreadable: UnreadableDocuments | None = None
+) -> list[list[MetricsRow]]:
     """Call `read_chunk` for each key, READERS at a time: 100,000 steps have a thousand chunks."""
     if len(keys) < 2:
         return [read_chunk(store, key, unreadable) for key in keys]

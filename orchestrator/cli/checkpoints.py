@@ -27,8 +27,8 @@ from grpo_orch.checkpoint.stream.transfer import read_manifest
 from grpo_orch.checkpoint.stream.transfer import verify as read_all
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.model import exit_codes
 
 NEWEST = "latest"

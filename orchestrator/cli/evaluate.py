@@ -50,7 +50,7 @@ from grpo_orch.orchestrator.cli.start import refuse_missing_secrets, show_plan
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
-from grpo_orch.orchestrator.home import save_run_digest, save_store_options, run_digest, run_id_of, run_token
+from grpo_orch.orchestrator.home import run_digest, run_id_of, run_token, save_run_digest, save_store_options
 from grpo_orch.orchestrator.plan.machines import cached_lookup
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT
 from grpo_orch.policies.evaluation import intervals

@@ -11,8 +11,8 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.formatting import clock, duration, plain, usd
+from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.fleet.explain import Explanation
 from grpo_orch.policies.fleet.market import Offer
 from grpo_orch.policies.fleet.objective import Candidate, Comparison

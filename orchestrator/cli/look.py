@@ -22,26 +22,34 @@ from grpo_orch.orchestrator.clouds import open_cloud
 from grpo_orch.orchestrator.samples import (
     FoundSample,
     NoSamples,
+    SampleFilter,
     SortOrder,
     Step,
     Summary,
-    SampleFilter,
-    select,
     completion_plain,
     find_step,
     groups_of,
     messages_plain,
+    no_samples_reason,
+    select,
     stored_steps,
     summary_plain,
-    no_samples_reason,
 )
 from grpo_orch.orchestrator.views import model, screen
 from grpo_orch.orchestrator.views import report as reports
 from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
+from grpo_orch.orchestrator.views.formatting import (
+    UNKNOWN_TEXT,
+    clock,
+    continue_command,
+    escape_invisible,
+    plain,
+    short,
+    wrap,
+)
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
-from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, clock, continue_command, plain, short, escape_invisible, wrap
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
@@ -237,8 +245,8 @@ def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
         time.sleep(FOLLOW_EVERY_S)
 
 
-# samples. Completions may contain any characters: `escape_invisible` escapes those that move the cursor or change direction.
-# Long texts are cut in the middle, because answers are at the end. `-o json` prints them whole.
+# samples. Completions may contain any characters: `escape_invisible` escapes those that move the cursor or change
+# direction. Long texts are cut in the middle, because answers are at the end. `-o json` prints them whole.
 
 COUNT, COUNT_MAX = 4, 1000
 COLUMNS_MAX = 80  # longer lines of text are hard to read

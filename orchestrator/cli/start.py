@@ -51,7 +51,6 @@ from grpo_orch.orchestrator.config.load import ConfigError, load, load_storage
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal
 from grpo_orch.orchestrator.home import (
-    save_run_digest,
     known_token,
     missing_secrets,
     notify_urls,
@@ -59,6 +58,7 @@ from grpo_orch.orchestrator.home import (
     run_digest,
     run_id_of,
     run_token,
+    save_run_digest,
     token_file,
     token_mark,
 )

@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.orchestrator.config.load import Storage, load_storage
 from grpo_orch.orchestrator.config.shorthand import PASSWORD, has_password, is_text
-from grpo_orch.orchestrator.home import save_store_options, saved_store_options, latest_run
+from grpo_orch.orchestrator.home import latest_run, save_store_options, saved_store_options
 
 RETRY_S = 5.0  # short, because a person waits
 

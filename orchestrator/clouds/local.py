@@ -29,7 +29,7 @@ import psutil
 
 from grpo_orch.checkpoint.store.codec import from_json
 from grpo_orch.checkpoint.store.errors import Corrupt
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, LaunchOrder
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import (

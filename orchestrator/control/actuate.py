@@ -28,11 +28,11 @@ from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal, role_of
 from grpo_orch.policies.tick.snapshot import (
     Action,
-    RequestStop,
     Confirm,
     Export,
     Launch,
     LaunchRefused,
+    RequestStop,
     Terminate,
     WriteFork,
 )

@@ -29,7 +29,7 @@ from grpo_orch.policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.tick.snapshot import Trainer, ControllerVerdict
+from grpo_orch.policies.tick.snapshot import ControllerVerdict, Trainer
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import notify_urls
-from grpo_orch.orchestrator.notify.channels import Channel, Command, Message, Service, DeliveryFailed, messages_in
+from grpo_orch.orchestrator.notify.channels import Channel, Command, DeliveryFailed, Message, Service, messages_in
 from grpo_orch.policies.model.spec import Notify
 
 log = structlog.get_logger()

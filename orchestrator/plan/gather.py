@@ -56,7 +56,7 @@ from grpo_orch.policies.model.spec import (
 )
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing import speed
-from grpo_orch.policies.sizing.money import Cost, Prices, repeat_step_usd, cost, hourly
+from grpo_orch.policies.sizing.money import Cost, Prices, cost, hourly, repeat_step_usd
 from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import trained_params, training_of
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK

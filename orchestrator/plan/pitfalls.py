@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.plan.machines import (
     supports_dtype,
     trainer_memory_of,
 )
-from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, StepPlan, SyncPlan, PlanWarning
+from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, PlanWarning, StepPlan, SyncPlan
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from grpo_orch.policies.model.vocabulary import Market, Role
@@ -98,7 +98,9 @@ def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[PlanWarning]:
     without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
     if without is not None and not has_room(without.gpu.total_bytes, gpu):
         needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
-        yield PlanWarning("grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU")
+        yield PlanWarning(
+            "grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU"
+        )
 
 
 def frozen_weights_in_float32(run: PlannedRun) -> Iterator[PlanWarning]:

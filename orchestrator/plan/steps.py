@@ -28,7 +28,7 @@ from grpo_orch.policies.sizing.engine import engine_of
 from grpo_orch.policies.sizing.shapes import Shape
 from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import adapter_params, lora_of, training_of
-from grpo_orch.policies.weights.adapters import engine_type, adapter_obstacle
+from grpo_orch.policies.weights.adapters import adapter_obstacle, engine_type
 from grpo_orch.policies.weights.tensors import WIDTH, served_types
 
 LAST_STEPS = 50  # only recent steps, because the length of completions changes during a run
@@ -111,7 +111,9 @@ def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> t
     width = WIDTH[served_types(spec.rollout.vllm, model.config).to or "BF16"]
     whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
     adapter = _adapter_bytes(spec, model)
-    sends_adapter = spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None
+    sends_adapter = (
+        spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None
+    )
     share = speed.delta_share(rate)
     sent = None if measured is None or sends_adapter else measured.sent_share
     share = share if sent is None else sent

@@ -221,7 +221,9 @@ class SimulatedCloud:
     def pass_time(self, time_s: float) -> None:
         """Charge machines up to `time_s`, and preempt those beyond the zones' capacity."""
         hours = (time_s - self.time_s) / 3600
-        self.spent_usd += hours * sum(self.charged_usd_per_h(machine) for machine in self.nodes.values() if not machine.gone)
+        self.spent_usd += hours * sum(
+            self.charged_usd_per_h(machine) for machine in self.nodes.values() if not machine.gone
+        )
         self.time_s = time_s
         for zone in self.trace:
             if zone.market is Market.SPOT:
@@ -292,9 +294,7 @@ class SimulatedCloud:
 
     def is_without_spot(self, time_s: float) -> bool:
         """Return whether the trace has no spot machine then, held or free; lost zones have none."""
-        zones = [
-            zone for zone in self.trace if zone.market is Market.SPOT and zone.name not in self.closed_zones
-        ]
+        zones = [zone for zone in self.trace if zone.market is Market.SPOT and zone.name not in self.closed_zones]
         return not any(zone.count_at(time_s) for zone in zones)
 
     def lose(self, machine: SimulatedMachine) -> None:
@@ -337,7 +337,9 @@ class SimulatedCloud:
             weights_s = self.physics.first_weights_s if is_first else self.physics.weights_s
             works_in_s += self.physics.about(weights_s, draw)
         store = SimulatedStore(self._objects)
-        machine = SimulatedMachine(order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0)
+        machine = SimulatedMachine(
+            order.node, store, order.market, "", up_at_s, works_in_s, order.attempt, timeline, 0.0
+        )
         if zone is not None:
             machine.zone, machine.key, machine.pool, machine.speed = zone.name, zone.key, zone.pool, zone.speed
             self.held[zone.key] += 1
@@ -380,16 +382,16 @@ class SimulatedCloud:
 
     def _in_one_region(self, zones: list[Zone]) -> list[Zone]:
         """Return the zones of the run's region; all zones if it has no machine."""
-        regions = {machine.pool.region for machine in self.nodes.values() if machine.pool is not None and not machine.gone}
+        regions = {
+            machine.pool.region for machine in self.nodes.values() if machine.pool is not None and not machine.gone
+        }
         return [zone for zone in zones if zone.region in regions] if regions else zones
 
     def _refusal(self, zone: Zone) -> Refusal | None:
         """Return why the zone refuses a machine now, or None."""
         if zone.quota is not None:
             quota_key = (zone.region, zone.machine, zone.market)
-            keys = [
-                other.key for other in self.trace if (other.region, other.machine, other.market) == quota_key
-            ]
+            keys = [other.key for other in self.trace if (other.region, other.machine, other.market) == quota_key]
             if sum(self.held[key] for key in keys) >= zone.quota:
                 return Refusal.QUOTA
         refuses = self._free_count(zone) <= 0 or (zone.refuses and self._random.random() < zone.refuses)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from grpo_orch.orchestrator.simulate.cloud import BRISK, SimulatedMachine, Prices
+from grpo_orch.orchestrator.simulate.cloud import BRISK, Prices, SimulatedMachine
 from grpo_orch.orchestrator.simulate.market_trace import ZONES, MarketTrace, Zone
-from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
+from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.spec import Budget, RunSpec, generates_itself
@@ -62,7 +62,9 @@ def suspended(simulation: Simulation, random: Random) -> None:
             simulation.note(f"{daemon.name} is stopped at its next action for {daemon.stop_for_s:.0f} s")
         else:
             daemon.stop_in = random.randrange(OPERATIONS)
-            simulation.note(f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s")
+            simulation.note(
+                f"{daemon.name} is stopped in {daemon.stop_in} operations for {daemon.stop_for_s:.0f} s"
+            )
 
 
 def daemon_dies(simulation: Simulation, random: Random) -> None:
@@ -94,7 +96,9 @@ def zone_lost(simulation: Simulation, random: Random) -> Undo:
 def notice(simulation: Simulation, random: Random) -> None:
     if machine := _random_box(simulation, random):
         is_false_alarm = random.random() < 0.5
-        simulation.cloud.warn(machine, None if is_false_alarm else simulation.time_s + simulation.cloud.physics.take_back_s)
+        simulation.cloud.warn(
+            machine, None if is_false_alarm else simulation.time_s + simulation.cloud.physics.take_back_s
+        )
         simulation.note(f"{machine.node} gets a{' false' if is_false_alarm else ''} preemption notice")
 
 
@@ -289,7 +293,9 @@ class ScenarioResult:
     digest: str
 
 
-def run_scenario(seed: int, spec: RunSpec, *, trace: MarketTrace | None = None, prices: Prices | None = None) -> ScenarioResult:
+def run_scenario(
+    seed: int, spec: RunSpec, *, trace: MarketTrace | None = None, prices: Prices | None = None
+) -> ScenarioResult:
     """Run the scenario of a seed. Raises InvariantViolated, which names the seed, if an invariant is violated."""
     spec = _without_restart_limit(_with_budget(seed, spec, prices or Prices()))
     simulation = Simulation(seed, spec, trace=trace or _two_zones(spec), physics=BRISK, prices=prices)
@@ -308,7 +314,13 @@ def run_scenario(seed: int, spec: RunSpec, *, trace: MarketTrace | None = None, 
     state = simulation.newest.controller.state
     hours = (simulation.time_s - 1000.0) / 3600
     return ScenarioResult(
-        seed, state.phase, state.reason, hours, simulation.cloud.spent_usd, len(simulation.cloud.bought), simulation.digest
+        seed,
+        state.phase,
+        state.reason,
+        hours,
+        simulation.cloud.spent_usd,
+        len(simulation.cloud.bought),
+        simulation.digest,
     )
 
 
@@ -368,7 +380,9 @@ def _check_starvation(simulation: Simulation) -> bool:
     Returns False if the run can end.
     """
     cloud = simulation.cloud
-    lacks_spot = _needs_spot(simulation.spec) and (cloud.refusing_spot or cloud.takes_early or _has_no_spot(simulation))
+    lacks_spot = _needs_spot(simulation.spec) and (
+        cloud.refusing_spot or cloud.takes_early or _has_no_spot(simulation)
+    )
     is_starving = cloud.never_work or lacks_spot
     if not is_starving or simulation.is_over or generates_itself(simulation.spec):
         return False

@@ -24,7 +24,7 @@ from grpo_orch.orchestrator.control.controller import Controller, Decide
 from grpo_orch.orchestrator.control.daemon import renew
 from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import RunClock
-from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, SimulatedMachine, Physics, Prices, SimulatedCloud
+from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, Physics, Prices, SimulatedCloud, SimulatedMachine
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, plentiful
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
 from grpo_orch.orchestrator.simulate.work import Trips, Work
@@ -127,7 +127,9 @@ class Safety:
         if simulation.cloud.is_stale:
             return  # the trainer may not be listed yet, and nodes without a trainer are released after 5 minutes
         others = [
-            other for other in simulation.cloud.of(Role.ROLLOUT) if other is not machine and other.is_working(simulation.time_s)
+            other
+            for other in simulation.cloud.of(Role.ROLLOUT)
+            if other is not machine and other.is_working(simulation.time_s)
         ]
         others_suffice = len(others) >= simulation.spec.rollout.replicas.min
         is_known = node in run.nodes  # unknown machines are terminated
@@ -146,7 +148,8 @@ class Safety:
         simulation = self._world
         trainers = simulation.cloud.of(Role.TRAINER)
         is_replaced = any(
-            trainer.precedence > machine.precedence and trainer.is_working(simulation.time_s) for trainer in trainers
+            trainer.precedence > machine.precedence and trainer.is_working(simulation.time_s)
+            for trainer in trainers
         )
         started_late = machine.cut_off_s + machine.works_in_s > simulation.spec.policies.boot_timeout_s
         return is_replaced or (machine.step < 0 and started_late) or machine.cut_off_s > MACHINE_LOST_S
@@ -161,7 +164,10 @@ class Safety:
             return
         if simulation.is_impaired or not any(daemon.is_active for daemon in simulation.daemons):
             rates = [
-                (simulation.cloud.charged_usd_per_h(machine), STOP_WAIT_S * (machine.role is Role.TRAINER) + TEARDOWN_S)
+                (
+                    simulation.cloud.charged_usd_per_h(machine),
+                    STOP_WAIT_S * (machine.role is Role.TRAINER) + TEARDOWN_S,
+                )
                 for machine in simulation.cloud.nodes.values()
             ]
             self._allowed_usd = spent + sum(usd_per_h * for_s / 3600 for usd_per_h, for_s in rates)

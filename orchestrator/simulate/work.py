@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
-from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedMachine, SimulatedCloud
+from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedCloud, SimulatedMachine
 from grpo_orch.policies.control.rollback.choice import choose_start
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.ledger.retention import (
@@ -207,7 +207,11 @@ class Work:
     def _seal(self, machine: SimulatedMachine, step: int, *, is_final: bool, is_tripped: bool) -> None:
         """Save a checkpoint every `save_steps` and at the end, but none after a trip."""
         saved = step if is_final else step // self._cloud.physics.save_steps * self._cloud.physics.save_steps
-        newest = machine.sealed.step if machine.sealed is not None and machine.sealed.timeline == machine.timeline else 0
+        newest = (
+            machine.sealed.step
+            if machine.sealed is not None and machine.sealed.timeline == machine.timeline
+            else 0
+        )
         if is_tripped or saved <= max(newest, 0) or PolicyVersion(machine.timeline, saved) in self.listed:
             return
         machine.sealed = PolicyVersion(machine.timeline, saved)
@@ -224,7 +228,9 @@ class Work:
 
     def _write_heartbeat(self, machine: SimulatedMachine, activity: str, *, is_leaving: bool) -> None:
         at_s = EPOCH_S + self._cloud.time_s
-        heartbeat = Trainer(machine.node, machine.attempt, machine.timeline, int(machine.step), self.max_steps, activity, at_s)
+        heartbeat = Trainer(
+            machine.node, machine.attempt, machine.timeline, int(machine.step), self.max_steps, activity, at_s
+        )
         verdict = self._verdict(PolicyVersion(machine.timeline, int(machine.step)))
         stored_step = self.stored_step or None
         heartbeat = replace(heartbeat, verdict=verdict, leaving=is_leaving, stored_step=stored_step)
@@ -245,7 +251,10 @@ class Work:
         for machine in self._cloud.of(Role.TRAINER):
             if not machine.is_up(now_s) or machine.exit_code is not None:
                 continue
-            boot_id, policy = f"{machine.node}.{machine.attempt}", f"{machine.timeline}-{max(0, int(machine.step))}"
+            boot_id, policy = (
+                f"{machine.node}.{machine.attempt}",
+                f"{machine.timeline}-{max(0, int(machine.step))}",
+            )
             members = [
                 MemberStatus(node.node, "b", "10.0.0.2:1", policy, True, node.notice, 4, 0.1) for node in serving
             ]

@@ -20,11 +20,12 @@ from grpo_orch.policies.model.events import (
     BuyingStopped,
     CapacityShortage,
     CommandTaken,
-    DocumentUnreadable,
+    ControllerTookOver,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
     DivergenceSuspected,
+    DocumentUnreadable,
     Event,
     Exported,
     FleetMoved,
@@ -48,7 +49,6 @@ from grpo_orch.policies.model.events import (
     StoreSlowed,
     TimelineForked,
     TimelineResumed,
-    ControllerTookOver,
     TrainerFenced,
     TrainerGenerates,
 )
@@ -124,7 +124,14 @@ def sentence(event: Event) -> str:
             return f"The gateway has restarted (process {event.boot_id[:8]})"
         case CommandTaken():
             return f"The command '{event.kind}' was accepted"
-        case DivergenceSuspected() | DivergenceCleared() | Diverged() | PitfallFound() | HealthyChosen() | Exported():
+        case (
+            DivergenceSuspected()
+            | DivergenceCleared()
+            | Diverged()
+            | PitfallFound()
+            | HealthyChosen()
+            | Exported()
+        ):
             return _health(event)
         case RollbackStarted() | TimelineForked() | TrainerFenced() | TimelineResumed() | FleetMoved():
             return _rollback(event)

@@ -73,9 +73,7 @@ class StepSplit:
 
 def step_split(rows: Sequence[MetricsRow]) -> StepSplit | None:
     """Average the steps of `rows`, in the order of time, that were not replayed; None without such steps."""
-    splits = [
-        part for part in split(rows) if not part.seconds[RESTARTING] and not part.row.values.get(REPLAYED)
-    ]
+    splits = [part for part in split(rows) if not part.seconds[RESTARTING] and not part.row.values.get(REPLAYED)]
     steps = sum(part.steps for part in splits)
     if not steps:
         return None

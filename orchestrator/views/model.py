@@ -7,8 +7,8 @@ from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
-from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
 from grpo_orch.orchestrator.views.formatting import duration, moment
+from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.state import RunState

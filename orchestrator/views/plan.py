@@ -165,7 +165,11 @@ def _step_words(step: StepPlan) -> str:
 
 
 def _node_words(nodes: NodesPlan, rollout: MachinePlan) -> str:
-    exact = "" if nodes.exact is None else f" (n* = {short(nodes.exact)}, of {rollout.min_nodes} to {rollout.max_nodes})"
+    exact = (
+        ""
+        if nodes.exact is None
+        else f" (n* = {short(nodes.exact)}, of {rollout.min_nodes} to {rollout.max_nodes})"
+    )
     shown = nodes.steps[:NODES_SHOWN]
     steps = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
     best = "prices are not known" if nodes.exact is None else f"best: {nodes.best}"

@@ -18,15 +18,6 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import export_of
 from grpo_orch.orchestrator.plan.prices import store_place
-from grpo_orch.orchestrator.views.measurements import (
-    WeightsView,
-    policy_stage_words,
-    timing_words,
-    weights_view,
-    weights_words,
-)
-from grpo_orch.orchestrator.views.model import HealthView, health_of
-from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
     Change,
@@ -42,7 +33,16 @@ from grpo_orch.orchestrator.views.formatting import (
     start_words,
     usd,
 )
-from grpo_orch.policies.costs.store_costs import SAME_REGION, Location, Stored, Tariff, usage_of_run, tariff_of
+from grpo_orch.orchestrator.views.measurements import (
+    WeightsView,
+    policy_stage_words,
+    timing_words,
+    weights_view,
+    weights_words,
+)
+from grpo_orch.orchestrator.views.model import HealthView, health_of
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.policies.costs.store_costs import SAME_REGION, Location, Stored, Tariff, tariff_of, usage_of_run
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.fleet.budget import not_counted
 from grpo_orch.policies.ledger.accounting import (
@@ -304,7 +304,9 @@ def outcome_words(rollback: Rollback, state: RunState) -> str:
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
-    export = None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, UnreadableDocuments())
+    export = (
+        None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, UnreadableDocuments())
+    )
     return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
 
 

@@ -19,6 +19,7 @@ from grpo_orch.orchestrator.control.lease import LEASE_CHECK_EVERY_S, LEASE_CHEC
 from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
+from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.orchestrator.views.measurements import newest_weights, state_now, step_split
 from grpo_orch.orchestrator.views.model import (
     CheckpointView,
@@ -29,12 +30,11 @@ from grpo_orch.orchestrator.views.model import (
     NodeView,
     RollbackView,
     RunView,
-    UnreadableView,
     StoppedKindView,
+    UnreadableView,
     health_of,
 )
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.policies.costs.steps import optimum, shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of

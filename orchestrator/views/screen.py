@@ -18,15 +18,6 @@ from rich.text import Text
 
 from grpo_orch.checkpoint.records.metrics import StepTiming, logged
 from grpo_orch.orchestrator.views.events import EventLine
-from grpo_orch.orchestrator.views.measurements import (
-    AT_WORK,
-    NodeState,
-    StepSplit,
-    stages_words,
-    timing_words,
-    weights_words,
-)
-from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.formatting import (
     LABEL,
     UNKNOWN_TEXT,
@@ -46,6 +37,15 @@ from grpo_orch.orchestrator.views.formatting import (
     usd,
     wrap,
 )
+from grpo_orch.orchestrator.views.measurements import (
+    AT_WORK,
+    NodeState,
+    StepSplit,
+    stages_words,
+    timing_words,
+    weights_words,
+)
+from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase

@@ -19,9 +19,17 @@ from markupsafe import Markup
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
+from grpo_orch.orchestrator.views.formatting import (
+    continue_command,
+    data_size,
+    duration,
+    escape_invisible,
+    format_time,
+    short,
+    usd,
+)
 from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
-from grpo_orch.orchestrator.views.formatting import data_size, duration, format_time, continue_command, short, escape_invisible, usd
 from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.access import add_headers, guard
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
@@ -194,7 +202,12 @@ class Site:
     def _shared(self, observation: Observation, page: Page | None, url: str) -> dict[str, Any]:
         """Return the variables of every template."""
         as_json = f"{url}{'&' if '?' in url else '?'}format=json"
-        shared = {"observation": observation, "view": observation.view, "strip": strip(observation), "headline": headline(observation.view)}
+        shared = {
+            "observation": observation,
+            "view": observation.view,
+            "strip": strip(observation),
+            "headline": headline(observation.view),
+        }
         shared |= {"deadline": deadline_line(observation.view), "troubles": troubles(observation.view)}
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 

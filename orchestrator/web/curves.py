@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_orch.checkpoint.records.metrics import PARTS, PUBLISHED, MetricsRow, StepSplit, StepTiming, split, step_timings
+from grpo_orch.checkpoint.records.metrics import (
+    PARTS,
+    PUBLISHED,
+    MetricsRow,
+    StepSplit,
+    StepTiming,
+    split,
+    step_timings,
+)
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
 from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
 from grpo_orch.orchestrator.web.pages import states_of
@@ -326,7 +334,12 @@ def policies(observation: Observation, window: Window) -> list[dict[str, Any]]:
 
 
 def _moves(observation: Observation) -> list[tuple[float, FleetMoved]]:
-    return [(at_s, event) for _, at_s, events in observation.history for event in events if isinstance(event, FleetMoved)]
+    return [
+        (at_s, event)
+        for _, at_s, events in observation.history
+        for event in events
+        if isinstance(event, FleetMoved)
+    ]
 
 
 def _round_up(number: float) -> int:

@@ -107,7 +107,10 @@ class Window:
 def window_of(observation: Observation, request: PageRequest) -> Window:
     """Return the requested window. Raises PageError."""
     axis = request.choice("x", AXES)
-    low, high = request.number("from", -FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE), request.number("to", FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE)
+    low, high = (
+        request.number("from", -FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE),
+        request.number("to", FAR_FUTURE, -FAR_FUTURE, FAR_FUTURE),
+    )
     begin_s, end_s = extent(observation)
     from_s, until_s = begin_s, end_s
     if axis == "time":
@@ -128,5 +131,9 @@ def extent(observation: Observation) -> tuple[float, float]:
     journalled = [time_s for _, time_s, _ in (*observation.history[:1], *observation.history[-1:])]
     logged = [row.time_s for row in (*observation.path[:1], *observation.path[-1:])]
     begin_s = min([*journalled, *logged], default=observation.view.now_s)
-    end_s = observation.view.now_s if observation.view.daemon.alive else max([*journalled, *logged], default=observation.view.now_s)
+    end_s = (
+        observation.view.now_s
+        if observation.view.daemon.alive
+        else max([*journalled, *logged], default=observation.view.now_s)
+    )
     return begin_s, max(begin_s, end_s)

@@ -14,21 +14,18 @@ from grpo_orch.orchestrator.samples import (
     FoundSample,
     Link,
     NoSamples,
-    SortOrder,
     SampleFilter,
-    select,
+    SortOrder,
     completion_plain,
     find_step,
     groups_of,
     messages_plain,
+    no_samples_reason,
+    select,
     stored_steps,
     summary_plain,
-    no_samples_reason,
 )
 from grpo_orch.orchestrator.views.events import event_json
-from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
-from grpo_orch.orchestrator.views.model import to_json
-from grpo_orch.orchestrator.views.report import SEEDS_ONLY, outcome_words
 from grpo_orch.orchestrator.views.formatting import (
     change_words,
     changes_of,
@@ -38,6 +35,9 @@ from grpo_orch.orchestrator.views.formatting import (
     skipped_words,
     start_words,
 )
+from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
+from grpo_orch.orchestrator.views.model import to_json
+from grpo_orch.orchestrator.views.report import SEEDS_ONLY, outcome_words
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.watch import Observation
 from grpo_orch.policies.ledger.accounting import abandoned
@@ -60,7 +60,9 @@ RUN = Page("/", _run, "run.html", "Run")
 
 
 def _checkpoints(observation: Observation, _: PageRequest) -> dict[str, Any]:
-    reasons = keep_reasons(observation.checkpoints, observation.record.spec, observation.state.forks, observation.trainer)
+    reasons = keep_reasons(
+        observation.checkpoints, observation.record.spec, observation.state.forks, observation.trainer
+    )
     listed = [
         {
             "version": checkpoint.version,
@@ -86,7 +88,9 @@ def _rollbacks(observation: Observation, _: PageRequest) -> dict[str, Any]:
 
 def _all_rollbacks(observation: Observation) -> list[dict[str, Any]]:
     state = observation.state
-    divergences = [event for _, _, events in observation.history for event in events if isinstance(event, Diverged)]
+    divergences = [
+        event for _, _, events in observation.history for event in events if isinstance(event, Diverged)
+    ]
     befores = [None, *(rollback.fork for rollback in state.rollbacks)]
     losses = abandoned(observation.rows, state.rollbacks)
     found = []
@@ -159,7 +163,10 @@ def _budgets(observation: Observation) -> list[tuple[float, float]]:
     since_s = observation.history[0][1] if observation.history else observation.view.now_s
     found = [] if first is None else [(since_s, first)]
     found += [
-        (at_s, event.usd) for _, at_s, events in observation.history for event in events if isinstance(event, BudgetSet)
+        (at_s, event.usd)
+        for _, at_s, events in observation.history
+        for event in events
+        if isinstance(event, BudgetSet)
     ]
     return found
 

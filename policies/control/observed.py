@@ -152,8 +152,8 @@ def replace_overdue(tick: Tick) -> None:
 def _replace_if_stuck(tick: Tick, node: Node, coming: JoiningNode) -> None:
     """Replace a joining rollout node that makes no progress for too long."""
     boot_timeout_s, waited_s = tick.spec.policies.boot_timeout_s, tick.waited_s(node.since_s)
-    # `stalled_s` is on the gateway's clock: failed snapshots or a new gateway do not prolong it. `waited_s` limits a
-    # node whose gateway is restarted repeatedly.
+    # `stalled_s` is on the gateway's clock: failed snapshots or a new gateway do not prolong it. `waited_s` limits
+    # a node whose gateway is restarted repeatedly.
     limit_s = joining.stage_limit_s(coming.stage, boot_timeout_s)
     is_stuck = min(coming.stalled_s, waited_s) > limit_s
     if is_stuck or waited_s > joining.max_join_s(boot_timeout_s) + limit_s:

@@ -94,7 +94,9 @@ def nodes_for(progress: DeadlineProgress, shape: StepShape, max_nodes: int, spar
     return max_nodes if needed >= max_nodes else max(1, math.ceil(needed))
 
 
-def deadline_progress(state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: float) -> DeadlineProgress | None:
+def deadline_progress(
+    state: RunState, spec: RunSpec, trainer: Trainer | None, now_s: float
+) -> DeadlineProgress | None:
     """Return the run's progress towards its deadline; None without one, or while no trainer trains.
 
     A trainer that restores does not report its step, and without `grpo.max_steps` the number of remaining steps

@@ -98,7 +98,9 @@ class Choice:
         rates = self.rates
         tried = f"{rates.succeeded} of {rates.launches} launches succeeded" if rates.launches else "never tried"
         rests = (
-            f", chosen although it rests for {self.rest_left_s:.0f} s, because all pools do" if self.rest_left_s else ""
+            f", chosen although it rests for {self.rest_left_s:.0f} s, because all pools do"
+            if self.rest_left_s
+            else ""
         )
         price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
         return f"in {self.offer.pool}{price}: {rates.losses_per_h:.2f} losses an hour, {tried}{rests}"
@@ -372,7 +374,9 @@ class Offers:
         if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
             return False
         records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
-        return not kind.is_always_preempted or any(not record or not record.preempted_in_a_row for record in records)
+        return not kind.is_always_preempted or any(
+            not record or not record.preempted_in_a_row for record in records
+        )
 
     def _has_other_pool(self, role: Role, market: Market, last_refusal: Refusal | None) -> bool:
         if last_refusal not in _POOL_REFUSALS:

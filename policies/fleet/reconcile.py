@@ -87,7 +87,9 @@ class _Reconciler:
         self.filling = {node.id: node for node in state.nodes.values() if node.phase in FILLING_NODE}
         rollouts = [node for node in self.filling.values() if node.role is Role.ROLLOUT]
         self.fallback = {node.id: node for node in rollouts if node.is_fallback}
-        self.spot = {node.id: node for node in rollouts if not node.is_fallback}  # on the market that run.yaml names
+        self.spot = {
+            node.id: node for node in rollouts if not node.is_fallback
+        }  # on the market that run.yaml names
         self.requested: dict[str, int] = {}  # in this tick, by kind
         self.incarnations: dict[str, int] = {}  # requested in this tick, by slot
         self.is_parked = not wanted.trainer

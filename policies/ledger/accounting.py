@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
+    ControllerTookOver,
     Event,
     GatewayRestarted,
     JobExited,
@@ -23,7 +24,6 @@ from grpo_orch.policies.model.events import (
     NodeMoved,
     NodeRequested,
     RunMoved,
-    ControllerTookOver,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.state import Rollback

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from grpo_orch.policies.ledger.accounting import History
-from grpo_orch.policies.model.events import MachineBought, NodeMoved, NodeRequested, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, MachineBought, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import clock_lag_s
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 

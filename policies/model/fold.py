@@ -22,11 +22,12 @@ from grpo_orch.policies.model.events import (
     BuyingStopped,
     CapacityShortage,
     CommandTaken,
-    DocumentUnreadable,
+    ControllerTookOver,
     DeadlineMissed,
     Diverged,
     DivergenceCleared,
     DivergenceSuspected,
+    DocumentUnreadable,
     Event,
     Exported,
     FleetMoved,
@@ -52,7 +53,6 @@ from grpo_orch.policies.model.events import (
     TimelineEvent,
     TimelineForked,
     TimelineResumed,
-    ControllerTookOver,
     TrainerFenced,
     TrainerGenerates,
 )
@@ -126,8 +126,8 @@ UNSEEN_MAX_S = 86400.0  # if the store's clock shows a larger difference than th
 def clock_lag_s(last_event_s: float, time_s: float, since_last_event_s: float) -> float:
     """Return how far the clock of a new controller is known to be behind its predecessor's, in seconds.
 
-    The new one takes over at `time_s`; the last event was journalled at `last_event_s`. Time does not go back, and by
-    the store's clock at least `since_last_event_s` have passed, in which machines cost money.
+    The new one takes over at `time_s`; the last event was journalled at `last_event_s`. Time does not go back, and
+    by the store's clock at least `since_last_event_s` have passed, in which machines cost money.
     """
     unseen_s = since_last_event_s - max(0.0, time_s - last_event_s)
     return max(0.0, last_event_s - time_s) + (unseen_s if 0.0 < unseen_s <= UNSEEN_MAX_S else 0.0)
@@ -157,7 +157,9 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
     }
     pools = {
         name: replace(
-            record, refused_at_s=min(record.refused_at_s, time_s), preempted_at_s=min(record.preempted_at_s, time_s)
+            record,
+            refused_at_s=min(record.refused_at_s, time_s),
+            preempted_at_s=min(record.preempted_at_s, time_s),
         )
         for name, record in state.pools.items()
     }
@@ -462,7 +464,9 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     state = _with_slot(state, node.slot, slot)
     kind = state.kinds.get(node.kind, MachineKind())
     came, requested_at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
-    kind = after_move(kind, event, time_s, arrived=came, served=node.served, lost=lost, requested_at_s=requested_at_s)
+    kind = after_move(
+        kind, event, time_s, arrived=came, served=node.served, lost=lost, requested_at_s=requested_at_s
+    )
     state = _with_kind(state, node.kind, kind)
     money = state.money
     if event.phase is NodePhase.GONE and event.refusal is not None:  # it was never bought

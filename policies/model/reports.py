@@ -14,8 +14,8 @@ from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetRefused,
     CapacityShortage,
-    DocumentUnreadable,
     DeadlineMissed,
+    DocumentUnreadable,
     Event,
     NodesGenerate,
     PitfallFound,
@@ -30,7 +30,7 @@ UNREADABLE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
     "capacity",
     "deadline",
     "generation",
-"pitfall",
+    "pitfall",
     "store",
 )
 SLOW, BY_TRAINER = "slow", "trainer"

@@ -10,7 +10,7 @@ from grpo_orch.policies.model.buying import MachineKind
 from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord
-from grpo_orch.policies.model.reports import UNREADABLE, BY_TRAINER, GENERATION, SLOW, STORE, Reports
+from grpo_orch.policies.model.reports import BY_TRAINER, GENERATION, SLOW, STORE, UNREADABLE, Reports
 from grpo_orch.policies.model.timelines import Fork, probation_until
 from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 

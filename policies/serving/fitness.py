@@ -1,8 +1,8 @@
 """Decide whether a rollout node keeps trying to load the wanted policy, or reports that it is unfit.
 
 A node that failed `TRIES` times with one policy stops and reports the reason, instead of repeating downloads and
-server starts. It tries again with the next policy, because the last one may have been broken, and after UNFIT_RETRY_S
-where the cause may be temporary. A node that was unfit before has one try with each policy.
+server starts. It tries again with the next policy, because the last one may have been broken, and after
+UNFIT_RETRY_S where the cause may be temporary. A node that was unfit before has one try with each policy.
 """
 
 from __future__ import annotations

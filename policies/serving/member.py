@@ -39,8 +39,8 @@ class Member:
     """One member in one term. Only the table changes it; `gateway_status.MemberStatus` is its public form.
 
     `is_suspected` is set by a failed request and cleared by the next announcement. `is_unresponsive` is
-    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `is_stuck` is set
-    when it answers and makes no tokens, and cleared by a token or another policy.
+    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `is_stuck` is
+    set when it answers and makes no tokens, and cleared by a token or another policy.
     """
 
     term: int

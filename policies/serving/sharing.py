@@ -136,7 +136,9 @@ class _Load:
 
     def ends_with_s(self, request: Movable) -> float:
         """Return when they would be done with one more request."""
-        return self._ends_s(self.tokens_left + request.tokens_left, self.running + 1, self._replay + request.replay)
+        return self._ends_s(
+            self.tokens_left + request.tokens_left, self.running + 1, self._replay + request.replay
+        )
 
     def takes(self, request: Movable) -> bool:
         """Whether it has room, by the rule of `policies.serving.member`."""

@@ -18,7 +18,7 @@ from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
 from grpo_orch.policies.sizing.shapes import Shape
 from grpo_orch.policies.sizing.training import adapter_params, lora_of
-from grpo_orch.policies.weights.adapters import ALL_LINEAR, engine_rank, adapter_obstacle
+from grpo_orch.policies.weights.adapters import ALL_LINEAR, adapter_obstacle, engine_rank
 from grpo_orch.policies.weights.tensors import NAMED, WIDTH, served_types
 
 DEFAULT_UTILIZATION = 0.92  # vLLM 0.32's

@@ -195,7 +195,11 @@ class AgentRunner:
             if trace.policy != batch.policy.label:
                 wrong = f"session {request.session} is of policy {trace.policy}, not {batch.policy.label}"
                 raise GenerationFailed(wrong)
-            failed = f"{ended.reason} (beyond its limit: {trace.limit})" if ended.reason and trace.limit else ended.reason
+            failed = (
+                f"{ended.reason} (beyond its limit: {trace.limit})"
+                if ended.reason and trace.limit
+                else ended.reason
+            )
             if failed:
                 self._report(request.session, failed, ended.output)
             return Session(

@@ -90,8 +90,8 @@ class NodeShortage:
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
 
-        Raises TrainerMustGenerate when the trainer must make `share` and then retry the same batch. Raises GenerationFailed,
-        Fenced, LeaveNow, StoreError.
+        Raises TrainerMustGenerate when the trainer must make `share` and then retry the same batch. Raises
+        GenerationFailed, Fenced, LeaveNow, StoreError.
         """
         self._check_stop()
         self._turn_to(batch)
@@ -117,7 +117,9 @@ class NodeShortage:
 
         Raises NoNodeServing after `patience_s` without a node; GenerationFailed, Fenced, StoreError.
         """
-        generated = self._gateway.complete_in_background(replace(batch, patience_s=self._patience_s), on_completion, report_activity)
+        generated = self._gateway.complete_in_background(
+            replace(batch, patience_s=self._patience_s), on_completion, report_activity
+        )
         self._note_served()
         return generated
 

@@ -28,8 +28,8 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
 from grpo_orch.policies.serving.seeds import request_seed
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
+from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
@@ -57,8 +57,8 @@ class BackgroundCompleter(Completer, Protocol):
     ) -> Generated:
         """Complete the batch in a thread.
 
-        Call `on_completion` with each completion, and `report_activity` with the trainer's activity if it waits for this batch.
-        Raises GenerationFailed, NoNodeServing, Fenced.
+        Call `on_completion` with each completion, and `report_activity` with the trainer's activity if it waits
+        for this batch. Raises GenerationFailed, NoNodeServing, Fenced.
         """
 
     def resume(self, batch: Batch, unserved: NoNodeServing) -> None:

@@ -42,8 +42,8 @@ from grpo_orch.tasks.trainer.main import (
     FINAL_ACTIVITIES,
     STORE_RETRY_S,
     End,
-    exit_now,
     end_process,
+    exit_now,
     fetch_base_model,
 )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_orch.policies.serving.joining import HUB, Stage, stage_limit_s, makes_progress
+from grpo_orch.policies.serving.joining import HUB, Stage, makes_progress, stage_limit_s
 from grpo_orch.tasks.machine.base_model import FILES, NOT_FILES
 
 REPORT_S = 1.0

@@ -25,7 +25,8 @@ def readable_by(is_readable: Callable[..., Sequence[bool]], full: float = 1.0) -
     """Mark a reward function that judges whether answers are right.
 
     Args:
-        is_readable: called like the reward function; returns for each completion whether it contains a readable answer.
+        is_readable: called like the reward function; returns for each completion whether it contains a readable
+            answer.
         full: the score of a right answer.
     """
 

@@ -144,7 +144,12 @@ def run_samples(
     failed = [index for index, answer in enumerate(answers) if answer.ending == "failed"]
     for index in failed[:LOGGED_MAX]:
         text = text_of(completions[index])
-        fields = {"sample": index, "reason": answers[index].reason, "characters": len(text), "completion": shown(text)}
+        fields = {
+            "sample": index,
+            "reason": answers[index].reason,
+            "characters": len(text),
+            "completion": shown(text),
+        }
         log.warning("reward_failed", function=name, **fields)
     if failed:
         log.warning("rewards_failed", function=name, failed=len(failed), of=len(answers))

@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.wire import JOINING, HOLD_S, Announce, AnnounceReply, PolicyRef
+from grpo_orch.policies.serving.wire import HOLD_S, JOINING, Announce, AnnounceReply, PolicyRef
 from grpo_orch.tasks.machine.node_env import NodeEnv
 
 ANSWER_S = 5.0  # in addition to the time for which the gateway holds an announcement

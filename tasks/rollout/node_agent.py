@@ -33,7 +33,7 @@ from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.gateway_link import GatewayLink
 from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from grpo_orch.tasks.rollout.policy_loader import PolicyLoader, Ready
-from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineSlot, EngineAbandoned, RolloutEngine, Timing
+from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineAbandoned, EngineSlot, RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
 
 log = structlog.get_logger()

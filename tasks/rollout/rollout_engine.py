@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.serving.fitness import UNFIT_RETRY_S, STARTS_MAX, Fitness, was_worth_its_start
+from grpo_orch.policies.serving.fitness import STARTS_MAX, UNFIT_RETRY_S, Fitness, was_worth_its_start
 from grpo_orch.policies.serving.wire import HOLD_S, Announce, EngineStats, PolicyRef, PolicyStages
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.rollout.engine_files import EngineFiles

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from grpo_orch.checkpoint.store.codec import from_json, to_json
-from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, NoIntactCheckpoint
+from grpo_orch.checkpoint.store.errors import Corrupt, NoIntactCheckpoint, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest, transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
@@ -107,8 +107,8 @@ def restore_newest(
         local_model: this machine's folder of the model; files it has are not fetched.
         report: called with the progress.
 
-    Returns None if the lineage has no checkpoint yet. Raises NoIntactCheckpoint if all are damaged, or if the checkpoint
-    that the timeline continues from is missing; StoreError, OSError.
+    Returns None if the lineage has no checkpoint yet. Raises NoIntactCheckpoint if all are damaged, or if the
+    checkpoint that the timeline continues from is missing; StoreError, OSError.
     """
     catalog = Catalog(store, "restore")
     errors: dict[str, str] = {}  # by manifest

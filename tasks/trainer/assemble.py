@@ -25,13 +25,13 @@ from grpo_orch.policies.model.spec import AgentSpec, RunSpec, generates_itself
 from grpo_orch.policies.model.timelines import Fork, forked_spec
 from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.sizing.training import own_generation_obstacle
-from grpo_orch.policies.weights.adapters import QUANTISED, engine_type, adapter_obstacle
+from grpo_orch.policies.weights.adapters import QUANTISED, adapter_obstacle, engine_type
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
-from grpo_orch.tasks.completions.node_shortage import NodeShortage
 from grpo_orch.tasks.completions.gateway_client import GatewayClient
+from grpo_orch.tasks.completions.node_shortage import NodeShortage
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.base_model import identity_of, model_config, model_folder
@@ -267,7 +267,11 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     own_config = model_config(path, revision=revision)
     why = adapter_obstacle(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
-        log.info("policy_publishing_chosen", what="whole, the adapter merged" if why else "the adapter alone", reason=why)
+        log.info(
+            "policy_publishing_chosen",
+            what="whole, the adapter merged" if why else "the adapter alone",
+            reason=why,
+        )
     by = start.env.precedence
     if why:
         base_model = start.base_model or local_folder(start.spec.trainer, start.workdir)

@@ -26,7 +26,7 @@ import structlog
 from grpo_orch.checkpoint.records.documents import RunRecord, read_forks
 from grpo_orch.checkpoint.security.redaction import guard_output
 from grpo_orch.checkpoint.security.vouched import UntrustedRun
-from grpo_orch.checkpoint.store.errors import NotFound, NoIntactCheckpoint, StoreError
+from grpo_orch.checkpoint.store.errors import NoIntactCheckpoint, NotFound, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec, model_settings
@@ -63,7 +63,16 @@ FINAL_ACTIVITIES = {
 End = tuple[int, str]  # an exit code and why
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; rank 0 reports for all ranks
 # Errors that `_run` maps to exit codes.
-EXPECTED_ERRORS = (Fenced, LeaveNow, BadPrompts, GenerationFailed, NoIntactCheckpoint, UntrustedRun, WrongVersions, StoreError)
+EXPECTED_ERRORS = (
+    Fenced,
+    LeaveNow,
+    BadPrompts,
+    GenerationFailed,
+    NoIntactCheckpoint,
+    UntrustedRun,
+    WrongVersions,
+    StoreError,
+)
 RESTORED = "restored"  # folder in the machine's workdir
 END_S = 120.0  # lets experiment trackers send their last data; nodes and the next trainer wait meanwhile
 

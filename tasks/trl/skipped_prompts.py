@@ -145,7 +145,9 @@ def replacements(forks: Sequence[Fork], timeline: int, walk: Callable[[int], Wal
     prompts = walk(timeline).prompts
     skipped = sorted({prompt for part in fork.skipped for prompt in _trained_on(part, forks, walk)})
     if 2 * len(skipped) > prompts:
-        log.warning("prompts_not_replaced", reason="they are most of the dataset", skipped=len(skipped), of=prompts)
+        log.warning(
+            "prompts_not_replaced", reason="they are most of the dataset", skipped=len(skipped), of=prompts
+        )
         return ReplacedPrompts()
     others = sorted(set(range(prompts)) - set(skipped))
     # Spread evenly over the others, so that no prompt is seen much more often than the rest.

@@ -38,7 +38,7 @@ def test_any_number_of_stories() -> None:
         cap_usd = hour_usd * Random(f"cap {seed}").uniform(0.3, 2.0) if seed % 2 else None
         run = replace(spec(NODES), budget=Budget(usd=cap_usd))
         trace = None if name is None else market(name, seed, NODES)
-        told = run_scenario(seed, run, trace=weather, prices=prices)  # what it raises names the seed
+        told = run_scenario(seed, run, trace=trace, prices=prices)  # what it raises names the seed
         over_usd.append(max(0.0, told.usd - (cap_usd or told.usd)))
     print(
         f"beyond the cap while no controller could act: {sum(map(bool, over_usd))}; most {max(over_usd):.2f} USD"

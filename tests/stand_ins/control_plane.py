@@ -35,7 +35,7 @@ from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
 from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState, Instance, SkyOffer
 from grpo_orch.orchestrator.clouds.sky.work import Work
 from grpo_orch.orchestrator.control import daemon
-from grpo_orch.policies.model.events import Event, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, Event
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Refusal, slot_and_incarnation

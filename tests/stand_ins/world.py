@@ -21,13 +21,13 @@ from grpo_orch.policies.fleet.budget import spent_usd
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
+    ControllerTookOver,
     Event,
     NodeRequested,
     RollbackStarted,
     RunCreated,
     RunMoved,
     SpecProved,
-    ControllerTookOver,
 )
 from grpo_orch.policies.model.fold import apply
 from grpo_orch.policies.model.phases import FILLING_NODE
@@ -59,20 +59,20 @@ from grpo_orch.policies.model.vocabulary import (
 from grpo_orch.policies.serving.gateway_status import MemberStatus
 from grpo_orch.policies.tick.snapshot import (
     Action,
-    RequestStop,
     Command,
     Confirm,
+    ControllerVerdict,
     Export,
     Gateway,
     Launch,
     LaunchRefused,
     Machine,
     Measured,
+    RequestStop,
     Snapshot,
     Stored,
     Terminate,
     Trainer,
-    ControllerVerdict,
     WriteFork,
 )
 

@@ -17,7 +17,7 @@ import structlog
 from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds.local import lines_of
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, Offer, LaunchOrder
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
 from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
 from grpo_orch.orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
 from grpo_orch.orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name

@@ -31,9 +31,9 @@ from grpo_orch.orchestrator.clouds.wheel import build_wheel
 from grpo_orch.orchestrator.home import (
     DIGEST_ENV,
     all_secrets,
-    saved_run_digest,
     known_run,
     run_dir,
+    saved_run_digest,
     secret_environment,
 )
 from grpo_orch.policies.model.node_contract import RUN_ENV

@@ -128,7 +128,9 @@ class Members:
         """
         if time.monotonic() - self._started_at_s < SILENT_S:
             return True
-        return any(row.running or not (row.unfit or self._table.is_draining(row.node)) for row in self._table.members)
+        return any(
+            row.running or not (row.unfit or self._table.is_draining(row.node)) for row in self._table.members
+        )
 
     async def any_link_except(self, failed: Container[str]) -> Link | None:
         """Return the link to the least loaded member outside `failed`, whatever it holds; None if all have failed.
@@ -236,7 +238,9 @@ class Members:
             return AnnounceReply(drain=True)
         self._version_spreads.record(node, announcement, time.monotonic())
         if self._demand.newest is not None and (row := self._table.member(node)) is not None and not row.target:
-            self._table.set_targets({machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)})
+            self._table.set_targets(
+                {machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)}
+            )
         if before is None:
             self.joining_nodes.forget(machine_of(node))
         if announcement.stage is None:

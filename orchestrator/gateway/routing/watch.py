@@ -166,7 +166,9 @@ class Balancer:
         if is_even or self._members.places.has_waiting(policy):
             return
         attempts: list[Attempt] = []
-        moves = balance_requests(list(self._sharers(policy, rows, attempts)), is_rebalancing=policy in self._rebalancing)
+        moves = balance_requests(
+            list(self._sharers(policy, rows, attempts)), is_rebalancing=policy in self._rebalancing
+        )
         if moves is None:
             self._rebalancing.discard(policy)
             return

@@ -103,7 +103,11 @@ class BatchRun:
                 if now_s >= progress_at_s and remaining and not has_failed:
                     progress = self._progress()
                     if progress.tokens > most_tokens or progress.joining_events != moves:
-                        most_tokens, moves, moved_at_s = max(most_tokens, progress.tokens), progress.joining_events, now_s
+                        most_tokens, moves, moved_at_s = (
+                            max(most_tokens, progress.tokens),
+                            progress.joining_events,
+                            now_s,
+                        )
                     usable_at_s = now_s if self._members.has_usable_member() else max(usable_at_s, moved_at_s)
                     if now_s - moved_at_s > self._batch.deadline_s:
                         has_failed = True

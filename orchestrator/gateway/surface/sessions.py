@@ -29,13 +29,13 @@ from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Prompt, Translator
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.orchestrator.gateway.surface.session_log import (
-    TurnAnswered,
-    SessionClosed,
-    TurnGenerated,
-    SessionOpened,
-    TurnPart,
     Record,
+    SessionClosed,
     SessionLog,
+    SessionOpened,
+    TurnAnswered,
+    TurnGenerated,
+    TurnPart,
 )
 from grpo_orch.policies.serving.sessions import (
     LIMIT_CODE,

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.serving.wire import MODEL
-from grpo_orch.policies.weights.adapters import engine_flags, adapter_obstacle
+from grpo_orch.policies.weights.adapters import adapter_obstacle, engine_flags
 from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.machine.base_model import hub_tensors, model_config, model_folder
 from grpo_orch.tasks.models.base import Source, source_of

@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, state_from_plain
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import CommandTaken, GatewayRestarted, ControllerTookOver
+from grpo_orch.policies.model.events import CommandTaken, ControllerTookOver, GatewayRestarted
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState
 from tests.budget import examples

@@ -14,7 +14,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.events import RunCreated, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, RunCreated
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 
 GATEWAY = (0, 1, 1)

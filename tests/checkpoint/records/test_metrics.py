@@ -11,8 +11,8 @@ from grpo_orch.checkpoint.records.metrics import (
     REWARD_MAX,
     REWARD_MIN,
     TOKENS,
-    MetricsWriter,
     MetricsRow,
+    MetricsWriter,
     point_at,
     point_of,
     read_chunk,
@@ -59,11 +59,19 @@ def test_the_objects_of_a_long_run_are_read_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [MetricsRow(0, 2, 1e300, 1, {}), MetricsRow(0, 2, 2.0, 1, {TOKENS: 1e300}), MetricsRow(0, 2, 2.0, 1, {}, -1e300)]
+    "row",
+    [
+        MetricsRow(0, 2, 1e300, 1, {}),
+        MetricsRow(0, 2, 2.0, 1, {TOKENS: 1e300}),
+        MetricsRow(0, 2, 2.0, 1, {}, -1e300),
+    ],
 )
 def test_row_with_an_impossible_time_or_count_is_left_out(row: MetricsRow) -> None:
     """Sums over a run's rows are shown as numbers and times, and JSON has no infinity."""
-    store, unreadable = Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"), UnreadableDocuments()
+    store, unreadable = (
+        Store(f"memory://metrics-impossible-{row.time_s:g}-{len(row.values)}"),
+        UnreadableDocuments(),
+    )
     good = MetricsRow(0, 1, 1.0, 1, {TOKENS: 5.0, "reward": 1e300, REWARD_MIN: -1e300, REWARD_MAX: 1e300})
     key = layout.metrics_chunk(0, 1)
     store.put(key, to_json(good) + b"\n" + to_json(row) + b"\n")

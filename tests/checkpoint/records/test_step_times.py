@@ -73,7 +73,12 @@ def test_step_by_own_generation_counts_separately() -> None:
 
 def test_step_without_logged_node_seconds_has_no_nodes() -> None:
     """Values that are not finite are left out of the log."""
-    rows = [row(1, 10.0), MetricsRow(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}), row(3, 30.0), row(4, 40.0)]
+    rows = [
+        row(1, 10.0),
+        MetricsRow(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}),
+        row(3, 30.0),
+        row(4, 40.0),
+    ]
     assert [step.nodes for step in step_times(rows)] == [0.0, 2.0]
 
 

@@ -24,7 +24,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator import home as trust
 from grpo_orch.orchestrator.control import daemon
 from grpo_orch.orchestrator.control.launcher import start_daemon
-from grpo_orch.orchestrator.home import saved_run_digest, run_digest_file, run_id_of, run_token, token_mark
+from grpo_orch.orchestrator.home import run_digest_file, run_id_of, run_token, saved_run_digest, token_mark
 from grpo_orch.policies.model import exit_codes
 from tests.stand_ins.world import spec
 

@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.security.redaction import NAMES_ENV, REPLACEMENT, Redactor
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.clouds.protocol import CloudRefused, Offer, LaunchOrder
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder, Offer
 from grpo_orch.orchestrator.clouds.sky.work import work_for
 from grpo_orch.orchestrator.config.load import ConfigError, load
 from grpo_orch.orchestrator.config.rules import looks_like_secret

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow
+from grpo_orch.checkpoint.records.metrics import MetricsRow, MetricsWriter
 from grpo_orch.checkpoint.store import run_store
 from grpo_orch.checkpoint.store.run_store import Pace, Store, interval_of
 from grpo_orch.policies.tick.snapshot import Trainer

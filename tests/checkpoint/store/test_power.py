@@ -23,7 +23,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.policies.model.events import RunCreated, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, RunCreated
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Completion
 from tests.stand_ins.world import spec

@@ -16,7 +16,7 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Journal
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow
+from grpo_orch.checkpoint.records.metrics import MetricsRow, MetricsWriter
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.document import UnreadableDocuments

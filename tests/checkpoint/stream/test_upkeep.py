@@ -13,7 +13,7 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.backends import Entry
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.errors import NotFound, NoIntactCheckpoint
+from grpo_orch.checkpoint.store.errors import NoIntactCheckpoint, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer, upkeep
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from grpo_orch.checkpoint.records import rollouts
-from grpo_orch.checkpoint.records.metrics import MetricsWriter, MetricsRow, read_metrics
+from grpo_orch.checkpoint.records.metrics import MetricsRow, MetricsWriter, read_metrics
 from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import Completion

@@ -72,7 +72,9 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
         verdicts = ["correct"] * right + ["wrong"] * 20 + ["unreadable"] * (80 - right)
         scores: list[float | None] = [1.0 if one == "correct" else 0.0 for one in verdicts]
         columns, tokens = {"right": scores}, [7] * len(scores)
-        made_of = EvaluationResult(SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3)
+        made_of = EvaluationResult(
+            SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3
+        )
         evaluations.evaluated(subject).write(store, made_of)
     return store
 

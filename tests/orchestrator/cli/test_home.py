@@ -13,11 +13,11 @@ import pytest
 
 from grpo_orch.orchestrator.home import (
     HomeUnusable,
-    saved_store_options,
     known_token,
     latest_run,
     remember_run,
     run_token,
+    saved_store_options,
     token_file,
 )
 from grpo_orch.policies.model import exit_codes

@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.records.documents import Lease
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control import launcher, lease
-from grpo_orch.orchestrator.home import save_run_digest, run_digest
+from grpo_orch.orchestrator.home import run_digest, save_run_digest
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase

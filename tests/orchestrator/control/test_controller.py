@@ -56,7 +56,9 @@ class Eyes:
     away = False
     cloud_away = False
 
-    def observe(self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+    def observe(
+        self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float
+    ) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
         if self.away:
             raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))

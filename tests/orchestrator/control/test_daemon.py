@@ -17,7 +17,7 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.control import launcher
-from grpo_orch.orchestrator.home import save_run_digest, run_digest
+from grpo_orch.orchestrator.home import run_digest, save_run_digest
 from grpo_orch.policies.model.events import RunCreated, RunMoved
 from grpo_orch.policies.model.spec import Notify
 from grpo_orch.policies.model.vocabulary import RunPhase

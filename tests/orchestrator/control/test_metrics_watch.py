@@ -16,8 +16,8 @@ from grpo_orch.checkpoint.records.metrics import (
     GENERATE_NODE_S,
     GENERATE_S,
     STALENESS,
-    MetricsWriter,
     MetricsRow,
+    MetricsWriter,
     point_of,
 )
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
@@ -28,7 +28,7 @@ from grpo_orch.orchestrator.control.metrics_watch import OBJECTS_PER_READ, Metri
 from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.tick.snapshot import Trainer, ControllerVerdict
+from grpo_orch.policies.tick.snapshot import ControllerVerdict, Trainer
 
 names = itertools.count()
 LIMIT = 0.5

@@ -355,4 +355,6 @@ def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
     observer = Observer(world.store, Empty(), spot_alone, prices=Listed)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     assert observer.observe(world.now_s, (), RunState()).prices is None
-    assert observer.observe(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {"trainer on demand": 4.0}
+    assert observer.observe(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {
+        "trainer on demand": 4.0
+    }

@@ -13,14 +13,14 @@ from grpo_orch.orchestrator.samples import (
     FoundSample,
     Link,
     NoSamples,
+    SampleFilter,
     SortOrder,
     Step,
-    SampleFilter,
-    select,
     find_step,
     groups_of,
-    stored_steps,
     no_samples_reason,
+    select,
+    stored_steps,
 )
 from tests.generators.samples import group, handed_over, sample, store_step
 

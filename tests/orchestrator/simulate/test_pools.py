@@ -192,4 +192,6 @@ def test_spot_hedge_keeps_zones_on_probation_until_few_remain() -> None:
 
     assert after(no, returned) == {b.zone_path, c.zone_path}
     assert after(gave, taken) == {a.zone_path, c.zone_path}
-    assert after(no, taken) == {a.zone_path, b.zone_path, c.zone_path}, "but for one all have failed: they are tried again"
+    assert after(no, taken) == {a.zone_path, b.zone_path, c.zone_path}, (
+        "but for one all have failed: they are tried again"
+    )

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.orchestrator.simulate.scenarios import HOUR_S
-from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.orchestrator.simulate.simulation import SimulatedDaemon, Simulation
+from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.fleet.budget import spent_usd
 from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Role

@@ -95,7 +95,11 @@ def test_rows_of_one_step_share_a_point() -> None:
 
 
 def test_new_timeline_replaces_abandoned_steps() -> None:
-    rows = [MetricsRow(0, 1, 1.0, 1, {"kl": 0.1}), MetricsRow(0, 2, 1.0, 1, {"kl": 9.0}), MetricsRow(0, 3, 1.0, 1, {"kl": 9.0})]
+    rows = [
+        MetricsRow(0, 1, 1.0, 1, {"kl": 0.1}),
+        MetricsRow(0, 2, 1.0, 1, {"kl": 9.0}),
+        MetricsRow(0, 3, 1.0, 1, {"kl": 9.0}),
+    ]
     rows += [MetricsRow(1, 2, 1.0, 1, {"kl": 0.2})]
     text = b"\n".join(map(to_json, rows)).decode()
     assert points(text) == (Point(1, {"kl": 0.1}), Point(2, {"kl": 0.2}))

@@ -46,7 +46,9 @@ def at(row: MetricsRow) -> float:
 
 
 def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:
-    rows = [MetricsRow(0, step, 8.0 * step, 1, {GENERATE_S: 6.0 if step > 5000 else 2.0}) for step in range(10_000)]
+    rows = [
+        MetricsRow(0, step, 8.0 * step, 1, {GENERATE_S: 6.0 if step > 5000 else 2.0}) for step in range(10_000)
+    ]
     found = split_table(split(rows), at, 500)
     seconds = found["seconds"]
     assert len(found["x"]) == 500 == len(seconds[TRAINING])

@@ -20,7 +20,7 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.home import save_run_digest, run_digest
+from grpo_orch.orchestrator.home import run_digest, save_run_digest
 from tests.budget import HANG_S, until
 from tests.rigs.store.server import free_port
 from tests.stand_ins.control_plane import Run

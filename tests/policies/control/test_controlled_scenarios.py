@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from grpo_orch.orchestrator.simulate.cloud import BRISK, SimulatedMachine
 from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, run_scenario
-from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
+from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.model.vocabulary import Role
 from tests.budget import examples
 from tests.stand_ins.world import spec

@@ -23,7 +23,7 @@ from grpo_orch.policies.model.events import (
 )
 from grpo_orch.policies.model.timelines import Skipped
 from grpo_orch.policies.model.vocabulary import Role, RunPhase
-from grpo_orch.policies.tick.snapshot import Launch, ControllerVerdict, WriteFork
+from grpo_orch.policies.tick.snapshot import ControllerVerdict, Launch, WriteFork
 from tests.stand_ins.world import world_of
 
 STAGES: list[type[Event]] = [

@@ -12,7 +12,7 @@ from grpo_orch.policies.fleet.budget import STOP_WAIT_S
 from grpo_orch.policies.model.events import MachineBought, RunMoved
 from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase
-from grpo_orch.policies.tick.snapshot import RequestStop, Command
+from grpo_orch.policies.tick.snapshot import Command, RequestStop
 from tests.stand_ins.world import World, until_training
 
 

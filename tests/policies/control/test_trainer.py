@@ -196,7 +196,9 @@ def test_drained_machine_without_a_trainer_is_released() -> None:
 
 @pytest.mark.parametrize(("contact_s", "given_up"), [(2.0, False), (1000.0, True)])
 @pytest.mark.parametrize("for_s", [1000.0, MACHINE_LOST_S + 5.0])
-def test_restarting_trainer_is_released_if_gateway_is_heard(contact_s: float, given_up: bool, for_s: float) -> None:
+def test_restarting_trainer_is_released_if_gateway_is_heard(
+    contact_s: float, given_up: bool, for_s: float
+) -> None:
     world = until_training(World())
     world.exit("trainer-0-i1", exit_codes.FAILED)
     while world.state.nodes["trainer-0-i1"].attempt == 1:

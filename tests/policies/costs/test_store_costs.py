@@ -10,11 +10,11 @@ from grpo_orch.policies.costs.store_costs import (
     Location,
     Stored,
     checkpoint_bytes,
+    tariff_of,
     usage_of_control,
     usage_of_fetch,
     usage_of_run,
     usage_of_steps,
-    tariff_of,
 )
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Role

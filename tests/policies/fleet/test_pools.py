@@ -92,7 +92,9 @@ def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
 
 
 def test_longest_resting_pool_is_asked_if_all_rest() -> None:
-    first, last = (with_refusal(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S)))
+    first, last = (
+        with_refusal(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S))
+    )
     records = {str(one.pool): one for one in (first, last)}
     chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None

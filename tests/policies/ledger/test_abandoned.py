@@ -14,7 +14,8 @@ from grpo_orch.policies.model.vocabulary import Cause, RollbackStage
 def steps(timeline: int, first: int, last: int) -> list[MetricsRow]:
     """Each of ten tokens more than the one before it."""
     return [
-        MetricsRow(timeline, step, 100.0 * timeline + step, 1, {TOKENS: 10.0 * step}) for step in range(first, last + 1)
+        MetricsRow(timeline, step, 100.0 * timeline + step, 1, {TOKENS: 10.0 * step})
+        for step in range(first, last + 1)
     ]
 
 

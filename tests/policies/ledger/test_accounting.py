@@ -18,6 +18,7 @@ from grpo_orch.policies.ledger.accounting import (
 )
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
+    ControllerTookOver,
     DivergenceCleared,
     Event,
     GatewayRestarted,
@@ -25,7 +26,6 @@ from grpo_orch.policies.model.events import (
     JobRestarted,
     NodeMoved,
     RunMoved,
-    ControllerTookOver,
 )
 from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, RunPhase
 from tests.generators.views_world import requested
@@ -235,7 +235,12 @@ def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
     log = steps(10, 20, 75, 40, 50)
     assert [step.step for step in surviving_rows(log)] == [1, 2, 3]
     assert [cost.seconds_lost for cost in fault_costs(log, [fault(41)])] == [45.0]
-    assert [step.step for step in surviving_rows([*steps(10, 20, 30), MetricsRow(1, 2, 40, 1, {})])] == [1, 2, 3, 2]
+    assert [step.step for step in surviving_rows([*steps(10, 20, 30), MetricsRow(1, 2, 40, 1, {})])] == [
+        1,
+        2,
+        3,
+        2,
+    ]
 
 
 def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:

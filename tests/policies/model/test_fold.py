@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.policies.ledger.rentals import rentals
-from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, Event, MachineBought, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import PREEMPTION_NOTICE, apply, clock_lag_s, draft, final, fold
 from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.state import RunState
@@ -41,7 +41,9 @@ def test_draft_leaves_its_state_unchanged_and_equals_the_fold() -> None:
     assert not any(hasattr(one, "__setitem__") for one in (made.nodes, made.slots, made.kinds, made.pools))
 
 
-@pytest.mark.parametrize(("phase", "why"), [(NodePhase.GONE, "preempted"), (NodePhase.DRAINING, PREEMPTION_NOTICE)])
+@pytest.mark.parametrize(
+    ("phase", "why"), [(NodePhase.GONE, "preempted"), (NodePhase.DRAINING, PREEMPTION_NOTICE)]
+)
 def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: str) -> None:
     def moved(count: int, *phases: NodePhase) -> list[Event]:
         node = f"rollout-0-i{count}"
@@ -86,7 +88,9 @@ DAY_S = 86400.0
         (1000.0 + 30 * DAY_S, 30 * DAY_S + 60.0, 60.0),  # a run that rested for a month
     ],
 )
-def test_time_advances_by_the_later_of_both_clocks(time_s: float, since_last_event_s: float, back_s: float) -> None:
+def test_time_advances_by_the_later_of_both_clocks(
+    time_s: float, since_last_event_s: float, back_s: float
+) -> None:
     assert clock_lag_s(1000.0, time_s, since_last_event_s) == back_s
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.policies.serving.canary import (
-    TOKENS_MIN,
     LENGTH,
     QUANTISED,
+    TOKENS_MIN,
     TOLERANCE_MAX,
     Canary,
     disagreement,

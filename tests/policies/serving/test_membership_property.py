@@ -59,7 +59,10 @@ class Seen:
 
     def matters(self) -> object:
         """What is news when it changes."""
-        rows = {(row.term, row.boot_id, row.policy, row.is_suspected, row.is_unresponsive) for row in self.rows.values()}
+        rows = {
+            (row.term, row.boot_id, row.policy, row.is_suspected, row.is_unresponsive)
+            for row in self.rows.values()
+        }
         return rows, self.draining
 
 
@@ -93,7 +96,9 @@ class AnySequence(RuleBasedStateMachine):
         terms = {row.term for row in after.rows.values()}
         assert change.reason.startswith(node or "")
         assert len(change.reason) > len(f"{node}: ")
-        assert sorted(change.ended_terms) == sorted(row.term for row in before.rows.values() if row.term not in terms)
+        assert sorted(change.ended_terms) == sorted(
+            row.term for row in before.rows.values() if row.term not in terms
+        )
         assert change.is_new == (before.matters() != after.matters())
 
     @rule(node=nodes, policy=labels, back=backs, reboots=seldom, room=st.sampled_from(ROOM), leaves=seldom)

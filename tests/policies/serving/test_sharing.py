@@ -149,7 +149,9 @@ def test_even_division_stays(fleet: list[MemberLoad]) -> None:
     for one in fleet:
         running = after[one.node]
         free = one.free + one.running - running
-        again.append(sharer(one.node, running, left=one.tokens_left, speed=one.speed_tokens_s, free=free, first=first))
+        again.append(
+            sharer(one.node, running, left=one.tokens_left, speed=one.speed_tokens_s, free=free, first=first)
+        )
         first += running
     if balance_requests(fleet):
         assert not balance_requests(again)

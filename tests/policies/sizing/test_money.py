@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.policies.model.vocabulary import Market
-from grpo_orch.policies.sizing.money import Prices, repeat_step_usd, cost, hourly
+from grpo_orch.policies.sizing.money import Prices, cost, hourly, repeat_step_usd
 
 
 def test_a_day_of_the_pair_and_a_step() -> None:

@@ -11,14 +11,14 @@ from grpo_orch.policies.sizing.speed import (
     Engine,
     Passes,
     StepWork,
-    delta_transfer_s,
     delta_share,
+    delta_transfer_s,
+    full_transfer_s,
     generate_s,
     gpu_named,
     shared_by_nodes,
     token_s,
     train_s,
-    full_transfer_s,
 )
 from tests.generators import model_configs as known
 

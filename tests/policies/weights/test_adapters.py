@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
-from grpo_orch.policies.weights.adapters import adapter_mismatch, engine_flags, engine_rank, engine_type, adapter_obstacle
+from grpo_orch.policies.weights.adapters import (
+    adapter_mismatch,
+    adapter_obstacle,
+    engine_flags,
+    engine_rank,
+    engine_type,
+)
 from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.rollout.vllm.flags import argv_of
 

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_orch.policies.serving.wire import CUT, Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions import node_shortage
-from grpo_orch.tasks.completions.node_shortage import NodeShortage, TrainerMustGenerate, Share
 from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
+from grpo_orch.tasks.completions.node_shortage import NodeShortage, Share, TrainerMustGenerate
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
@@ -64,7 +64,9 @@ class World:
     def __init__(self) -> None:
         self.gateway, self.heard, self.costs = Gateway(), Heard(), StepCosts()
         self.ends: Exception | None = None
-        self.drought = NodeShortage(self.gateway, AFTER_S, self._check_stop, cast(Heartbeat, self.heard), self.costs)
+        self.drought = NodeShortage(
+            self.gateway, AFTER_S, self._check_stop, cast(Heartbeat, self.heard), self.costs
+        )
 
     def _check_stop(self) -> None:
         if self.ends is not None:

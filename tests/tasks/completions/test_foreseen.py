@@ -12,8 +12,8 @@ from grpo_orch.checkpoint.records.metrics import GENERATE_NODE_S, GENERATE_S, ST
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Batch, Completion, PolicyRef
-from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
+from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
 from grpo_orch.tasks.storing.heartbeat import Heartbeat

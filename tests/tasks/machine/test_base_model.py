@@ -26,7 +26,15 @@ from grpo_orch.policies.weights.tensors import Tensor
 from grpo_orch.tasks.machine.base_model import INDEX, TENSORS, tensors_in
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.models import hub, shared
-from grpo_orch.tasks.models.base import FOLDER, BaseModel, BaseModelClosed, Source, found_here, source_of, with_model
+from grpo_orch.tasks.models.base import (
+    FOLDER,
+    BaseModel,
+    BaseModelClosed,
+    Source,
+    found_here,
+    source_of,
+    with_model,
+)
 from grpo_orch.tasks.rollout.compile_caches import FOLDERS
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.vllm import flags as vllm_flags

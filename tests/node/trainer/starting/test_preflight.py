@@ -21,8 +21,8 @@ from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
 from grpo_orch.tasks.rewards.guard import guarded
 from grpo_orch.tasks.trainer import reports
-from grpo_orch.tasks.trainer.time_limit import kill_after
 from grpo_orch.tasks.trainer.preflight import check_rewards
+from grpo_orch.tasks.trainer.time_limit import kill_after
 from grpo_orch.tasks.trainer.user_objects import BadSpec, load_rewards
 from tests.budget import HANG_S, until
 from tests.node.trainer.rig import Rig, open_rig

@@ -13,7 +13,13 @@ from grpo_orch.checkpoint.records.documents import MachineReport
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.clouds.sky.watch import DATED_TO_S, Reports
-from grpo_orch.policies.costs.store_costs import CONTROL_GETS_PER_S, CONTROL_PUTS_PER_S, LEASES_PER_S, LISTED, usage_of_control
+from grpo_orch.policies.costs.store_costs import (
+    CONTROL_GETS_PER_S,
+    CONTROL_PUTS_PER_S,
+    LEASES_PER_S,
+    LISTED,
+    usage_of_control,
+)
 
 names = itertools.count()
 

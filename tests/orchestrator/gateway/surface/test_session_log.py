@@ -16,12 +16,12 @@ from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.surface.session_log import (
     COMPACT_SIZE,
-    SessionClosed,
-    TurnGenerated,
-    SessionOpened,
-    TurnPart,
     Record,
+    SessionClosed,
     SessionLog,
+    SessionOpened,
+    TurnGenerated,
+    TurnPart,
 )
 from grpo_orch.policies.serving.sessions import OpenSession
 from grpo_orch.policies.serving.wire import PolicyRef
@@ -34,7 +34,9 @@ def opened(name: str = "s", opening: bytes = b"o") -> SessionOpened:
 
 
 def made(number: int = 0, tokens: int = 3, name: str = "s", opening: bytes = b"o") -> TurnGenerated:
-    return TurnGenerated(name, opening, b"k", number, [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", [])
+    return TurnGenerated(
+        name, opening, b"k", number, [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", []
+    )
 
 
 def part(start: int, end: int, number: int = 0, name: str = "s") -> TurnPart:

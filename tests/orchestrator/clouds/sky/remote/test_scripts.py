@@ -16,7 +16,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import RunCreated, RunMoved, ControllerTookOver
+from grpo_orch.policies.model.events import ControllerTookOver, RunCreated, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.budget import HANG_S
 from tests.stand_ins.world import spec
