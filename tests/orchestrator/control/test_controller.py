@@ -57,8 +57,12 @@ class Eyes:
     cloud_away = False
 
     def observe(
-        self, now_s: float, refused: tuple[LaunchRefused, ...], state: RunState, steady_s: float
-    ) -> Snapshot:  # noqa: ARG002  # the Observer's own signature
+        self,
+        now_s: float,  # noqa: ARG002  # the Observer's own signature
+        refused: tuple[LaunchRefused, ...],  # noqa: ARG002
+        state: RunState,  # noqa: ARG002
+        steady_s: float,
+    ) -> Snapshot:
         if self.away:
             raise StoreUnavailable("read trainer.json")
         self._world.commands = list(documents.read_commands(self._store))
