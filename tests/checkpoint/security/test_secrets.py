@@ -316,7 +316,7 @@ def test_up_and_resume_name_the_missing_secret(
     run_yaml.write_text(changed((SECRETS, SECRETS + "secrets: [LICENCE]\n")))
     record = RunRecord(documents.SCHEMA, "demo", 0.0, load(run_yaml).spec)
     for command in ("up", "resume"):
-        told = grpo_orch(command, str(run_yaml))
+        told = grpo_orch(command, str(run_yaml), *(["--yes"] if command == "up" else []))
         assert told.code == 2
         problem = "LICENCE is not set here, but listed in `secrets` of run.yaml"
         assert told.line == f"{problem}; export it or remove it from that list"
