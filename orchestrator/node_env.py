@@ -26,6 +26,7 @@ MADE_OF = ".made-of"  # the marker
 LIBRARY, LIBRARY_PACKAGE = "libnuma.so.1", "libnuma1"
 # vLLM's CPU build requires these. They are built for another torch and break `import transformers`.
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
+START = "import torch, transformers, trl, vllm.entrypoints.openai.api_server"
 FULL_GB = 0.2  # a disk with less was filled by the installation
 
 
@@ -73,7 +74,7 @@ class Machine(Protocol):
 
     def which(self, program: str) -> str | None: ...
     def has_library(self, name: str) -> bool: ...
-    def free_gb(self, folder: Path) -> float: ...
+    def free_gb(self, folder: Path, /) -> float: ...
     def platform(self) -> tuple[str, str]: ...
 
 
@@ -177,6 +178,10 @@ def _install(folder: Path, kind: Kind, package: Sequence[str], machine: Machine)
     _run([*install, *package], folder, machine, environment)
     if kind is CPU:
         _run([uv, "pip", "uninstall", "--quiet", *python, *UNFIT], folder, machine, environment)
+    # It works, and bytecode is written once: containers often forbid it, and each process would compile its own.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    print("starting it once", file=sys.stderr, flush=True)
+    _run([str(python_of(folder)), "-c", START], folder, machine, environment)
 
 
 def _make_empty(folder: Path, machine: Machine, environment: Mapping[str, str]) -> str:

@@ -101,12 +101,11 @@ def ensure_node_env(machine: Machine, *, yes: bool) -> None:
     try:
         node_python()
         return
-    except NoNodeEnvironment as missing:
-        problem = missing.problem
-    folder, kind = node_env_folder(), kind_of(machine)
+    except NoNodeEnvironment:
+        folder, kind = node_env_folder(), kind_of(machine)
     try:
         refuse_unfit(folder, kind, machine)
-        console.print(_announcement(problem, kind, folder), highlight=False, soft_wrap=True)
+        console.print(_announcement(kind, folder), highlight=False, soft_wrap=True)
         _ask(yes)
         with tempfile.TemporaryDirectory(prefix="grpo-orch-") as part:
             wheel = build_wheel(Path(part))
@@ -116,19 +115,14 @@ def ensure_node_env(machine: Machine, *, yes: bool) -> None:
         raise Stop(str(error), exit_codes.FAILED) from None
 
 
-def _announcement(problem: str, kind: Kind, folder: Path) -> str:
-    made = f"it is made in {folder}, for {kind.machine}"
+def _announcement(kind: Kind, folder: Path) -> str:
     match state_of(folder, wheel_digest()):
         case State.HALF_MADE:
-            return f"{_capital(problem)}: {made}, with what was downloaded before."
+            return f"The nodes' environment in {folder} is unfinished; downloads that are complete are used."
         case State.OUTDATED:
-            return f"{_capital(problem)}: {made}, with what has changed."
+            return f"The nodes' environment in {folder} is of another version of grpo-orch; it will be updated."
     size = f"{kind.download_gb:.1f} GB to download, {kind.disk_gb:.1f} GB of disk"
-    return f"{_capital(problem)}: {made} ({size})."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return f"The nodes on this machine need torch, TRL and vLLM, for {kind.machine}: {size}, in {folder}."
 
 
 def _ask(yes: bool) -> None:

@@ -53,7 +53,7 @@ class Finding:
     machines: bool = False
 
 
-INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, kubernetes for aws)"
+INSTALL = "pip install 'skypilot[aws]==0.14.1' (or gcp, azure, kubernetes for aws)"
 
 
 class SkyPilotLike(Protocol):

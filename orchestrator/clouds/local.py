@@ -232,7 +232,6 @@ class NoNodeEnvironment(CloudRefused):
 
     def __init__(self, problem: str) -> None:
         super().__init__(Refusal.CREDENTIALS, f"{problem}; make it with `grpo-orch node-env`")
-        self.problem = problem
 
 
 def node_python() -> str:
@@ -262,7 +261,7 @@ def node_python() -> str:
             raise NoNodeEnvironment(f"the node environment in {own} is of another version of grpo-orch")
         case State.MISSING if importlib.util.find_spec("vllm"):
             return sys.executable
-    raise NoNodeEnvironment("this machine has no node environment (torch, TRL, vLLM)")
+    raise NoNodeEnvironment("no node environment")
 
 
 def node_env_folder() -> Path:
