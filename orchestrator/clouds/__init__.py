@@ -65,4 +65,6 @@ def _open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
 
 def _require_skypilot() -> None:
     if importlib.util.find_spec("sky") is None:
-        raise CloudMissing("`cloud: sky` requires SkyPilot; install it with `pip install 'skypilot==0.14.1'`")
+        raise CloudMissing(
+            "`cloud: sky` requires SkyPilot; `grpo-orch doctor` prints the command that installs it"
+        )
