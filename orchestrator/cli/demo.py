@@ -91,6 +91,7 @@ def _prepare(folder: Path) -> Path:
             _, record = open_run(str(run_yaml))
             shutil.rmtree(run_dir(record.run_id))
         shutil.rmtree(folder / "build", ignore_errors=True)
+        (folder / "plot.png").unlink(missing_ok=True)
     except OSError as error:
         raise Stop(f"{error.filename or folder}: {error.strerror}", exit_codes.USAGE) from None
     return run_yaml

@@ -57,7 +57,7 @@ class Finding:
 # With the lock, because without one pip takes minutes to find versions that go together.
 INSTALL = (
     f"pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' -c {LOCKS / 'controller.txt'} "
-    "(or gcp, azure, kubernetes for aws)"
+    "(or gcp, kubernetes, slurm for aws; azure without -c)"
 )
 
 
