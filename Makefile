@@ -11,7 +11,7 @@ LOCKS := tasks/sky/locks
 # Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo test test-all test-long test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo wheel test test-all test-long test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -23,18 +23,9 @@ openenv-env: .venv-openenv/.ready
 	$(BIN)/pip install --quiet --constraint $(LOCKS)/controller.txt --editable '.[dev]'
 	touch $@
 
-# The nodes' environment: torch, TRL and vLLM, about 4 GB. The image and audio libraries that vLLM's CPU build
-# asks for are built against another torch and break `import transformers`; nothing here uses them. PyTorch's CPU
-# builds are not on PyPI: where pip is not configured to find them, uv does by itself.
+# The nodes' environment: torch, TRL and vLLM, about 4 GB, as `grpo-orch node-env` makes it for an installed wheel.
 .venv-node/.ready: pyproject.toml $(LOCKS)/$(NODE_EXTRA).txt | system-packages
-	$(PYTHON) -m venv .venv-node
-	@locked='--constraint $(LOCKS)/$(NODE_EXTRA).txt'; if [ $(NODE_EXTRA) = node ] || $(NODE)/pip index versions torch 2>/dev/null | grep -q '+cpu'; then \
-		set -x; $(NODE)/pip install --quiet $$locked --editable '.[$(NODE_EXTRA),deepspeed,tensorboard,test]'; \
-	else \
-		set -x; $(NODE)/pip install --quiet uv && \
-		$(NODE)/uv pip install --quiet $$locked --python $(NODE)/python --torch-backend=cpu --editable '.[$(NODE_EXTRA),deepspeed,tensorboard,test]'; \
-	fi
-	$(NODE)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(PYTHON) -m grpo_orch.orchestrator.node_env .venv-node $(NODE_EXTRA),deepspeed,tensorboard,test
 	touch $@
 
 # OpenEnv's harness, which a test trains: it does not install next to vLLM. 0.5 GB.
@@ -125,7 +116,13 @@ sky-image: env test-packages
 	$(BIN)/python -m tests.rigs.sky.image build
 
 demo: env node-env
-	examples/tiny/demo.sh
+	$(BIN)/grpo-orch demo build/demo
+
+# The project as one file for `pip install`. What setuptools leaves in build/lib would come into the next wheel, too.
+wheel:
+	rm -rf build/lib build/bdist.* dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 # What a person runs after a change, in two processes more than there are cores, for half of their time tests wait: for
 # processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
@@ -208,4 +205,4 @@ check-gpu: $(if $(GPU_PYTHON),,node-env)
 	@$(or $(GPU_PYTHON),$(NODE)/python) -m benchmarks.check_gpu $(CHECK)
 
 clean:
-	rm -rf .venv .venv-node .venv-openenv .venv-docs build *.egg-info examples/tiny/build
+	rm -rf .venv .venv-node .venv-openenv .venv-docs build dist *.egg-info examples/tiny/build

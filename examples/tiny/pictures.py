@@ -21,7 +21,7 @@ from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.orchestrator.views.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD, IMAGES = ROOT / "examples" / "tiny" / "build", ROOT / "docs" / "images"
+DEMO, IMAGES = ROOT / "build" / "demo", ROOT / "docs" / "images"
 WIDTH, HEIGHT = 100, 24
 
 
@@ -39,9 +39,9 @@ def draw_live_view(store: Store, out: Path) -> None:
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    draw_live_view(Store((BUILD / "store").as_uri()), IMAGES / "live-view.svg")
-    if (BUILD / "plot.png").exists():  # it is drawn when the run is over
-        shutil.copyfile(BUILD / "plot.png", IMAGES / "plot.png")
+    draw_live_view(Store((DEMO / "build" / "store").as_uri()), IMAGES / "live-view.svg")
+    if (DEMO / "plot.png").exists():  # it is drawn when the run is over
+        shutil.copyfile(DEMO / "plot.png", IMAGES / "plot.png")
 
 
 if __name__ == "__main__":

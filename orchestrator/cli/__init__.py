@@ -26,11 +26,13 @@ from grpo_orch.policies.model import exit_codes
 
 # Modules and functions in orchestrator.cli, in the order of the help.
 COMMANDS = {
+    "demo": "demo:demo",
     "init": "prepare:init",
     "schema": "prepare:schema",
     "validate": "prepare:validate",
     "plan": "prepare:plan",
     "doctor": "doctor:doctor",
+    "node-env": "demo:node_env",
     "up": "start:up",
     "status": "look:status",
     "logs": "look:logs",

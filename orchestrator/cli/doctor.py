@@ -28,6 +28,7 @@ from grpo_orch.orchestrator.clouds.sky.cloud import zero_quota
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.orchestrator.config.load import load_spec, load_storage
 from grpo_orch.orchestrator.config.shorthand import Storage
+from grpo_orch.orchestrator.node_env import LOCKS
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec
@@ -53,7 +54,11 @@ class Finding:
     machines: bool = False
 
 
-INSTALL = "pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' (or gcp, azure, kubernetes for aws)"
+# With the lock, because without one pip takes minutes to find versions that go together.
+INSTALL = (
+    f"pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' -c {LOCKS / 'controller.txt'} "
+    "(or gcp, kubernetes, slurm for aws; azure without -c)"
+)
 
 
 class SkyPilotLike(Protocol):

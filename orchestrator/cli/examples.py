@@ -10,6 +10,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "validate": ("grpo-orch validate run.yaml", "grpo-orch validate run.yaml -o json"),
     "plan": ("grpo-orch plan run.yaml",),
     "doctor": ("grpo-orch doctor", "grpo-orch doctor run.yaml"),
+    "node-env": ("grpo-orch node-env --yes",),
+    "demo": ("grpo-orch demo", "grpo-orch demo --yes my-demo"),
     "up": ("grpo-orch up run.yaml", "grpo-orch up run.yaml --yes --detach -o json"),
     "status": ("grpo-orch status -w", "grpo-orch status s3://my-bucket/runs/digits -o json"),
     "logs": ("grpo-orch logs trainer-0 -f", "grpo-orch logs daemon s3://my-bucket/runs/digits"),

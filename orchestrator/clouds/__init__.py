@@ -66,4 +66,6 @@ def open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
 
 def _require_skypilot() -> None:
     if importlib.util.find_spec("sky") is None:
-        raise CloudMissing("`cloud: sky` requires SkyPilot; install it with `pip install 'grpo-orch[sky]'`")
+        raise CloudMissing(
+            "`cloud: sky` requires SkyPilot; `grpo-orch doctor` prints the command that installs it"
+        )

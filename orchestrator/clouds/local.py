@@ -30,6 +30,9 @@ import psutil
 from grpo_orch.checkpoint.store.codec import from_json
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
+from grpo_orch.orchestrator.clouds.wheel import wheel_digest
+from grpo_orch.orchestrator.home import home
+from grpo_orch.orchestrator.node_env import State, python_of, state_of
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import (
@@ -224,26 +227,46 @@ class LocalCloud:
             raise CloudRefused(Refusal.NO_CAPACITY, f"no {order.market} capacity for {slot} (rehearsed)")
 
 
+class NoNodeEnvironment(CloudRefused):
+    """This machine has no node environment that works; `grpo-orch node-env` makes it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(Refusal.CREDENTIALS, f"{problem}; make it with `grpo-orch node-env`")
+
+
 def node_python() -> str:
     """Return the Python that runs node work.
 
-    This is `$GRPO_ORCH_NODE_PYTHON`, that of `.venv-node` next to this environment or in the current folder, or
-    this one if it has vLLM.
+    This is `$GRPO_ORCH_NODE_PYTHON`, that of `.venv-node` next to this environment or in the current folder, that
+    of `node_env_folder()`, or this one if it has vLLM.
 
     Raises:
-        CloudRefused: none exists; the message has the command that creates it.
+        CloudRefused: `$GRPO_ORCH_NODE_PYTHON` does not exist.
+        NoNodeEnvironment: none exists, or the one in `node_env_folder()` is unfinished or outdated.
     """
     configured = os.environ.get("GRPO_ORCH_NODE_PYTHON")
     if configured is not None and not Path(configured).exists():
         raise CloudRefused(Refusal.CREDENTIALS, f"GRPO_ORCH_NODE_PYTHON={configured}: no such file")
-    sibling = Path(sys.prefix).parent / ".venv-node" / "bin" / "python"
-    in_current = Path.cwd() / ".venv-node" / "bin" / "python"
-    for candidate in (Path(configured) if configured else None, sibling, in_current):
+    sibling, in_current = (parent / ".venv-node" for parent in (Path(sys.prefix).parent, Path.cwd()))
+    for candidate in (Path(configured) if configured else None, python_of(sibling), python_of(in_current)):
         if candidate is not None and candidate.exists():
             return str(candidate)
-    if importlib.util.find_spec("vllm"):
-        return sys.executable
-    raise CloudRefused(Refusal.CREDENTIALS, f"no node environment at {sibling}; create it with `make node-env`")
+    own = node_env_folder()
+    match state_of(own, wheel_digest()) if own.exists() else State.MISSING:
+        case State.READY:
+            return str(python_of(own))
+        case State.HALF_MADE:
+            raise NoNodeEnvironment(f"the node environment in {own} is unfinished")
+        case State.OUTDATED:
+            raise NoNodeEnvironment(f"the node environment in {own} is of another version of grpo-orch")
+        case State.MISSING if importlib.util.find_spec("vllm"):
+            return sys.executable
+    raise NoNodeEnvironment("no node environment")
+
+
+def node_env_folder() -> Path:
+    """Return the folder of the environment that `grpo-orch node-env` makes."""
+    return home() / "node-env"
 
 
 def _market_of(folder: Path) -> Market:

@@ -14,6 +14,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -35,16 +36,31 @@ def build_wheel(folder: Path) -> Path:
 
     It has the project's extras. Raises NotInstalled.
     """
-    distribution = _distribution()
-    stem = f"{PACKAGE}-{distribution.version}"
-    data = _zipped(_with_record(_files(distribution, f"{stem}.dist-info"), f"{stem}.dist-info"))
-    target = folder / hashlib.sha256(data).hexdigest()[:DIGEST_CHARS] / f"{stem}-py3-none-any.whl"
+    stem, data = _assemble()
+    target = folder / _name_of(data) / f"{stem}-py3-none-any.whl"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as part:
             part.write(data)
         os.replace(part.name, target)
     return target
+
+
+@cache
+def wheel_digest() -> str:
+    """Return the name that `build_wheel` gives the wheel's folder, as of the first call. Raises NotInstalled."""
+    return _name_of(_assemble()[1])
+
+
+def _name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
+
+
+def _assemble() -> tuple[str, bytes]:
+    """Return the wheel's file name up to its tags, and its content. Raises NotInstalled."""
+    distribution = _distribution()
+    stem = f"{PACKAGE}-{distribution.version}"
+    return stem, _zipped(_with_record(_files(distribution, f"{stem}.dist-info"), f"{stem}.dist-info"))
 
 
 def _distribution() -> metadata.Distribution:
@@ -61,6 +77,8 @@ def _files(distribution: metadata.Distribution, info: str) -> dict[str, bytes]:
     files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)}
     requirements = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     files[f"{info}/METADATA"] = requirements.encode()
+    if text := distribution.read_text("licenses/LICENSE"):
+        files[f"{info}/licenses/LICENSE"] = text.encode()
     files[f"{info}/WHEEL"] = _WHEEL.encode()
     files[f"{info}/entry_points.txt"] = (distribution.read_text("entry_points.txt") or "").encode()
     return files

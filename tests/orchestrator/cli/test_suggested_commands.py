@@ -22,7 +22,7 @@ from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 
 ROOT = Path(__file__).parents[3]
-NAMED = re.compile(r"(?:`|^)grpo-orch (?P<command>[a-z]+)(?: (?P<below>[a-z]+))?", re.MULTILINE)
+NAMED = re.compile(r"(?:`|^)grpo-orch (?P<command>[a-z]+(?:-[a-z]+)*)(?: (?P<below>[a-z]+))?", re.MULTILINE)
 
 
 def commands() -> dict[str, frozenset[str]]:
