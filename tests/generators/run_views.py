@@ -83,7 +83,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "price_usd_per_h": st.floats(0, 999),
     "evidence": st.lists(reasons, max_size=3).map(tuple),
     "not_counted": st.just(""),
-    "set_aside": st.just(()),
+    "unreadable": st.just(()),
     "parked_s": st.none(),
 }
 

@@ -141,7 +141,7 @@ def test_unreadable_command_is_reported_once_and_moved_aside(data: bytes) -> Non
     assert run.told() == [COMMAND_KEY]
     assert run.store.get(layout.aside(COMMAND_KEY)) == data
     assert run.store.entries(layout.COMMANDS) == []
-    assert [one["key"] for one in view_json(run_view(run.store, NOW_S, None))["set_aside"]] == [COMMAND_KEY]
+    assert [one["key"] for one in view_json(run_view(run.store, NOW_S, None))["unreadable"]] == [COMMAND_KEY]
 
 
 def test_torn_row_is_reported_once_and_others_are_followed() -> None:

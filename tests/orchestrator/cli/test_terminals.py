@@ -71,7 +71,7 @@ def test_up_without_terminal_refuses_to_ask(folder: Path) -> None:
 
 def test_commands_that_ask_have_yes() -> None:
     asking = [path.stem for path in CLI.glob("*.py") if "confirm(" in path.read_text() and path.stem != "options"]
-    assert sorted(asking) == ["evaluate", "start"]
+    assert sorted(asking) == ["demo", "evaluate", "start"]
     assert all("yes: Yes" in (CLI / f"{name}.py").read_text() for name in asking)
 
 
