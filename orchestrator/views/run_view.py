@@ -39,7 +39,7 @@ from grpo_orch.policies.costs.steps import optimum, shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of
 from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
-from grpo_orch.policies.model.buying import probe_wait_s
+from grpo_orch.policies.model.breaker import probe_wait_s
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.spec import RunSpec, generates_itself
 from grpo_orch.policies.model.state import Node, RunState

@@ -7,7 +7,7 @@ from grpo_orch.policies.control.rollback.begin import begin_user_rollback
 from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.buying import REFUSALS, MachineKind
+from grpo_orch.policies.model.breaker import REFUSALS, MachineKind
 from grpo_orch.policies.model.events import (
     BudgetSet,
     CommandTaken,

@@ -1,4 +1,8 @@
-"""The passive half of a tick: update the nodes' phases from what was observed. This module requests nothing."""
+"""Update the nodes' phases from what was observed, and terminate nodes that do not work in time.
+
+A node that drains or terminates no longer fills its slot (`FILLING_NODE`), and `policies.fleet.reconcile` then
+requests its replacement.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.fleet.budget import Caps, Spending, caps_of
-from grpo_orch.policies.model.buying import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
+from grpo_orch.policies.model.breaker import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from grpo_orch.policies.model.events import BuyingResumed, BuyingStopped
 from grpo_orch.policies.model.phases import FILLING_NODE
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord

@@ -8,7 +8,8 @@ Five questions are answered by comparing a few candidates each:
 - whether a trainer without rollout nodes waits, generates alone, or parks;
 - whether rollout nodes without a trainer are kept.
 
-The budget's caps, `replicas` and the deadline limit the candidates. This module requests nothing.
+`replicas` and the deadline limit the candidates. A run that has reached its budget gets no machines here; single
+purchases are checked against the budget in `policies.fleet.reconcile`. This module requests nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from grpo_orch.policies.fleet.objective import (
     size_summary,
     zones_of,
 )
-from grpo_orch.policies.model.buying import PROBE_MAX_S, SPOT_STABLE_S
+from grpo_orch.policies.model.breaker import PROBE_MAX_S, SPOT_STABLE_S
 from grpo_orch.policies.model.loss import steps_of_generation
 from grpo_orch.policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
 from grpo_orch.policies.model.spec import RunSpec, processes_of, stores_checkpoints

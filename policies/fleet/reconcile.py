@@ -21,7 +21,7 @@ from grpo_orch.policies.fleet.budget import PRICES_UNKNOWN, Caps, Spending
 from grpo_orch.policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
 from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.fleet.plan import Allocation, wanted_slots
-from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
+from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
 from grpo_orch.policies.model.events import (
     BudgetReached,
     BudgetRefused,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeVar, assert_never
 
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.buying import SPOT_STABLE_S, MachineKind, after_move
+from grpo_orch.policies.model.breaker import SPOT_STABLE_S, MachineKind, after_move
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord

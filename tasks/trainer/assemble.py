@@ -290,7 +290,7 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
     """Add the duties of the first process: checkpoints, heartbeat, metrics, guard."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     detector = read_detector(start.restored.folder) if start.restored is not None else Detector()
-    guard = callbacks.GuardCallback(heartbeat, spec.policies.kl, detector)
+    guard = callbacks.DivergenceCallback(heartbeat, spec.policies.kl, detector)
     client.on_policy_gone = guard.trip_on_nan_policy
     checkpoints = CheckpointSaver(
         spool,

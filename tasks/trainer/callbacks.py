@@ -135,7 +135,7 @@ class Diverged(Exception):
         super().__init__(f"the run diverges since step {verdict.onset_step}: {evidence}")
 
 
-class GuardCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Watches for divergence after the row is stored, so that the store has the data behind each verdict.
 
     Args:

@@ -23,7 +23,7 @@ from grpo_orch.policies.control import decide as deciding
 from grpo_orch.policies.control.rollback import begin as rollback_begin
 from grpo_orch.policies.fleet import budget, market
 from grpo_orch.policies.ledger.retention import StoredCheckpoint
-from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import Event, RunCreated
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import PolicyVersion

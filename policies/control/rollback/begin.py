@@ -25,10 +25,11 @@ from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, Role, RunP
 from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 
-# A tripped guard stores sealed checkpoints before it ends its trainer; the best target may be one. Wait this
-# long, and again after each progress of the upload. For a guard that may be about to trip, wait a few heartbeats.
+# A trainer whose own detector has tripped stores its sealed checkpoints before it ends, and the best target may be
+# one. Wait this long, and again after each progress of the upload. If that detector may be about to trip, wait a few
+# heartbeats.
 DRAIN_WAIT_S = 600.0
-GUARD_WAIT_S = 6.0
+DIVERGENCE_WAIT_S = 6.0
 RUN_START = "start"  # in a command: the run's start instead of a checkpoint
 TARGET_HINT = "`grpo-orch rollback --to TIMELINE-STEP` forces a target, `--to start` starts over from step 0"
 NOTHING_SMALLER = (
@@ -125,7 +126,7 @@ def _is_storing(tick: Tick) -> bool:
         return False
     tripped = beat.verdict is not None and beat.verdict.health is Health.TRIPPED
     if not tripped:
-        return tick.silent_s(tick.state.diverged_at_s) < GUARD_WAIT_S
+        return tick.silent_s(tick.state.diverged_at_s) < DIVERGENCE_WAIT_S
     return tick.silent_s(max(tick.state.diverged_at_s, tick.snapshot.trainer_moved_at_s)) < DRAIN_WAIT_S
 
 

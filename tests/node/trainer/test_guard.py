@@ -190,7 +190,7 @@ def test_a_reward_function_of_weight_0_is_a_witness(tiny: Path, tmp_path: Path) 
 def test_guard_that_raises_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {}
     heartbeat = SimpleNamespace(update=lambda **values: said.update(values))
-    guard = callbacks.GuardCallback(cast(Heartbeat, heartbeat), KlPolicy(), Detector())
+    guard = callbacks.DivergenceCallback(cast(Heartbeat, heartbeat), KlPolicy(), Detector())
 
     def log(step: int, kl: float) -> None:
         guard.on_log(None, SimpleNamespace(global_step=step), None, {"kl": kl, "reward": 0.5})

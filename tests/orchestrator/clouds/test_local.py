@@ -1,4 +1,4 @@
-"""What only the local cloud does: what it plays, its processes, spools and prices. See test_cloud_conformance."""
+"""What only the local cloud does: what it plays, its processes, spools and prices. See test_conformance."""
 
 from __future__ import annotations
 

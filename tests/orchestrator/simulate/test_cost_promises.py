@@ -15,7 +15,7 @@ from grpo_orch.orchestrator.simulate.market_trace import Zone, plentiful
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.simulation import COARSE, Simulation
 from grpo_orch.orchestrator.simulate.store import SimulatedStore
-from grpo_orch.policies.model.buying import PROBE_MAX_S
+from grpo_orch.policies.model.breaker import PROBE_MAX_S
 from grpo_orch.policies.model.events import BuyingStopped, NodeRequested
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
 from tests.stand_ins.world import spec, with_disks

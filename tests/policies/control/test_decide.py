@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
 from grpo_orch.policies.fleet.market import market_of
-from grpo_orch.policies.model.buying import back_off_s
+from grpo_orch.policies.model.breaker import back_off_s
 from grpo_orch.policies.model.events import (
     Event,
     JobRestarted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.control.rollback.begin import DRAIN_WAIT_S, GUARD_WAIT_S, TARGET_HINT
+from grpo_orch.policies.control.rollback.begin import DIVERGENCE_WAIT_S, DRAIN_WAIT_S, TARGET_HINT
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     CommandTaken,
@@ -338,7 +338,7 @@ def test_checkpoint_stored_by_tripped_guard_may_be_target() -> None:
     assert world.beat is not None
     storing = replace(world.beat, activity="storing", beat_at_s=world.now_s)
     assert not decided(trainer=storing)
-    late_s = world.now_s + GUARD_WAIT_S + 1
+    late_s = world.now_s + DIVERGENCE_WAIT_S + 1
     assert not decided(trainer=replace(storing, beat_at_s=late_s), now_s=late_s)
     silent = replace(storing, verdict=None, beat_at_s=late_s)
     assert decided(trainer=silent, now_s=late_s), "a guard that says nothing is not waited for"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import CapacityShortage, JobRestarted, NodeMoved, ProbationPassed
 from grpo_orch.policies.model.state import Node, Rollback, RunState, Shortages, TrainerFailures
 from grpo_orch.policies.model.timelines import Fork

@@ -12,7 +12,7 @@ import pytest
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.buying import (
+from grpo_orch.policies.model.breaker import (
     BACK_OFF_MAX_EXTRA_S,
     PROBE_FIRST_S,
     PROBE_MAX_S,

@@ -16,7 +16,7 @@ from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.fleet.plan import FALLBACK_MIN_S
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.buying import SPOT_STABLE_S
+from grpo_orch.policies.model.breaker import SPOT_STABLE_S
 from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.pools import Pool, PoolOffer

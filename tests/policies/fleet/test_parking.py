@@ -9,7 +9,7 @@ import pytest
 from grpo_orch.policies.control.observed import MACHINE_LOST_S
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S
 from grpo_orch.policies.model.events import BudgetRefused, CapacityShortage, JobRestarted, NodeRequested, RunMoved
 from grpo_orch.policies.model.spec import Replicas, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Role, RunPhase

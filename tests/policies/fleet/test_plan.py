@@ -15,7 +15,7 @@ from grpo_orch.policies.fleet.market import offers
 from grpo_orch.policies.fleet.objective import NOISE_SHARE, Candidate, compare, compare_sizes
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S, plan
 from grpo_orch.policies.fleet.reconcile import release_order
-from grpo_orch.policies.model.buying import BACK_OFF_MAX_EXTRA_S
+from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S
 from grpo_orch.policies.model.events import NodeRequested
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.spec import Budget, Replicas, RunSpec

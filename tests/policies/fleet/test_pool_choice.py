@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.model.buying import MachineKind
+from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import BuyingStopped, MachineBought, NodeMoved, NodeRequested, PitfallFound
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.reports import with_report

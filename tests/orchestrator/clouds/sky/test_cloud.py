@@ -1,4 +1,4 @@
-"""What only the cloud through SkyPilot does, SkyPilot played by a table. See test_cloud_conformance."""
+"""What only the cloud through SkyPilot does, SkyPilot played by a table. See test_conformance."""
 
 from __future__ import annotations
 
