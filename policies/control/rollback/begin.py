@@ -26,8 +26,8 @@ from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
 
 # A trainer whose own detector has tripped stores its sealed checkpoints before it ends, and the best target may be
-# one. Wait this long, and again after each progress of the upload. If that detector may be about to trip, wait a few
-# heartbeats.
+# one. Wait this long, and again after each progress of the upload. If that detector may be about to trip, wait a
+# few heartbeats.
 DRAIN_WAIT_S = 600.0
 DIVERGENCE_WAIT_S = 6.0
 RUN_START = "start"  # in a command: the run's start instead of a checkpoint
