@@ -40,7 +40,7 @@ for one in offers_of(Role.ROLLOUT, wanted, None, lambda asked, spot: _offers(ask
     asked.validate()
     (machine,) = asked.cloud.get_feasible_launchable_resources(asked, 1).resources_list
     (there,) = resources_utils.make_launchables_for_valid_region_zones(machine)
-    assert there.infra.to_str() == one.pool.place, there
+    assert there.infra.to_str() == one.pool.zone_path, there
     assert (there.instance_type, there.use_spot) == (one.pool.instance_type, one.pool.market == "spot"), there
     print(one.pool)
 """
