@@ -109,7 +109,8 @@ def cli_page() -> str:
 Every command of `grpo-orch`; {MADE} their help.
 
 - `RUN`: {get_args(options.Target)[1].help}
-- `-o json` prints JSON; a command that fails before it has printed any prints `{{"error", "exit_code"}}`.
+- `-o json` prints JSON; a command that fails before it has printed any prints `{{"error", "exit_code"}}`, except
+  for a wrong command line.
 - `--help` prints a command's help. `grpo-orch --version` prints the version, `grpo-orch --install-completion`
   installs completion for the current shell.
 

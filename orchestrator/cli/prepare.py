@@ -40,7 +40,11 @@ class Init(TyperCommand):
     """Accepts `--recipe` without a name, which lists the recipes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [*args, ""] if args[-1:] == ["--recipe"] else args)
+        if "--recipe" in args:
+            after = args.index("--recipe") + 1
+            if args[after : after + 1] == [] or args[after].startswith("-"):
+                args = [*args[:after], "", *args[after:]]
+        return super().parse_args(ctx, args)
 
 
 def init(
@@ -78,15 +82,17 @@ def init(
         return
     path = path or Path("run.yaml")
     schema = path.parent / SCHEMA_FILE
+    if path.name == SCHEMA_FILE:
+        raise Stop(f"{path} is the name of the schema; name another file", exit_codes.USAGE)
+    if os.path.lexists(path):
+        raise Stop(f"{path} already exists; remove it or name another file", exit_codes.USAGE)
     try:
         _refuse_other_schema(schema)
+        schema.write_text(schema_text(), "utf-8")
         with path.open("x") as out:
             out.write(init_text(name or "my-run"))
-        schema.write_text(schema_text(), "utf-8")
-    except FileExistsError:
-        raise Stop(f"{path} already exists; remove it or name another file", exit_codes.USAGE) from None
     except OSError as error:
-        raise Stop(f"{path}: {error.strerror}", exit_codes.USAGE) from None
+        raise Stop(f"{error.filename or path}: {error.strerror}", exit_codes.USAGE) from None
     if output is Output.JSON:
         print_json({"files": [str(path), str(schema)]})
         return
@@ -96,7 +102,7 @@ def init(
 
 def _refuse_other_schema(path: Path) -> None:
     """Raise Stop if the file exists and is not a schema that `init` has written."""
-    if path.exists() and TITLE not in path.read_text("utf-8", errors="replace"):
+    if path.exists() and not (path.is_file() and TITLE in path.read_text("utf-8", errors="replace")):
         raise Stop(f"{path} already exists and is not grpo-orch's; rename it", exit_codes.USAGE)
 
 

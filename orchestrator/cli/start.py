@@ -106,7 +106,7 @@ def rollback(
         typer.Option(
             "--set",
             metavar="KEY=NUMBER",
-            help="Change a key of grpo. Default: apply policies.kl.on_rollback.",
+            help="Change a key of grpo; repeatable. Default: apply policies.kl.on_rollback.",
             autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
         ),
     ] = None,
@@ -271,11 +271,11 @@ def up(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Start a run: check run.yaml, print the plan and its cost, start the daemon, and watch."""
-    require_terminal(yes)
     page = _page_socket(web or web_port is not None, web_port, remote)
     terminal = text_terminal(output)
     sizes = cached_lookup(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
+    require_terminal(yes)
     spec = loaded.spec
     storage = load_storage(run_yaml)
     refuse_missing_secrets(spec)
@@ -323,7 +323,7 @@ def resume(
         typer.Option(
             "--set",
             metavar="KEY=NUMBER",
-            help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint.",
+            help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint; repeatable.",
             autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
         ),
     ] = None,

@@ -47,7 +47,9 @@ def storage_of(argument: str | None) -> Storage:
             return load_storage(Path(argument))
     except OSError as error:
         raise NoSuchRun(f"{argument}: {error.strerror}") from None
-    raise NoSuchRun(f"{argument}: expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run")
+    missing = "" if path.exists() else "; there is no such file or folder"
+    expected = "expected a store URL (s3://..., file://...), a run.yaml, or the folder of a run"
+    raise NoSuchRun(f"{argument}: {expected}{missing}")
 
 
 def _require_utf8(url: str) -> str:

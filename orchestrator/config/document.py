@@ -37,8 +37,8 @@ class _CoreLoader(yaml.SafeLoader):
 for _name, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
 ):
     _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), list(_first))
@@ -185,7 +185,7 @@ def _plain(tag: str, text: str) -> bool | int | float | str | None:
 
 def _number(tag: str, text: str) -> int | float:
     try:
-        number = float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
         raise ValueError(f"expected a number, got {_short(text)}") from None
     # JSON has no infinity or NaN: the run's copy of the file would hold null instead.
@@ -195,7 +195,7 @@ def _number(tag: str, text: str) -> int | float:
         return number
     if abs(number) > INTEGER_MAX:
         raise ValueError(f"expected a 64-bit integer, got {_short(text)}")
-    return int(text.replace("_", ""))
+    return int(text)
 
 
 def _text_problem(text: str) -> str:

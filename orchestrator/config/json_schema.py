@@ -171,7 +171,7 @@ class _Form:
         keys: Schema = {}
         for key in allowed:
             schema = {**self._of_kind(table.kind(key)), **_bounds((*path, key))}
-            keys[key] = _described(self._removable(schema), "", table.default(key))
+            keys[key] = self._removable(schema)
         section = self._mapping(keys, description=f"Each key is {table.vocabulary}.")
         if path == VLLM:
             negatable = [key for key in allowed if table.keys[key].get("negatable")]

@@ -73,7 +73,7 @@ def expand(document: Document, workdir: Path, findings: Findings) -> None:
     for path in ENVIRONMENTS:
         _expand_env(_section(data, path), path, document.texts)
     replicas = _section(data, ("rollout", "replicas"))
-    if "min" in replicas and "max" not in replicas:
+    if replicas.get("min") is not None and replicas.get("max") is None:
         replicas["max"] = replicas["min"]
     trainer = _section(data, ("trainer",))
     setup = trainer.get("setup")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+import grpo_orch
 from grpo_orch.orchestrator.config.problems import Findings, did_you_mean
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
@@ -70,7 +71,9 @@ def _find(module: str, workdir: Path) -> tuple[ModuleSpec | None, str]:
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
         if length == 1:
-            spec = PathFinder.find_spec(name, [str(workdir)]) or _installed(name)
+            spec = PathFinder.find_spec(name, [str(workdir)])
+            if spec is None or spec.origin is None:  # Python prefers a package to a plain folder of that name
+                spec = _installed(name) or spec
         else:
             spec = PathFinder.find_spec(name, search)
         if spec is None:
@@ -102,7 +105,8 @@ def _bindings_of(module: str, source: Path, name: str) -> tuple[list[ast.stmt], 
         return nodes, ""
     functions = [bound for bound, node in bindings if isinstance(node, FUNCTION | ast.ClassDef | ast.ImportFrom)]
     expected = f"expected a function of that name{did_you_mean(name, functions)}"
-    return [], f"{module if '.' in module else source.name} does not define {name}; {expected}"
+    file = source.name if "." not in module and source.name != "__init__.py" else module
+    return [], f"{file} does not define {name}; {expected}"
 
 
 def _may_bind_names(node: ast.AST) -> bool:
@@ -159,11 +163,18 @@ def check_shadows(workdir: Path, findings: Findings) -> None:
         ]
     except OSError:
         return
-    shadows = [(path.name, owner, path.stem) for path in modules if (owner := _owner(path.stem))]
+    shadows = [
+        (path.name, owner, path.stem) for path in modules if (owner := _owner(path.stem)) and not _is_ours(path)
+    ]
     if shadows:
         hidden = ", ".join(f"{name} hides {owner} `{stem}`" for name, owner, stem in shadows)
         pronoun = "it" if len(shadows) == 1 else "them"
         findings.add(("trainer",), f"modules in the folder of this file: {hidden}; rename {pronoun}")
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether the path is this project's own package, as in a checkout's root."""
+    return path.is_dir() and path.samefile(Path(grpo_orch.__file__).parent)
 
 
 def _owner(name: str) -> str:

@@ -121,7 +121,9 @@ class _RunCollector(Collector):
         spent = spent_usd(seen.state, seen.snapshot.now_s) + seen.snapshot.controller.usd
         per_h = sum(node.usd_per_h for node in seen.state.nodes.values()) + seen.snapshot.controller.usd_per_h
         yield self._gauge("run_spent_usd", "USD spent so far; with a budget, a controller machine included", spent)
-        yield self._gauge("run_usd_per_hour", "USD per hour for these machines", per_h)
+        yield self._gauge(
+            "run_usd_per_hour", "USD per hour of the present machines, a controller's included", per_h
+        )
 
     def _nodes(self, seen: Seen) -> Iterable[Metric]:
         counted = Counter((node.role, node.market, node.phase) for node in seen.state.nodes.values())

@@ -235,7 +235,7 @@ def _health(
             seen = f"detected at step {event.step} by the {event.seen_by}"
             return _with_evidence(f"The run has diverged since step {event.onset_step}, {seen}", event.evidence)
         case PitfallFound():
-            return f"Warning at step {event.step}: {event.text}"
+            return f"Warning at step {event.step}: {event.advice}"
         case HealthyChosen(version=None):
             return "There is no healthy checkpoint: all are from after the divergence began"
         case HealthyChosen():

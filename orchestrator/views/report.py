@@ -321,7 +321,7 @@ def _figures(report: Report) -> RenderableType:
     table.add_column()
     restarts = ", ".join(f"{slot} {count}" for slot, count in report.restarts.items() if count) or "none"
     if report.phase in TERMINAL_RUN:
-        table.add_row("why", Text(report.reason))
+        table.add_row("reason", Text(report.reason))
     table.add_row("steps", f"{report.steps} in {duration(report.wall_s)}, {report.checkpoints} checkpoint(s) kept")
     table.add_row("reward", f"{short(report.reward_first)} → {short(report.reward_last)}")
     if report.held_out_first is not None:
@@ -372,7 +372,7 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
     table.add_row(
         f"timeline {rollback.timeline}", f"from {rollback.from_version} to {start_words(rollback.start)}; {lost}"
     )
-    table.add_row("why", Text(rollback.reason))
+    table.add_row("reason", Text(rollback.reason))
     other = [change_words(rollback.changes), skipped_words(rollback.skipped)]
     table.add_row("changed", "; ".join(part for part in other if part) or SEEDS_ONLY)
     table.add_row("now", rollback.outcome)

@@ -64,11 +64,11 @@ class CommandTaken:
 
 @dataclass(frozen=True, slots=True)
 class PitfallFound:
-    """A pitfall was found in the metrics; `text` describes it and the fix."""
+    """A pitfall was found in the metrics; `advice` describes it and the fix."""
 
     kind: str
     step: int
-    text: str
+    advice: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def test_the_store_s_options_are_texts_and_no_part_of_the_spec(folder: Path) -> 
         ("2.e-3", 0.002),
         (".5", 0.5),
         ("1", 1),
-        ("+1_000", 1000),
+        ("+1000", 1000),
     ],
 )
 def test_numbers_are_read_as_people_write_them(folder: Path, written: str, value: float) -> None:

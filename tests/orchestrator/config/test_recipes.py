@@ -101,6 +101,11 @@ def test_init_output_for_recipes_and_names(
             code, told = said(*recipe, "other", "--name", name)
             assert (code, "cannot be part of a machine name" in told) == (2, True)
     assert sorted(os.listdir(tmp_path)) == ["my [run].yaml", "my run", "run.schema.json", "run.yaml", "tiny"]
+    assert said("run.schema.json") == (2, "run.schema.json is the name of the schema; name another file\n")
+    (tmp_path / "sub" / "run.schema.json").mkdir(parents=True)
+    assert said("sub/run.yaml")[1] == "sub/run.schema.json already exists and is not grpo-orch's; rename it\n"
+    assert os.listdir(tmp_path / "sub") == ["run.schema.json"], "the file is not written without its schema"
+    assert said("--recipe", "-o", "json")[1].startswith('{"recipes": {')
 
 
 def test_overlays_of_one_recipe_change_expected_keys() -> None:

@@ -177,6 +177,20 @@ def test_cloud_machines_get_nothing_from_outside_the_folder(tmp_path: Path) -> N
     ]
 
 
+def test_plain_folder_named_like_a_package_hides_nothing(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    (tmp_path / "grpo_orch").mkdir()
+    (tmp_path / "run.yaml").write_text(VALID.replace("rewards.digit_share", "grpo_orch.rewards.gsm8k_reward"))
+    load_spec(tmp_path / "run.yaml")
+
+
+def test_maximum_of_replicas_is_the_minimum_if_it_is_null(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    (tmp_path / "run.yaml").write_text(VALID.replace("replicas: 2", "replicas: {min: 2, max: null}"))
+    replicas = load_spec(tmp_path / "run.yaml").rollout.replicas
+    assert (replicas.min, replicas.max) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [

@@ -182,7 +182,7 @@ def test_manual_rollback_to_a_retired_target_begins_nothing() -> None:
     world.run()
     assert not world.begun
     (told,) = [one for one in world.of(PitfallFound) if isinstance(one, PitfallFound)]
-    assert told.text.startswith("the rollback was refused: checkpoint 0-3 is no longer in the store; ")
+    assert told.advice.startswith("the rollback was refused: checkpoint 0-3 is no longer in the store; ")
     assert world.state.phase is RunPhase.FINISHED
 
 
@@ -299,7 +299,7 @@ def test_run_without_readable_catalog_pauses_until_rollback() -> None:
     world.journal((paused,))
     asked = replace(damaged, commands=(Command("c1", "rollback"),))
     (told,) = [e for e in decide(world.state, asked, world.spec).events if isinstance(e, PitfallFound)]
-    assert told.text == "the rollback was refused: catalog/1.json: schema 2; use a newer one"
+    assert told.advice == "the rollback was refused: catalog/1.json: schema 2; use a newer one"
     world.looking, world.commands = True, [Command("c2", "rollback")]
     world.until(lambda w: bool(w.begun))
     assert world.begun[0].fork.start == "0-8"

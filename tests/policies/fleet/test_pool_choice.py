@@ -154,14 +154,14 @@ def test_cloud_without_offers_is_reported_once_and_still_used() -> None:
     snapshot = replace(world.snapshot(), prices=None, prices_trouble="KeyError: 'zone'")
     told = decide(world.state, snapshot, world.spec)
     [noticed] = [event for event in told.events if isinstance(event, PitfallFound)]
-    assert "KeyError" in noticed.text
-    assert "the cloud chooses where to buy" in noticed.text
+    assert "KeyError" in noticed.advice
+    assert "the cloud chooses where to buy" in noticed.advice
     assert any(isinstance(event, NodeRequested) for event in told.events)
     seen = replace(world.state, reports=with_report({}, noticed, 0.0))
     assert not any(isinstance(event, PitfallFound) for event in decide(seen, snapshot, world.spec).events)
     capped = decide(world.state, snapshot, replace(world.spec, budget=Budget(usd=100.0)))
     [noticed] = [event for event in capped.events if isinstance(event, PitfallFound)]
-    assert "nothing is bought, because the run has a budget" in noticed.text
+    assert "nothing is bought, because the run has a budget" in noticed.advice
     assert not any(isinstance(event, NodeRequested) for event in capped.events)
 
 

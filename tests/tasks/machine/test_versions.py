@@ -24,7 +24,8 @@ def test_this_environment_is_the_controllers_lock() -> None:
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_lock_matches_the_project_and_names_no_registry(environment: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    theirs = {"sky", "dev"} if environment == "controller" else extras.keys() - {"sky", "dev", "docs", "node", "node-cpu"}
+    nodes = extras.keys() - {"sky", "dev", "docs", "node", "node-cpu"}
+    theirs = {"sky", "dev"} if environment == "controller" else nodes
     wanted = [one for extra in theirs | {environment} & extras.keys() for one in extras[extra]]
     pins = dict(re.findall(r"^([\w-]+)(?:\[.*\])?==([\w.]+)$", "\n".join(wanted), re.MULTILINE))
     assert pins
