@@ -182,7 +182,8 @@ Every event of a run's journal. {MADE} `policies/model/events.py`.
 
 `grpo-orch events -o json` prints a line of JSON for each event: `number` and `epoch` of its journal entry,
 `time_s`, `type`, the event's fields, and `text`, the sentence that `grpo-orch events` prints. None is null.
-Rehearsed faults are lines of the type `RehearsedFault`.
+A fault that `rehearse` injects is a line of the type `RehearsedFault`, with `fault`, `target`, `at_step` and
+`detail`; its `number` counts these faults, and its `epoch` is 0.
 
 {chr(10).join(groups)}
 ## Types of fields
