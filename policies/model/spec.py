@@ -81,15 +81,15 @@ OnBadReward = Literal["none", "fail"]
 class Dataset:
     """Arguments of `datasets.load_dataset`, and how to make a prompt from a row.
 
-    `path` is a hub name, a folder or a file. `prompt` is a template with columns in braces, such templates in the
-    messages of a chat, or a function's import path; None: the rows have a column `prompt`.
+    `prompt` is a template with columns in braces, such templates in the messages of a chat, or a function's import
+    path.
     """
 
-    path: str
-    name: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    prompt: str | tuple[dict[str, str], ...] | None = None
+    path: str  # a hub name, a folder or a file
+    name: str | None = None  # configuration of a hub dataset
+    split: str = "train"  # the split, in the notation of `datasets`
+    revision: str | None = None  # commit, tag or branch of a hub dataset
+    prompt: str | tuple[dict[str, str], ...] | None = None  # how to make a prompt; None: the rows have a `prompt`
     streaming: bool = False  # fetch only the rows that the run can use
     weight: float | None = None  # its share of the prompts of several datasets; None: each of its rows once
 
@@ -104,10 +104,10 @@ class AgentSpec:
 
     run: str | tuple[str, ...]
     python: str | None = None  # the function's interpreter, of an environment of its own; None: the trainer's
-    time_s: float = 600.0  # without the time waiting for the model
-    turns: int = 32
-    tokens: int | None = None  # of all turns together; None: grpo.max_completion_length
-    memory_gb: float | None = None  # of each process of a session
+    time_s: float = 600.0  # limit of a session, without the time waiting for the model
+    turns: int = 32  # limit of a session
+    tokens: int | None = None  # limit of all turns together; None: grpo.max_completion_length
+    memory_gb: float | None = None  # limit of each process of a session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class TrainerSpec:
     """The training machine, its model, data and rewards."""
 
     model: str  # hub name or folder
-    dataset: Dataset | tuple[Dataset, ...]
+    dataset: Dataset | tuple[Dataset, ...]  # the prompts
     reward_funcs: tuple[str, ...] = ()  # import paths in TRL's signature; optional if an agent rewards
     reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments, by a function's name
     eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
@@ -127,7 +127,7 @@ class TrainerSpec:
     tools: tuple[str, ...] = ()  # import paths of functions that the model may call, in TRL's form
     environment_factory: str | None = None  # import path of a factory, or of a mapping of factories by name
     rollout_func: str | None = None  # import path of a function that makes completions, in TRL's signature
-    agent: AgentSpec | None = None  # makes whole conversations, each a session of the gateway
+    agent: AgentSpec | None = None  # a program whose conversations with the model are trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ class Replicas:
     With `max` 0 there are none, and the trainer generates itself.
     """
 
-    min: int = 1
-    max: int = 1
+    min: int = 1  # below this, more nodes are requested immediately
+    max: int = 1  # defaults to `min` if that is set; 0: the trainer generates itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +147,13 @@ class RolloutSpec:
 
     replicas: Replicas = field(default_factory=Replicas)
     resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's; `use_spot`: policies.fleet.market
-    setup: str = ""
+    setup: str = ""  # shell, run once on the machine before the node
     vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
     env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
     deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
-    recovery: Recovery = "continue"  # of a completion whose node was lost
+    recovery: Recovery = "continue"  # what happens to a completion whose node was lost
     max_staleness: int = 0  # age in steps of the policy that samples, compared with the one that is trained
-    own_generation_after_s: float | None = 300.0  # without a node, until the trainer generates; None: never
+    own_generation_after_s: float | None = 300.0  # time without nodes until the trainer generates; None: never
 
 
 # Defaults of `grpo` where windows are sampled from older policies. TRL's own default masks by the ratio of whole
@@ -168,9 +168,9 @@ class OnRollback:
     The sampling seeds are always new: they are derived from the timeline.
     """
 
-    beta_factor: float = 2.0
-    epsilon_factor: float = 0.5
-    learning_rate_factor: float = 0.5
+    beta_factor: float = 2.0  # of grpo.beta
+    epsilon_factor: float = 0.5  # of grpo.epsilon
+    learning_rate_factor: float = 0.5  # of grpo.learning_rate
     skip_prompts: bool = True  # skip the prompts from the onset to the trip
 
 
@@ -178,9 +178,9 @@ class OnRollback:
 class RollbackBudget:
     """How often a run rolls back automatically before it gives up."""
 
-    total: int = 3
+    total: int = 3  # in the whole run
     recent: int = 2  # within `recent_steps`
-    recent_steps: int = 500
+    recent_steps: int = 500  # steps that `recent` looks back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class KlPolicy:
 
     limit: float | None = None  # KL above its initial value; None: judged by the run's history alone
     task_changes: tuple[int, ...] = ()  # first steps of new tasks, such as the stages of a curriculum
-    action: Literal["rollback", "pause", "alert"] = "rollback"
+    action: Literal["rollback", "pause", "alert"] = "rollback"  # what follows a divergence
     on_rollback: OnRollback = field(default_factory=OnRollback)
     budget: RollbackBudget = field(default_factory=RollbackBudget)
 
@@ -198,16 +198,13 @@ class KlPolicy:
 class FleetPolicy:
     """Automatic management of the fleet.
 
-    `dead_man_min`: a machine shuts itself down after this many minutes without contact from the daemon or the
-    gateway; 0: never. Half-lives are of observations in the pools: losses follow the time of day; capacity changes
-    within hours. `deadline`: when the last step should be done, as `2026-11-30T18:00:00Z`; see
-    policies.fleet.deadline.
+    Losses follow the time of day; capacity changes within hours. For the deadline see policies.fleet.deadline.
     """
 
-    dead_man_min: float = 30.0
-    loss_half_life_h: float = 24.0
-    launch_half_life_h: float = 3.0
-    deadline: str | None = None
+    dead_man_min: float = 30.0  # without daemon and gateway for so long a machine shuts down; 0: never
+    loss_half_life_h: float = 24.0  # of the weight of a pool's observed losses
+    launch_half_life_h: float = 3.0  # of the weight of a pool's observed launches
+    deadline: str | None = None  # when the last step should be done, as 2026-11-30T18:00:00Z
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,11 +214,11 @@ class PoliciesSpec:
     kl: KlPolicy = field(default_factory=KlPolicy)
     fleet: FleetPolicy = field(default_factory=FleetPolicy)
     boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
-    on_bad_prompt: OnBadPrompt = "skip"  # one bad prompt should not stop a run overnight
-    on_bad_reward: OnBadReward = "fail"  # a broken function usually breaks all of its scores
-    reward_timeout_s: float = 1800.0  # one call of a reward function, over all of a process's completions
+    on_bad_prompt: OnBadPrompt = "skip"  # what follows a prompt that no node accepts
+    on_bad_reward: OnBadReward = "fail"  # what follows a reward function that raises, hangs or returns no score
+    reward_timeout_s: float = 1800.0  # limit of one call of a reward function, over all of a process's completions
     trainer_restarts: int = 5  # trainer exits in a row without a step of progress; then the run fails
-    min_completion_length: int | None = None  # to which memory may shorten completions; None: not at all
+    min_completion_length: int | None = None  # when out of memory, shorten completions to this; None: do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +241,9 @@ class Budget:
     stopped as by `down`.
     """
 
-    usd: float | None = None
-    usd_per_h: float | None = None
-    at: Literal["pause", "down"] = "pause"
+    usd: float | None = None  # of the whole run
+    usd_per_h: float | None = None  # of all machines together
+    at: Literal["pause", "down"] = "pause"  # what follows when `usd` is reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +273,8 @@ class Rehearsed:
 class Prices:
     """Simulated prices of the local cloud in USD an hour; it costs nothing itself."""
 
-    on_demand_usd_per_h: float = 0.0
-    spot_usd_per_h: float = 0.0
+    on_demand_usd_per_h: float = 0.0  # of one machine
+    spot_usd_per_h: float = 0.0  # of one machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,8 +301,8 @@ class RunSpec:
     notify: Notify = field(default_factory=Notify)
     metrics_port: int | None = None  # for Prometheus, on the daemon's machine; None: no metrics
     secrets: tuple[str, ...] = ()  # environment variables passed to the nodes; their values are never stored
-    cloud: Literal["local", "sky"] = "local"
-    rehearse: Rehearsal | None = None
+    cloud: Literal["local", "sky"] = "local"  # this machine, or machines that SkyPilot buys
+    rehearse: Rehearsal | None = None  # faults and prices with which the local cloud simulates a real one
     workdir: str = ""  # the folder of run.yaml, for relative paths and reward modules
 
 

@@ -101,6 +101,23 @@ def test_file_that_extends_may_lack_and_remove_keys(tmp_path: Path, text: str, c
     assert len(schema_problems(tmp_path / "over.yaml")) == count
 
 
+def test_schema_describes_every_plain_key_of_ours() -> None:
+    foreign = {"grpo", "vllm", "resources", "peft", "accelerate", "storage"}
+
+    def undescribed(schema: dict[str, Any], path: str) -> list[str]:
+        found = []
+        for key, value in schema.get("properties", {}).items():
+            if key in foreign:
+                continue
+            nested = [part for part in (value, *value.get("anyOf", ())) if "properties" in part]
+            if not nested and not value.get("description"):
+                found.append(f"{path}{key}")
+            found += [each for part in nested for each in undescribed(part, f"{path}{key}.")]
+        return found
+
+    assert undescribed(json_schema()["$defs"]["whole"], "") == ["rehearse.faults"]
+
+
 def test_schema_describes_keys() -> None:
     whole: dict[str, Any] = json_schema()["$defs"]["whole"]["properties"]
     assert whole["rollout"]["properties"]["env"]["description"] == "environment of the vLLM process"
