@@ -164,6 +164,7 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy docs examples/tiny/pictures.py examples/twins/make.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
 
 # The pages of docs/ that are made from the code.
