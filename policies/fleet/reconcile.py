@@ -158,7 +158,8 @@ class _Reconciler:
         return f"returned{price}: {self.wanted.spot} of {spot} nodes {benefit}"
 
     def _release_node(self, node: Node, reason: str) -> None:
-        self.found.move(node, NodePhase.TERMINATING, reason)
+        moved = NodeMoved(node.id, NodePhase.TERMINATING, reason, is_released=True)
+        self.found.add(moved, f"{node.id} {NodePhase.TERMINATING}: {reason}")
         for nodes in (self.filling, self.fallback, self.spot):
             nodes.pop(node.id, None)
 

@@ -160,7 +160,7 @@ class _Ledger:
             self._add(f"{event.node} lost", self.slots[event.node], time_s)
         elif event.phase is NodePhase.TERMINATING:
             self.counted.add(event.node)
-            if before is NodePhase.SERVING:
+            if before is NodePhase.SERVING and not event.is_released:
                 self._add(f"{event.node} terminated", self.slots[event.node], time_s)
 
     def _add(self, name: str, target: str, time_s: float, at_step: int | None = None) -> None:

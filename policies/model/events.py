@@ -231,6 +231,7 @@ class NodeMoved:
     phase: NodePhase
     reason: str
     refusal: Refusal | None = None
+    is_released: bool = False  # the plan returned it, which is no fault
 
 
 @dataclass(frozen=True, slots=True)

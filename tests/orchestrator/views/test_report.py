@@ -199,7 +199,7 @@ def test_passed_rollback_and_one_without_changes_are_reported(world: World) -> N
     assert (report.steps, report.reward_first) == (0, None)
     words = " ".join(drawn(report).split())
     assert "from 0-10 to the run's start; 10 steps" in words
-    assert "why asked [for] changed only the sampling seeds now has passed its probation" in words
+    assert "reason asked [for] changed only the sampling seeds now has passed its probation" in words
 
 
 def test_abandoned_run_names_its_healthy_weights_and_place(world: World) -> None:

@@ -71,6 +71,7 @@ def fault(struck_s: float, seen_s: float | None = None, target: str = "rollout-0
         ([moved(NodePhase.DRAINING), moved(NodePhase.GONE)], [f"{NODE} lost"]),
         ([moved(NodePhase.DRAINING), moved(NodePhase.TERMINATING), moved(NodePhase.GONE)], []),
         ([moved(NodePhase.TERMINATING, TRAINER), moved(NodePhase.GONE, TRAINER)], [f"{TRAINER} terminated"]),
+        ([NodeMoved(NODE, NodePhase.TERMINATING, "surplus", is_released=True), moved(NodePhase.GONE)], []),
         ([JobExited(TRAINER, 1, -9, 7)], [f"{TRAINER} exited with -9"]),
         ([JobExited(TRAINER, 1, 0, 40)], []),
         # The end of its work and of its machine are one fault, unless it had been set to work again in between.
