@@ -183,7 +183,7 @@ def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:
     words = " ".join(text.split())
     assert "rollbacks 2; 6 steps and 3,060 tokens discarded" in words
     assert "timeline 1 from 0-10 to checkpoint 0-5; 5 steps and 2,560 tokens discarded" in words
-    assert f"why {FIRST_FORK.reason}" in words
+    assert f"reason {FIRST_FORK.reason}" in words
     assert (
         "changed learning_rate 0.001 → 0.0005, beta 0.02 → 0.04; "
         "other prompts instead of those of steps 7 to 10 of timeline 0"
