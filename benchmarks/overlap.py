@@ -5,7 +5,8 @@ them, so that some are many times longer than others. What a GPU would train is 
 trainer, for on a CPU both sides would share the same cores: T is that wait with the real training of so small a
 model. G, the seconds of generation, are real; both are measured first. The command prints one line of JSON:
 
-- `speedup: {g_over_t: ratio}`: median seconds a step without `rollout.max_staleness` to those with 1, in turns;
+- `speedup: {g_over_t: ratio}`: median seconds a step without `rollout.max_staleness` to those with 1, in turns.
+  With "queued" the node runs a quarter of a step's requests at a time, as a node does that is sized for its work;
 - `streaming_speedup: {requests a place: ratio}`: the same for a step of one window to one of four
   (`steps_per_generation`), without staleness, at G = T; where all requests run at once, and where they queue;
 - `idle_share: {g_over_t: {"trainer": [0, 1], "fleet": [0, 1]}}`: of a step, without and with staleness.
@@ -29,8 +30,9 @@ TOKENS = 224  # at most
 COMPLETIONS, WINDOWS = 128, 4  # of a step, where its windows are compared
 # Where staleness is: so few that their real training, which takes the cores from the node, is short beside G.
 FEW_COMPLETIONS = 16
-G_OVER_T = (0.5, 1.0, 2.0)
 PLACES = (128, 32)  # requests that the node runs at a time
+QUEUED = 4
+CASES = ((0.5, PLACES[0]), (1.0, PLACES[0]), (2.0, PLACES[0]), (2.0, QUEUED))  # G over T, places
 WAITS = """
 
 import time
@@ -116,20 +118,19 @@ def main() -> None:
             took_s = [seconds(side) for side in made]
             streaming[str(COMPLETIONS // places)] = round(took_s[0] / took_s[1], 2)
             print(f"  one window {took_s[0]:.2f} s a step, {WINDOWS} windows {took_s[1]:.2f} s", flush=True)
-        few = median_timing(steps(base / "few", base / "tiny", completions=FEW_COMPLETIONS))
-        assert few is not None
-        told = f"{few.step_s:.2f} s a step, of it {few.generate_s:.2f} s generation"
-        print(f"without training, {FEW_COMPLETIONS} completions: {told}", flush=True)
-        for ratio in G_OVER_T:
+        for ratio, places in CASES:
+            case = f"{ratio}{'-queued' if places == QUEUED else ''}"
+            shared: dict[str, Any] = {"completions": FEW_COMPLETIONS, "places": places}
+            few = median_timing(steps(base / f"few-{case}", base / "tiny", **shared))
+            assert few is not None
             sides = [{"staleness": 0}, {"staleness": 1}]
-            folder, train_s = base / f"ahead-{ratio}", wait_s(few, ratio)
-            made = compared(folder, rounds, sides, train_s=train_s, completions=FEW_COMPLETIONS)
+            made = compared(base / f"ahead-{case}", rounds, sides, train_s=wait_s(few, ratio), **shared)
             took_s = [seconds(side) for side in made]
             (trainer_0, fleet_0), (trainer_1, fleet_1) = (shares(side) for side in made)
-            speedup[str(ratio)] = round(took_s[0] / took_s[1], 2)
-            idle_share[str(ratio)] = {"trainer": [trainer_0, trainer_1], "fleet": [fleet_0, fleet_1]}
+            speedup[case] = round(took_s[0] / took_s[1], 2)
+            idle_share[case] = {"trainer": [trainer_0, trainer_1], "fleet": [fleet_0, fleet_1]}
             told = f"{took_s[0]:.2f} s a step without staleness, {took_s[1]:.2f} s with staleness 1"
-            print(f"G/T {ratio}: {told}", flush=True)
+            print(f"G/T {case}: {told}, of it {few.generate_s:.2f} s generation", flush=True)
     found = {"speedup": speedup, "streaming_speedup": streaming, "idle_share": idle_share}
     print(json.dumps({**found, "steps": STEPS - WARM_UP - 1, "rounds": rounds, "load": round(load, 2)}))
 
