@@ -1,9 +1,9 @@
 """Sessions: an agent's conversation with the policy, recorded token by token.
 
 A session belongs to one policy version. Its agent requests one turn after the other, as any OpenAI client does, at
-`/sessions/{id}/v1/chat/completions` or with the header `X-Session-ID`. The gateway records each turn before the
-agent gets it. The gateway never tokenizes text itself: vLLM renders the messages, and where they continue a
-recorded turn, the recorded tokens replace the rendered ones. Otherwise a new branch begins.
+`/sessions/{id}/v1/chat/completions`. The gateway records each turn before the agent gets it. The gateway never
+tokenizes text itself: vLLM renders the messages, and where they continue a recorded turn, the recorded tokens
+replace the rendered ones. Otherwise a new branch begins.
 
 | client, server | request | body | response |
 |---|---|---|---|
@@ -13,8 +13,7 @@ recorded turn, the recorded tokens replace the rendered ones. Otherwise a new br
 | trainer, gateway | `DELETE /sessions/{id}` | | 204 |
 
 A restarted trainer may open a session again. Requests that were answered before then get the recorded answer, and
-a trace holds only turns that were answered since. A session that was not opened and is only named by the header is
-opened by its first request, with the newest policy.
+a trace holds only turns that were answered since.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from grpo_orch.policies.model.vocabulary import Recovery
 from grpo_orch.policies.serving.wire import Handover, PolicyRef
 
 SESSIONS = "/sessions"
-HEADER_SESSION = "X-Session-ID"
 HEADER_REQUEST = "X-Request-ID"  # a repeated request with the same ID gets the same turn
 LOST_CODE = "session_not_found"  # error code for a session that is not open
 LIMIT_CODE = "session_limit"  # error code for a request beyond a limit of its session
@@ -103,21 +101,3 @@ class Trace:
     branches: list[Branch]
     discarded: int = 0
     limit: str = ""
-
-
-def training_trace(trace: Trace) -> dict[str, Any]:
-    """Convert a trace to OpenEnv's `TrainingTrace`, version 1: each answer once, with its prompt."""
-    turns = []
-    for number, branch in enumerate(trace.branches):
-        for turn in branch.turns:
-            if any(branch.mask[turn.start : turn.end]):
-                made = {
-                    "node_id": f"{number}-{turn.start}",
-                    "prompt_token_ids": branch.token_ids[: turn.start],
-                    "completion_token_ids": branch.token_ids[turn.start : turn.end],
-                    "per_token_logps": branch.logprobs[turn.start : turn.end],
-                    "loss_mask": [0] * turn.start + [1] * (turn.end - turn.start),
-                    "metadata": {"session_id": trace.session, "policy": trace.policy, "branch": number},
-                }
-                turns.append(made)
-    return {"schema_version": 1, "turns": turns}

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from grpo_orch.orchestrator.gateway.job import Job, OutputDiverged, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
 from grpo_orch.orchestrator.gateway.nodes import events
 from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.connection import Connection
@@ -55,7 +55,7 @@ class VllmAttempt(Attempt):
         self._status = 0
 
     async def run(self) -> End:
-        """Return how the completion ended. Raises NodeFailed, RequestRefused, OutputDiverged.
+        """Return how the completion ended. Raises NodeFailed, RequestRefused.
 
         An error or a cancellation closes the connection, which makes vLLM abort the request.
         """
@@ -185,8 +185,6 @@ class VllmAttempt(Attempt):
         job.text += choice.text
         if choice.finish_reason is not None:
             self._finish(choice.finish_reason, choice.stop_reason)
-        if job.on_progress is not None:
-            job.on_progress()
 
     def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
         """Add tokens to the job. Returns False if they are invalid, which ends the attempt."""
@@ -217,18 +215,12 @@ class VllmAttempt(Attempt):
         if len(job.token_ids) > self.max_tokens:
             self._fail_broken(f"sent {len(job.token_ids)} tokens, more than the limit of {self.max_tokens}")
             return False
-        if not job.matches_streamed():
-            self.fail(OutputDiverged())
-            return False
         return True
 
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         """End the attempt at an event with a finish reason, even if the connection breaks after it."""
         if finish_reason in _UNFINISHED:
             self.fail(NodeFailed(HandoverReason.REFUSED, f"stopped after {self.tokens} tokens: {finish_reason}"))
-            return
-        if self.job.is_catching_up:  # it ends before the streamed tokens do
-            self.fail(OutputDiverged())
             return
         assert self._connection is not None
         self._connection.detach(self.last_event_s)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from grpo_orch.orchestrator.gateway.job import Finished, Job, OutputDiverged, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
 from grpo_orch.orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
@@ -70,7 +70,7 @@ class Completer:
     async def complete(self, job: Job) -> Finished:
         """Complete the job, moving between members and waiting while there are none.
 
-        Raises RequestRefused, CannotContinue, QueueFull. Cancelling abandons the job and frees its place; the
+        Raises RequestRefused, QueueFull. Cancelling abandons the job and frees its place; the
         caller then counts its tokens as discarded.
         """
         requested_s = asyncio.get_running_loop().time()
@@ -90,10 +90,6 @@ class Completer:
                 consecutive_failures = 0 if is_progress else consecutive_failures + 1
                 self._record_handover(job, attempt, error)
                 avoid = frozenset({place.link.node})
-            except OutputDiverged:
-                self._restore_streamed(job)
-                if len(job.token_ids) >= job.max_tokens:
-                    return self._finish(job, attempt, End("length", None), requested_s)
             except RequestRefused as error:
                 if attempt.is_continuation:  # find out whether the original request is refused as well
                     job.recovery = "exact"
@@ -150,11 +146,6 @@ class Completer:
         self._ledger.discarded += lost
         self._ledger.saved -= job.saved
         job.saved = 0
-
-    def _restore_streamed(self, job: Job) -> None:
-        lost = job.restore_streamed()
-        job.discarded += lost
-        self._ledger.discarded += lost
 
     def _finish(self, job: Job, attempt: VllmAttempt, end: End, requested_s: float) -> Finished:
         self._members.learn_length(len(job.token_ids))

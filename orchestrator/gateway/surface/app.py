@@ -30,7 +30,7 @@ from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
+from grpo_orch.policies.serving.sessions import SESSIONS, OpenSession
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, Announce, AnnounceReply
 
@@ -223,11 +223,8 @@ class SessionHandlers:
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
-        """Return a session's branches; with `?form=openenv`, as OpenEnv's `TrainingTrace`."""
-        trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
-        if form not in (None, "openenv"):
-            raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
-        return _json(trace if form is None else training_trace(trace))
+        """Return a session's branches: tokens, mask, log-probabilities, turns and messages."""
+        return _json(self._sessions.trace(_session_of(request)))
 
     async def _drop(self, request: web.Request) -> web.Response:
         """Close a session; its open requests get 404."""
@@ -236,7 +233,7 @@ class SessionHandlers:
 
 
 def _session_of(request: web.Request) -> str:
-    return admission.name_of(HEADER_SESSION, request.match_info["session"])
+    return admission.name_of("session", request.match_info["session"])
 
 
 class MemberHandlers:

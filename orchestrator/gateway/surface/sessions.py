@@ -230,23 +230,6 @@ class Sessions:
         self._log.append(SessionOpened(name, opening, parameters))
         self._touch(session)
 
-    def open_if_new(self, name: str, policy: str | None = None) -> None:
-        """Open a session with the newest policy, unless it is open.
-
-        Args:
-            policy: the label that the agent requires, if any.
-
-        Raises ApiError if the session has another policy, or no policy is available yet.
-        """
-        session = self._sessions.get(name)
-        session_policy = session.opened.policy if session is not None else self._members.wanted
-        if session_policy is None:
-            raise ApiError(503, "no policy is available yet; retry later")
-        if policy not in (None, session_policy.label):
-            raise ApiError(409, f"session {name} uses policy {session_policy.label}, not {policy}")
-        if session is None:
-            self.open(name, OpenSession(session_policy, _seed_of(name.encode()), recovery=self._members.recovery))
-
     def drop(self, name: str) -> None:
         """End a session and drop its record. Raises ApiError."""
         self._end(self._get(name))

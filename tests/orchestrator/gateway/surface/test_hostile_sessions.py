@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS
-from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, LIMIT_CODE, SESSIONS
+from grpo_orch.policies.serving.wire import CHAT
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm
@@ -192,37 +192,13 @@ async def test_tool_calls_of_odd_shapes_are_accepted(
     [
         ({"messages": [{"role": "user", "content": 2**70}]}, "messages"),
         ({"messages": [USER], "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
-        ({"messages": [USER], "n": 2}, "n"),
     ],
 )
-async def test_request_that_cannot_be_recorded_opens_no_session(
-    world: World, body: dict[str, Any], said: str
-) -> None:
+async def test_request_that_cannot_be_recorded_is_refused(world: World, body: dict[str, Any], said: str) -> None:
     node = await world.node("a")
-    answer = await world.http.post(CHAT, json=body, headers={HEADER_SESSION: "mine"})
+    answer = await (await Agent(world).open()).ask(**body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, said)
-    assert len(world.gateway.sessions) == 0
     assert node.asked == []
-
-
-async def test_session_of_a_header_has_the_named_policy() -> None:
-    async with World(policy="") as world:
-        await world.node("a")
-        headers = {HEADER_SESSION: "mine", HEADER_POLICY: "0-1"}
-        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 503
-        world.want("0-0")
-        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 409
-        assert len(world.gateway.sessions) == 0
-        headers[HEADER_POLICY] = "0-0"
-        assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 200
-
-
-async def test_session_of_a_header_leaves_the_runs_recovery(world: World) -> None:
-    await world.node("a")
-    await Agent(world, recovery="exact").open()
-    headers = {HEADER_SESSION: "mine"}
-    assert (await world.http.post(CHAT, json={"messages": [USER]}, headers=headers)).status_code == 200
-    assert world.members.recovery == "exact"
 
 
 async def test_logprobs_of_a_turn_are_its_tokens(world: World) -> None:

@@ -34,11 +34,11 @@ async def test_members_are_counted_by_state_and_policy(world: World) -> None:
 async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) -> None:
     tokens, _, _ = completion(BODY, BODY["prompt"])
     a = await world.node("a", stalls=9)
-    async with world.stream("/v1/completions", **BODY) as heard:
-        await heard.read(enough=9)
-        await world.node("b")
-        a.kill()
-        await heard.read()
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
+    await world.until(lambda: a.stalled)
+    await world.node("b")
+    a.kill()
+    await asking
     found = await world.numbers()
     assert found["handovers_total{lost}"] >= 1
     assert found["tokens_saved_total{}"] == 9

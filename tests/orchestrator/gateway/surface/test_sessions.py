@@ -13,9 +13,9 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS, Branch, Trace
-from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
-from tests.rigs.gateway_world import World
+from grpo_orch.policies.serving.sessions import HEADER_REQUEST, LIMIT_CODE, SESSIONS, Branch, Trace
+from grpo_orch.policies.serving.wire import CHAT
+from tests.rigs.gateway_world import World, events_of
 from tests.stand_ins.fake_vllm import END, FOREVER, VOCABULARY, completion, rendered
 
 OPEN: dict[str, Any] = {
@@ -296,17 +296,6 @@ async def test_repeated_request_name_gets_the_same_turn(tmp_path: Path) -> None:
         assert len(node.asked) == 1
 
 
-async def test_unopened_session_gets_the_newest_policy(world: World) -> None:
-    await world.node("a")
-    agent, headers = Agent(world, "an-agent-of-mine"), {HEADER_SESSION: "an-agent-of-mine"}
-    assert (await agent.ask()).status_code == 404, "at its own address it has to be opened"
-    for _ in range(2):
-        answer = await world.http.post(CHAT, json={"messages": [USER], "max_tokens": 5}, headers=headers)
-        assert answer.status_code == 200
-    trace = await agent.trace()
-    assert (trace.policy, len(trace.branches)) == ("0-0", 2)
-
-
 async def test_a_record_that_was_cut_off_is_none(tmp_path: Path) -> None:
     async with World(folder=tmp_path) as world:
         await world.node("a")
@@ -446,45 +435,17 @@ async def test_member_new_to_others_keeps_its_sessions(world: World) -> None:
 async def test_a_stream_is_the_answer_at_once(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
-    url = f"{SESSIONS}/{agent.name}{CHAT}"
     options = {"tools": [TOOL], "stream_options": {"include_usage": True}, "logprobs": True}
-    async with world.stream(url, messages=agent.messages, **options) as heard:
-        await heard.read()
+    event, last = events_of(await agent.ask(stream=True, return_token_ids=True, **options))
     again = await Agent(world).open()
     again.more = {"tools": [TOOL]}
     message = await again.turn()
-    [delta] = [one["delta"] for one in heard.choices()]
+    [choice] = event["choices"]
+    delta = choice["delta"]
     assert delta.get("content") == message.get("content")
     told = [{key: value for key, value in call.items() if key != "index"} for call in delta.get("tool_calls", [])]
     assert told == message.get("tool_calls", [])
-    assert heard.chunks[-1]["usage"]["completion_tokens"] == len(heard.token_ids(0))
-
-
-async def test_a_trace_in_openenvs_form_has_each_answer_once(world: World) -> None:
-    node = await world.node("a")
-    agent = await Agent(world).open()
-    await agent.turn()
-    fork = list(agent.messages)
-    await agent.turn()
-    await agent.ask([*fork[:-1], {"role": "user", "content": "another question"}])
-    url = f"{SESSIONS}/{agent.name}"
-    found = (await world.http.get(url, params={"form": "openenv"})).json()
-    assert found["schema_version"] == 1
-    assert [one["prompt_token_ids"] for one in found["turns"]] == [asked["prompt"] for asked in node.asked]
-    for one, asked in zip(found["turns"], node.asked, strict=True):
-        tokens, logprobs, _ = completion(asked, asked["prompt"])
-        assert (one["completion_token_ids"], one["per_token_logps"]) == (tokens, logprobs)
-        assert one["loss_mask"] == [0] * len(asked["prompt"]) + [1] * len(tokens)
-    assert len({one["node_id"] for one in found["turns"]}) == 3
-    assert (await world.http.get(url, params={"form": "other"})).status_code == 400
-
-
-async def test_a_header_names_the_session_too(world: World) -> None:
-    await world.node("a")
-    agent = await Agent(world).open()
-    answer = await world.http.post(CHAT, json={"messages": [USER]}, headers={HEADER_SESSION: agent.name})
-    assert (answer.headers[HEADER_SESSION], answer.headers[HEADER_POLICY]) == (agent.name, "0-0")
-    assert len((await agent.trace()).branches) == 1
+    assert last["usage"]["completion_tokens"] == len(choice["token_ids"])
 
 
 @pytest.mark.parametrize(
