@@ -59,7 +59,6 @@ class Job:
     top_logprobs: list[dict[str, float]] = field(default_factory=list)  # of each token, if requested
     prompt_token_ids: Sequence[int] | None = None  # of a text prompt: known from the first event on
     is_waiting: bool = False  # for a place on a member
-    handovers: int = 0
     handed_over: list[Handover] = field(default_factory=list)  # from nodes that had made some of the tokens
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
@@ -114,19 +113,32 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A whole completion."""
+    """A whole completion: how its job ended.
 
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str  # vLLM's: stop, length, ...
-    stop_reason: int | str | None  # the stop token or string that ended it
-    text: str | None  # with keep_text
-    prompt_token_ids: Sequence[int] | None
-    policy: str  # the label of the version that made every token
-    node: str  # that finished it
-    handovers: int
-    first_token_s: float  # after the job was submitted
-    took_s: float
+    Args:
+        finish_reason: vLLM's: stop, length, ...
+        stop_reason: the stop token or string that ended it.
+        node: that finished it.
+        first_token_s: after the job was submitted.
+        took_s: from there to the end.
+    """
+
+    job: Job
+    finish_reason: str
+    stop_reason: int | str | None
+    node: str
+    first_token_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The completion's tokens."""
+        return self.job.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probability of each token."""
+        return self.job.logprobs
 
 
 class RequestRefused(Exception):

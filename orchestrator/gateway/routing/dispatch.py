@@ -109,6 +109,14 @@ class Completer:
             if consecutive_failures > 1:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (consecutive_failures - 2)))
 
+    def restore(self, job: Job, token_ids: list[int], logprobs: list[float]) -> None:
+        """Give a new job the tokens that an earlier gateway received, from which it continues if it can."""
+        job.token_ids, job.logprobs = token_ids, logprobs
+        if job.can_continue():
+            job.first_token_at_s = asyncio.get_running_loop().time()
+        else:
+            self._start_over(job)
+
     async def _acquire_place(self, job: Job, avoid: frozenset[str]) -> Place:
         # The next member recomputes what the last one computed.
         replayed = 0 if job.first_token_at_s is None else job.prompt_tokens + len(job.token_ids)
@@ -124,7 +132,6 @@ class Completer:
     def _record_handover(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
         """Count a job that left a member unfinished, and mark the member if it is at fault."""
         node = attempt.link.node
-        job.handovers += 1
         job.last_failure = f"{node}: {error}"
         attempt_tokens = attempt.tokens  # read before starting over drops them
         self._ledger.handovers_by_reason[error.reason] += 1
@@ -151,15 +158,10 @@ class Completer:
         self._members.learn_length(len(job.token_ids))
         self._ledger.finished += 1
         finished = Finished(
-            token_ids=job.token_ids,
-            logprobs=job.logprobs,
-            finish_reason=end.finish_reason,
-            stop_reason=end.stop_reason,
-            text=job.text if job.keep_text else None,
-            prompt_token_ids=job.prompt_token_ids,
-            policy=job.policy,
-            node=attempt.link.node,
-            handovers=job.handovers,
+            job,
+            end.finish_reason,
+            end.stop_reason,
+            attempt.link.node,
             first_token_s=max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s),
             took_s=attempt.last_event_s - requested_s,
         )

@@ -266,7 +266,7 @@ def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
                 token_ids=got.token_ids,
                 logprobs=got.logprobs,
                 finish_reason=got.finish_reason,
-                policy=got.policy,
+                policy=job.policy,
                 node=got.node,
                 handed_over=job.handed_over,
             )

@@ -102,8 +102,8 @@ class OpenAI:
         openai_request.check_turn(chat)
         header = request.headers.get(HEADER_REQUEST)
         request_name = "" if header is None else admission.name_of(HEADER_REQUEST, header)
-        job, finished, answer = await self._sessions.request(session, chat, request_name)
-        return _response(ClientRequest([job], chat.parameters, chat), [finished], [answer])
+        finished, answer = await self._sessions.request(session, chat, request_name)
+        return _response(ClientRequest([finished.job], chat.parameters, chat), [finished], [answer])
 
     async def _answer(
         self, client_request: ClientRequest, policy: str, *, is_parsed: bool = False
@@ -203,9 +203,9 @@ def _choice(request: ClientRequest, index: int, finished: Finished, answer: Answ
     job = request.jobs[index]
     choice: dict[str, Any] = {"index": index}
     if request.chat is None:
-        choice["text"] = finished.text
+        choice["text"] = job.text
     else:
-        message = {"role": "assistant", "content": finished.text} if answer is None else answer.message
+        message = {"role": "assistant", "content": job.text} if answer is None else answer.message
         choice |= {"delta": _delta(message)} if request.stream else {"message": message}
     choice["finish_reason"] = finished.finish_reason if answer is None else answer.finish_reason
     choice["stop_reason"] = finished.stop_reason

@@ -189,18 +189,14 @@ class OrphanedRequests:
         prompt = array("I", saved.prompt_token_ids)
         group = group_of(prompt)
         job = job_of(saved.batch, prompt, group, saved.seed, prompt.itemsize * len(prompt))
-        job.token_ids, job.logprobs, job.handed_over = saved.token_ids, saved.logprobs, saved.handed_over
+        job.handed_over = saved.handed_over
         key = key_of(saved.batch, msgspec.json.encode(saved.batch.sampling), group, saved.seed)
-        loop = asyncio.get_running_loop()
         if saved.finish_reason:
-            task: asyncio.Future[Finished] = loop.create_future()
-            task.set_result(_finished(job, saved))
+            job.token_ids, job.logprobs = saved.token_ids, saved.logprobs
+            task: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+            task.set_result(Finished(job, saved.finish_reason, None, saved.node))
             return BatchRequest(key, job, task, saved.delivered)
-        if job.can_continue():
-            job.first_token_at_s = loop.time()
-        else:
-            job.discarded = job.start_over()
-            self._ledger.discarded += job.discarded
+        self._completer.restore(job, saved.token_ids, saved.logprobs)
         return begin(self._completer, key, job)
 
     def _end_after(self, orphaned: OrphanedBatch, seconds: float) -> None:
@@ -283,19 +279,3 @@ def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
 
 def _version(saved: _SavedRequest) -> PolicyVersion:
     return labelled_version(saved.batch.policy.label)
-
-
-def _finished(job: Job, saved: _SavedRequest) -> Finished:
-    return Finished(
-        token_ids=job.token_ids,
-        logprobs=job.logprobs,
-        finish_reason=saved.finish_reason,
-        stop_reason=None,
-        text=None,
-        prompt_token_ids=job.prompt_token_ids,
-        policy=job.policy,
-        node=saved.node,
-        handovers=0,
-        first_token_s=0.0,
-        took_s=0.0,
-    )

@@ -33,13 +33,14 @@ HEAD_SIZE = 4  # before each record: its size
 COMPACT_SIZE = 256 * 1024 * 1024
 
 
+TurnId: TypeAlias = tuple[bytes, int]  # identifies prompt and sampling; counts the turns with the same ones
+
+
 class TurnGenerated(msgspec.Struct, tag=True):
     """A finished turn of `orchestrator.gateway.surface.sessions`."""
 
     session: str
-    opening: bytes
-    key: bytes
-    number: int
+    turn: TurnId
     prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
@@ -53,9 +54,7 @@ class TurnPart(msgspec.Struct, tag=True):
     """Tokens of an unfinished turn, from index `start` on."""
 
     session: str
-    opening: bytes
-    key: bytes
-    number: int
+    turn: TurnId
     start: int
     token_ids: list[int]
     logprobs: list[float]
@@ -65,18 +64,16 @@ class SessionOpened(msgspec.Struct, tag=True):
     """A session was opened, or opened again, which voids the TurnAnswered records so far."""
 
     session: str
-    opening: bytes
     parameters: OpenSession
 
 
 class TurnAnswered(msgspec.Struct, tag=True):
-    """A turn's agent gets its answer. `parent` is the key and number of another turn."""
+    """A turn's agent gets its answer."""
 
     session: str
-    key: bytes
-    number: int
+    turn: TurnId
     request: str
-    parent: tuple[bytes, int] | None
+    parent: TurnId | None
     continues: bool
     messages: list[dict[str, Any]]
     rendered: int
@@ -113,7 +110,7 @@ class SessionLog:
         self._file: int | None = None
         self._size = self._compact_size = 0
         self._open: dict[str, list[bytes]] = {}  # encoded records of each open session, without parts
-        self._parts: dict[str, dict[tuple[bytes, int], list[bytes]]] = {}  # of each session's unfinished turns
+        self._parts: dict[str, dict[TurnId, list[bytes]]] = {}  # of each session's unfinished turns
         self._pending: list[tuple[str, bytes]] = []  # session and record, not in the store yet
         self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
@@ -207,14 +204,14 @@ class SessionLog:
         elif name not in self._open:
             return
         elif isinstance(record, TurnPart):
-            parts = self._parts.setdefault(name, {}).setdefault((record.key, record.number), [])
+            parts = self._parts.setdefault(name, {}).setdefault(record.turn, [])
             if record.start == 0:
                 parts.clear()
             parts.append(data)
         else:
             self._open[name].append(data)
             if isinstance(record, TurnGenerated):
-                self._parts.get(name, {}).pop((record.key, record.number), None)
+                self._parts.get(name, {}).pop(record.turn, None)
 
     def _needed(self) -> Iterator[bytes]:
         for name, records in self._open.items():

@@ -70,7 +70,7 @@ async def test_every_job_completes_as_undisturbed_without_waste(world: World, se
     await world.node("last", event_s=0.001)
     for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
         assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
-        assert got.policy == "0-0"
+        assert got.job.policy == "0-0"
     ledger = world.ledger
     assert ledger.discarded == 0
     assert ledger.handovers > 0

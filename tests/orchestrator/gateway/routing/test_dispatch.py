@@ -105,7 +105,7 @@ async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> 
     assert (older.asked, asked.done()) == ([], False)
     await world.node("same", policy="0-5")
     got = await asked
-    assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
+    assert (got.job.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
     assert one.handed_over == [Handover("first", 5)]
     assert world.ledger.discarded == 0
 

@@ -31,7 +31,7 @@ async def test_last_requests_of_older_policy_gather_on_one_member(world: World) 
     kept.change(stalls=1_000_000)
     for task, one in zip(finishing, old, strict=True):
         got = await task
-        assert (got.token_ids, got.policy, got.node) == (undisturbed(one)[0], "0-0", kept.name)
+        assert (got.token_ids, got.job.policy, got.node) == (undisturbed(one)[0], "0-0", kept.name)
     world.members.finish("0-0", len(old))
     await world.until(lambda: kept.policy == "0-1")
     assert world.ledger.discarded == 0

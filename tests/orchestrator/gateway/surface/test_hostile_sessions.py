@@ -135,6 +135,7 @@ async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> N
 async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
     world.gateway.sessions.ttl_s = 0.2
     world.gateway.sessions.policy_held_s = 0.1
+    expiring = asyncio.ensure_future(world.gateway.sessions.run())
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
@@ -144,6 +145,7 @@ async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
     assert (await asking).status_code == 200
     await world.until(lambda: len(world.gateway.sessions) == 0)
     check_empty(world)
+    expiring.cancel()
 
 
 async def test_idle_session_does_not_hold_its_policy(world: World) -> None:
@@ -151,10 +153,12 @@ async def test_idle_session_does_not_hold_its_policy(world: World) -> None:
     node = await world.node("a", loads=True)
     agent = await Agent(world).open()
     await agent.turn()
+    expiring = asyncio.ensure_future(world.gateway.sessions.run())
     newer = await Agent(world, "newer", policy={"version": "0-1", "prefix": "policies/0-1"}).open()
     await newer.turn()
     assert node.policy == "0-1"
     assert (await agent.trace()).policy == "0-0"
+    expiring.cancel()
 
 
 async def test_session_of_earlier_gateway_holds_no_policy_until_used(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from grpo_orch.orchestrator.gateway.job import Finished
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
-from tests.rigs.gateway_world import World
+from tests.rigs.gateway_world import World, job
 from tests.stand_ins.fake_vllm import completion
 
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
@@ -56,7 +56,9 @@ async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) 
 def test_histograms_are_cumulative() -> None:
     metrics = Metrics(Members("secret"), Ledger())
     for first_token_s, took_s, tokens in ((0.02, 0.5, 1), (0.02, 2.02, 21), (7.0, 7.0, 1), (500.0, 9000.0, 2)):
-        metrics.observe(Finished([0] * tokens, [], "stop", None, None, None, "0-0", "a", 0, first_token_s, took_s))
+        done = job()
+        done.token_ids = [0] * tokens
+        metrics.observe(Finished(done, "stop", None, "a", first_token_s, took_s))
     samples = {
         (one.name.removeprefix("grpo_gateway_"), one.labels.get("le")): one.value
         for family in text_string_to_metric_families(metrics.render().decode())

@@ -36,7 +36,7 @@ class Completes(Completer):
 
     async def complete(self, job: Job) -> Finished:
         await self.may.wait()
-        return Finished([], [], "stop", None, None, None, job.policy, "a", 0, 0.0, 0.0)
+        return Finished(job, "stop", None, "a")
 
 
 def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchRequest:
