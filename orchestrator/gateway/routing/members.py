@@ -180,7 +180,7 @@ class Members:
         """Add open requests of a policy. `recovery` is the run's."""
         self._recovery = recovery
         if not self._demand.is_wanted(policy.label):
-            log.info("policy_requested", policy=policy.label, requests=requests)
+            log.info("policy_requested", policy=policy.label)
             self._version_spreads.want(policy.label, self._table.members, time.monotonic())
         self._change_demand(lambda: self._demand.add(policy, requests))
 

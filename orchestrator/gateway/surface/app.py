@@ -178,7 +178,7 @@ class Gateway:
         batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self.completer, self.ledger, self.orphans)
+        run = BatchRun(batch, prompts, self.members, self.ledger, self.orphans)
         # If the trainer disconnects, this handler is cancelled or its next write fails; both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:

@@ -151,7 +151,7 @@ async def test_abandoned_batch_leaves_no_prompt_in_memory(world: World) -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
     kept = world.gateway.orphans
-    batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger, kept)
+    batch_run = BatchRun(batch, [prompt], world.members, world.ledger, kept)
     async with aclosing(batch_run.chunks()) as chunks:
         await anext(chunks)
     assert prompt.token_ids

@@ -39,11 +39,11 @@ class Completes(Completer):
         return Finished(job, "stop", None, "a")
 
 
-def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchRequest:
-    tokens = array("I", [prompt])
-    job = job_of(batch, tokens, group_of(tokens), 0, 4)
-    key = key_of(batch, msgspec.json.encode(batch.sampling), job.group, 0)  # type: ignore[arg-type]
-    return BatchRequest(key, job, asyncio.ensure_future(completer.complete(job)))
+def asked(kept: OrphanedRequests, batch: Batch = BATCH) -> BatchRequest:
+    prompt = array("I", [1])
+    job = job_of(batch, prompt, group_of(prompt), 0, 4)
+    key = key_of(batch, msgspec.json.encode(batch.sampling), group_of(prompt), 0)
+    return kept.begin(batch, key, job)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -51,8 +51,7 @@ async def test_request_ending_while_taken_or_dropped_is_not_open(taken: bool) ->
     """Its task is done, and whoever waits for that has not heard of it yet."""
     members, completer = Members("secret"), Completes()
     kept = OrphanedRequests(members, completer, Ledger())
-    one = asked(completer)
-    members.want(BATCH.policy, 1)
+    one = asked(kept)
     await asyncio.sleep(0)  # it waits
     kept.keep(BATCH, [one])
 
@@ -82,7 +81,7 @@ async def test_twice_saved_requests_keep_sampling_and_newest_policy(
     completer.may.set()
     kept = OrphanedRequests(Members("secret"), completer, Ledger())
     for batch in batches:
-        one = asked(completer, batch)
+        one = asked(kept, batch)
         await one.task
         kept.keep(batch, [one])
     for _ in range(2):
@@ -91,7 +90,7 @@ async def test_twice_saved_requests_keep_sampling_and_newest_policy(
         kept.load(file, 0)
         assert members.wanted == newer.policy
     for batch in batches:
-        found = kept.take(asked(completer, batch).key)
+        found = kept.take(asked(kept, batch).key)
         assert found is not None
         assert found.job.body.get("max_tokens") == batch.sampling.get("max_tokens")
 
@@ -108,7 +107,7 @@ async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     members, completer = Members("secret"), Fails()
     kept = OrphanedRequests(members, completer, Ledger())
     prompt = Prompt(array("I", [1]), [Sample(0, 0)])
-    chunks = BatchRun(BATCH, [prompt], members, completer, Ledger(), kept).chunks()
+    chunks = BatchRun(BATCH, [prompt], members, Ledger(), kept).chunks()
     await anext(chunks)
 
     async def leaves() -> None:

@@ -88,7 +88,7 @@ async def test_request_refused_by_all_waits_only_for_loading_members(world: Worl
 
 def run_of(batch: Batch, world: World) -> BatchRun:
     prompts = [Prompt(array("I", one.prompt_token_ids), [Sample(one.index, one.seed)]) for one in batch.requests]
-    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.orphans)
+    return BatchRun(batch, prompts, world.members, world.ledger, world.gateway.orphans)
 
 
 async def test_refused_prompt_is_reported_and_others_complete(world: World) -> None:
