@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from grpo_orch.orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes import events
 from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.connection import Connection
 from grpo_orch.orchestrator.gateway.nodes.link import Link
@@ -32,6 +31,51 @@ _UNFINISHED = frozenset({"abort", "error"})
 # vLLM's messages for a prompt that is too long, and for too many tokens (`renderers/params.py`).
 _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
 RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # so that no node's data causes an error later
+C = TypeVar("C")
+
+
+class _Error(msgspec.Struct, gc=False):
+    """vLLM's error event, for a failure after it has answered 200."""
+
+    message: str = ""
+    code: int = 500
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float | None] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    """What training needs of an event. It costs least to decode."""
+
+    token_ids: list[Token] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _TextLogprobs(_Logprobs, gc=False):
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _TextChoice(_Choice, gc=False):
+    text: str = ""
+    logprobs: _TextLogprobs | None = None
+    prompt_token_ids: list[Token] | None = None
+
+
+class _Event(msgspec.Struct, Generic[C], gc=False):
+    """One event of `/v1/completions`."""
+
+    choices: list[C] = []
+    error: _Error | None = None
+
+
+_read = msgspec.json.Decoder(_Event[_Choice]).decode
+_read_text = msgspec.json.Decoder(_Event[_TextChoice]).decode
 
 
 class VllmAttempt(Attempt):
@@ -96,13 +140,10 @@ class VllmAttempt(Attempt):
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
         try:
-            event = events.read_full(data[6:]) if self.job.keep_text else events.read_bare(data[6:])
-        except events.DECODE_ERRORS:
+            event = _read_text(data[6:]) if self.job.keep_text else _read(data[6:])
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # RecursionError: nested too deeply
             return False
-        if isinstance(event, events.Bare):
-            self._apply_bare(event)
-        else:
-            self._apply_full(event)
+        self._apply(event)
         return True
 
     def _read_pieces(self, data: bytes) -> None:
@@ -158,33 +199,30 @@ class VllmAttempt(Attempt):
             if not connecting.cancel() and self._done.done() and connecting.exception() is None:
                 self.link.pool.keep(connecting.result())
 
-    def _apply_bare(self, event: events.Bare) -> None:
+    def _apply(self, event: _Event[_Choice] | _Event[_TextChoice]) -> None:
         if event.error is not None:
             self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
         elif event.choices:
             choice = event.choices[0]
             logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-            if self._add_tokens(choice.token_ids or [], logprobs) and choice.finish_reason is not None:
+            if not self._add_tokens(choice.token_ids or [], logprobs):
+                return
+            if isinstance(choice, _TextChoice):
+                self._add_text(choice)
+            if choice.finish_reason is not None:
                 self._finish(choice.finish_reason, choice.stop_reason)
 
-    def _apply_full(self, event: events.Full) -> None:
+    def _add_text(self, choice: _TextChoice) -> None:
         job = self.job
-        if event.error is not None:
-            self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
-            return
-        if not event.choices:
-            return
-        choice = event.choices[0]
+        job.text += choice.text
         if job.prompt_token_ids is None:
             job.prompt_token_ids = choice.prompt_token_ids
-        logprobs, tokens, top_logprobs = events.logprobs_of(choice.logprobs)
-        if not self._add_tokens(choice.token_ids or [], logprobs):
-            return
-        job.tokens += tokens
-        job.top_logprobs += top_logprobs
-        job.text += choice.text
-        if choice.finish_reason is not None:
-            self._finish(choice.finish_reason, choice.stop_reason)
+        if choice.logprobs is not None:
+            job.tokens += choice.logprobs.tokens
+            job.top_logprobs += [
+                {token: value for token, value in (alternatives or {}).items() if value is not None}
+                for alternatives in choice.logprobs.top_logprobs or []
+            ]
 
     def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
         """Add tokens to the job. Returns False if they are invalid, which ends the attempt."""

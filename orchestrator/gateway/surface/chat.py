@@ -15,10 +15,10 @@ import structlog
 
 from grpo_orch.orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
 from grpo_orch.orchestrator.gateway.nodes.attempt import NodeFailed
-from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE
+from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE, Token
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
-from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, Token
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.policies.serving.wire import DERENDER, MODEL, RENDER
 
 INVALID_RESPONSES_MAX = 5  # from any members; another version of vLLM would never send a valid one

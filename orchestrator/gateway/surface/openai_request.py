@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.nodes.upstream import Token
 from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import SEED_END, ApiError
 from grpo_orch.policies.serving.wire import HEADER_POLICY, MODEL
@@ -18,7 +19,6 @@ CHOICES_MAX = 1024  # per request: its prompts times `n`
 LIMIT_DEFAULT = 16  # tokens of a completion, as in OpenAI and vLLM
 BYTES_PER_TOKEN = 4  # estimate for text, whose tokens only a node can count
 
-Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 # With these vLLM answers in formats that are not supported here, or from more than one completion.
 _UNSUPPORTED = (
