@@ -15,9 +15,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from grpo_orch.orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.connection import Connection
-from grpo_orch.orchestrator.gateway.nodes.link import Link
+from grpo_orch.orchestrator.gateway.nodes.link import Attempt, End, HandoverReason, Link, NodeFailed
 from grpo_orch.policies.serving import recovery
 from grpo_orch.policies.serving.wire import COMPLETIONS, MODEL
 

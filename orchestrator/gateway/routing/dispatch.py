@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.link import End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.routing.waiting import Place

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from grpo_orch.orchestrator.gateway.nodes.attempt import HandoverReason
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
-from grpo_orch.orchestrator.gateway.nodes.link import Link, moving_mean
+from grpo_orch.orchestrator.gateway.nodes.link import HandoverReason, Link, moving_mean
 from grpo_orch.orchestrator.gateway.routing.places import Places
 from grpo_orch.orchestrator.gateway.routing.waiting import Waiting
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
