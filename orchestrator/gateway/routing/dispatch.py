@@ -16,7 +16,7 @@ from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, We
 from grpo_orch.orchestrator.gateway.nodes.link import End, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.routing.waiting import Place
+from grpo_orch.orchestrator.gateway.routing.places import Place
 from grpo_orch.policies.serving.member import Load
 from grpo_orch.policies.serving.wire import Handover
 

@@ -17,8 +17,7 @@ import structlog
 
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
 from grpo_orch.orchestrator.gateway.nodes.link import HandoverReason, Link, moving_mean
-from grpo_orch.orchestrator.gateway.routing.places import Places
-from grpo_orch.orchestrator.gateway.routing.waiting import Waiting
+from grpo_orch.orchestrator.gateway.routing.places import Places, Waiting
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import Recovery, machine_of
 from grpo_orch.policies.serving.demand import Demand

@@ -4,18 +4,113 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.job import Job, QueueFull
 from grpo_orch.orchestrator.gateway.nodes.link import Link
-from grpo_orch.orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
 from grpo_orch.policies.serving.member import Load, Member
 from grpo_orch.policies.serving.membership import Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
 # this long. Moving surplus jobs to the others later would cost a connection each, and their computed prompts.
 SHARE_LIMIT_S = 0.25
+
+# While the fleet is empty, a trainer's whole batch of 4,096 requests waits, and those of some clients. More than
+# this comes from a client that sends requests in a loop.
+WAITING_MAX = 65_536
+# Of their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
+WAITING_SIZE_MAX = 1024**3
+TOKEN_SIZE = 8
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A job's place on a member, to be freed with `Places.release`."""
+
+    link: Link
+    load: Load
+    has_first_token: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A waiting job, and the place that it will get."""
+
+    job: Job
+    load: Load
+    avoid: frozenset[str]
+    place: asyncio.Future[Place]
+
+
+class Queue:
+    """The jobs that wait for one policy, and the sum of their `tokens`.
+
+    Jobs that were handed over come first, since they have waited before. The limit on recomputed tokens holds back
+    only them, not new jobs.
+    """
+
+    def __init__(self) -> None:
+        self.handed_over: deque[Waiter] = deque()
+        self.new: deque[Waiter] = deque()
+        self.tokens = 0
+
+    def add(self, waiter: Waiter) -> None:
+        self.tokens += waiter.load.tokens
+        (self.handed_over if waiter.load.replayed else self.new).append(waiter)
+
+    def __bool__(self) -> bool:
+        return bool(self.handed_over or self.new)
+
+
+class Waiting:
+    """Counts the waiting jobs and enforces the queue's limits.
+
+    Attributes:
+        jobs_max: the largest number of them.
+    """
+
+    def __init__(self) -> None:
+        self.jobs_max = WAITING_MAX
+        self._count = 0
+        self._size_bytes = 0
+
+    @property
+    def count(self) -> int:
+        """Number of jobs without a place."""
+        return self._count
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of their prompts."""
+        return self._size_bytes
+
+    def check_capacity(self, size_bytes: int = 0) -> None:
+        """Raise QueueFull if a job with a prompt of `size_bytes` cannot wait."""
+        if self._count >= self.jobs_max or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
+            raise QueueFull(
+                f"the queue is full: {self._count} requests ({self._size_bytes >> 20} MiB) wait for a node; "
+                "retry later"
+            )
+
+    @contextmanager
+    def counting(self, job: Job) -> Iterator[None]:
+        """Count the job as waiting while the block runs. Raises QueueFull."""
+        size_bytes = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
+        if not job.is_admitted:
+            self.check_capacity(size_bytes)
+        self._count += 1
+        self._size_bytes += size_bytes
+        job.is_waiting = True
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._size_bytes -= size_bytes
+            job.is_waiting = False
 
 
 class Places:
