@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from grpo_orch.policies.serving.member import REPLAY_TOKENS_MAX
+from grpo_orch.policies.serving.membership import REPLAY_TOKENS_MAX
 
 # Requests that double a member's time per token: reading their keys and values then costs as much as reading the
 # weights. 32 to 128 for dense models of 7B to 32B at 2,000 to 8,000 tokens a request.
@@ -141,7 +141,7 @@ class _Load:
         )
 
     def takes(self, request: Movable) -> bool:
-        """Whether it has room, by the rule of `policies.serving.member`."""
+        """Whether it has room, by the rule of `policies.serving.membership`."""
         replay = self._replay + request.replay
         return self._free > 0 and (replay <= REPLAY_TOKENS_MAX or 0 in (self._replay, request.replay))
 

@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.gateway.nodes.link import End, HandoverReason, NodeF
 from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.routing.places import Place
-from grpo_orch.policies.serving.member import Load
+from grpo_orch.policies.serving.membership import Load
 from grpo_orch.policies.serving.wire import Handover
 
 RETRY_S = 0.05  # after the second attempt in a row without a token; doubled after each further one

@@ -23,8 +23,7 @@ from grpo_orch.policies.model.vocabulary import Recovery, machine_of
 from grpo_orch.policies.serving.demand import Demand
 from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
-from grpo_orch.policies.serving.member import Change, Member
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.membership import Change, Member, Membership
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 

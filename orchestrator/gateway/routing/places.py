@@ -12,8 +12,7 @@ from types import MappingProxyType
 
 from grpo_orch.orchestrator.gateway.job import Job, QueueFull
 from grpo_orch.orchestrator.gateway.nodes.link import Link
-from grpo_orch.policies.serving.member import Load, Member
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.membership import Load, Member, Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
 # this long. Moving surplus jobs to the others later would cost a connection each, and their computed prompts.

@@ -28,7 +28,7 @@ from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     job_of,
     key_of,
 )
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()

@@ -6,8 +6,7 @@ import pytest
 
 from grpo_orch.policies.model.gpus import engine_devices
 from grpo_orch.policies.model.vocabulary import machine_of, member_of
-from grpo_orch.policies.serving.member import Load
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.membership import Load, Membership
 from grpo_orch.policies.serving.wire import Announce
 
 NODE, OTHER = "rollout-0-i1", "rollout-1-i1"

@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.policies.serving.gateway_status import MembershipChange
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Load, Member
-from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, Membership
+from grpo_orch.policies.serving.membership import (
+    EASE_IN_REQUESTS,
+    GROUP_LEAD_REQUESTS,
+    REPLAY_TOKENS_MAX,
+    Load,
+    Member,
+    Membership,
+)
 from grpo_orch.policies.serving.wire import SILENT_S, Announce, EngineStats
 
 ONE = Load("p")

@@ -12,8 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Member
-from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
+from grpo_orch.policies.serving.membership import (
+    EASE_IN_REQUESTS,
+    GROUP_LEAD_REQUESTS,
+    REPLAY_TOKENS_MAX,
+    RETRY_REQUESTS,
+    Change,
+    Load,
+    Member,
+    Membership,
+)
 from grpo_orch.policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.serving.member import REPLAY_TOKENS_MAX
+from grpo_orch.policies.serving.membership import REPLAY_TOKENS_MAX
 from grpo_orch.policies.serving.sharing import (
     DOUBLING_REQUESTS,
     MemberLoad,

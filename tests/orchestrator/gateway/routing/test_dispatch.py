@@ -8,7 +8,7 @@ import pytest
 
 from grpo_orch.orchestrator.gateway.job import QueueFull
 from grpo_orch.orchestrator.gateway.routing.places import TOKEN_SIZE, WAITING_SIZE_MAX
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
+from grpo_orch.policies.serving.membership import EASE_IN_REQUESTS
 from grpo_orch.policies.serving.wire import Handover
 from tests.rigs.gateway_world import World, job, undisturbed
 

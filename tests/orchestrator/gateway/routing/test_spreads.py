@@ -6,7 +6,7 @@ import asyncio
 
 from grpo_orch.orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
 from grpo_orch.policies.serving.gateway_status import VersionSpread
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import Announce, PolicyStages
 from tests.rigs.gateway_world import World
 
