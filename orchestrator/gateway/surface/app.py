@@ -21,14 +21,13 @@ from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
 from grpo_orch.orchestrator.gateway.surface.chat import Translator
-from grpo_orch.orchestrator.gateway.surface.describe import describe
 from grpo_orch.orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from grpo_orch.orchestrator.gateway.surface.openai import OpenAI, error_document
 from grpo_orch.orchestrator.gateway.surface.orphaned_requests import OrphanedRequests
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, describe
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.sessions import SESSIONS, OpenSession
 from grpo_orch.policies.serving.silence_limits import SilenceLimits

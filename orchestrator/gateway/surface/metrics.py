@@ -19,8 +19,7 @@ from grpo_orch.orchestrator.gateway.job import Finished
 from grpo_orch.orchestrator.gateway.nodes.link import HandoverReason
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.surface.describe import state_of
-from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.serving.gateway_status import MemberStatus, state_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

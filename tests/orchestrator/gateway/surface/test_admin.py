@@ -15,9 +15,8 @@ import pytest
 import structlog
 
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.orchestrator.gateway.surface.describe import State, describe
 from grpo_orch.orchestrator.home import run_dir
-from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus
+from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, State, describe
 from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, BatchLine
 from grpo_orch.tasks.completions.gateway_client import body_of
