@@ -22,8 +22,7 @@ from grpo_orch.orchestrator.gateway.nodes.upstream import RESERVED
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import Announce, Batch, PolicyRef, PromptLine, Sample
+from grpo_orch.policies.serving.wire import Announce, Batch, OpenSession, PolicyRef, PromptLine, Sample
 
 T = TypeVar("T")
 _batch, _prompt_line = msgspec.json.Decoder(Batch), msgspec.json.Decoder(PromptLine)

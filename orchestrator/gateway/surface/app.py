@@ -29,9 +29,8 @@ from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, describe
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.sessions import SESSIONS, OpenSession
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, Announce, AnnounceReply
+from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, SESSIONS, Announce, AnnounceReply, OpenSession
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)

@@ -27,8 +27,7 @@ from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, ClientRequest
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, SESSIONS
-from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, MODEL
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, HEADER_REQUEST, MODEL, SESSIONS
 
 # A request without progress for this long fails; OpenAI's clients have the same default timeout.
 SILENCE_TIMEOUT_S = 600.0

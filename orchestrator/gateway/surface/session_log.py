@@ -23,8 +23,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.surface.chat import Answer
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import Handover
+from grpo_orch.policies.serving.wire import Handover, OpenSession
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """Sessions of agents: turns that survive the loss of nodes, gateway and trainer, and become training rows.
 
-`policies.serving.sessions` defines the API. A turn is made once: it continues if its agent disconnects, and an
+`policies.serving.wire` defines the API. A turn is made once: it continues if its agent disconnects, and an
 equal request in the same session gets the recorded turn. Requests are equal if their prompt, as tokens, and their
 sampling parameters are. A turn's seed follows from both, so that a turn that is made again becomes the same.
 
@@ -38,7 +38,7 @@ from grpo_orch.orchestrator.gateway.surface.session_log import (
     TurnId,
     TurnPart,
 )
-from grpo_orch.policies.serving.sessions import (
+from grpo_orch.policies.serving.wire import (
     LIMIT_CODE,
     LOST_CODE,
     TURNS_AT_ONCE_MAX,
@@ -46,8 +46,8 @@ from grpo_orch.policies.serving.sessions import (
     OpenSession,
     Trace,
     Turn,
+    labelled_version,
 )
-from grpo_orch.policies.serving.wire import labelled_version
 
 log = structlog.get_logger()
 

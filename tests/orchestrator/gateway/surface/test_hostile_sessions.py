@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, LIMIT_CODE, SESSIONS
-from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, LIMIT_CODE, SESSIONS
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm

@@ -23,8 +23,7 @@ from grpo_orch.orchestrator.gateway.surface.session_log import (
     TurnGenerated,
     TurnPart,
 )
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.serving.wire import OpenSession, PolicyRef
 
 
 def opened(name: str = "s", seed: int = 5) -> SessionOpened:

@@ -13,8 +13,7 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.membership import EASE_IN_REQUESTS
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, LIMIT_CODE, SESSIONS, Branch, Trace
-from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, LIMIT_CODE, SESSIONS, Branch, Trace
 from tests.rigs.gateway_world import World, events_of
 from tests.stand_ins.fake_vllm import END, FOREVER, VOCABULARY, completion, rendered
 
