@@ -21,8 +21,8 @@ A node with one engine is one member, under its own name. A machine with several
 NODE.0, NODE.1 and so on (`policies.model.vocabulary.member_of`). In `drain`, and in `DELETE` without a boot, the
 machine's name means all of them.
 
-A session is an agent's conversation with one policy version, recorded token by token. The gateway records each turn
-before the agent gets it. It never tokenizes text itself: vLLM renders the messages, and where they continue a
+A session is an agent's conversation with one policy version, recorded token by token. The gateway records each
+turn before the agent gets it. It never tokenizes text itself: vLLM renders the messages, and where they continue a
 recorded turn, the recorded tokens replace the rendered ones. Otherwise a new branch begins. A restarted trainer may
 open a session again. Requests that were answered before then get the recorded answer, and a trace holds only turns
 that were answered since.
