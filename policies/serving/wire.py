@@ -23,9 +23,9 @@ machine's name means all of them.
 
 A session is an agent's conversation with one policy version, recorded token by token. The gateway records each
 turn before the agent gets it. It never tokenizes text itself: vLLM renders the messages, and where they continue a
-recorded turn, the recorded tokens replace the rendered ones. Otherwise a new branch begins. A restarted trainer may
-open a session again. Requests that were answered before then get the recorded answer, and a trace holds only turns
-that were answered since.
+recorded turn, the recorded tokens replace the rendered ones. Otherwise a new branch begins. A restarted trainer
+may open a session again. Requests that were answered before then get the recorded answer, and a trace holds only
+turns that were answered since.
 
 Every request carries `Authorization: Bearer TOKEN`, the run's secret. Requests from the gateway to a node also
 carry `X-Grpo-Boot` and `X-Grpo-Policy`. A node with another boot or policy answers 409, so a node that returned

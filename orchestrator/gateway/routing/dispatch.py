@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes.link import End, HandoverReason, NodeFailed
-from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
+from grpo_orch.orchestrator.gateway.nodes.upstream import End, HandoverReason, NodeFailed, VllmAttempt
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.routing.places import Place
 from grpo_orch.policies.serving.membership import Load

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
-from grpo_orch.orchestrator.gateway.nodes.link import HandoverReason, Link, moving_mean
+from grpo_orch.orchestrator.gateway.nodes.upstream import HandoverReason, Link, moving_mean
 from grpo_orch.orchestrator.gateway.routing.places import Places, Waiting
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import Recovery, machine_of

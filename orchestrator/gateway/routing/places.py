@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from grpo_orch.orchestrator.gateway.job import Job, QueueFull
-from grpo_orch.orchestrator.gateway.nodes.link import Link
+from grpo_orch.orchestrator.gateway.nodes.upstream import Link
 from grpo_orch.policies.serving.membership import Load, Member, Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for

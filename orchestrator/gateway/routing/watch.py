@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
-from grpo_orch.orchestrator.gateway.nodes.link import PROBE_S, Attempt, HandoverReason, Link, NodeFailed
+from grpo_orch.orchestrator.gateway.nodes.upstream import PROBE_S, Attempt, HandoverReason, Link, NodeFailed
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left

@@ -14,8 +14,7 @@ import msgspec
 import structlog
 
 from grpo_orch.orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
-from grpo_orch.orchestrator.gateway.nodes.link import NodeFailed
-from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE, Token
+from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE, NodeFailed, Token
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
