@@ -1,4 +1,4 @@
-"""Send one job to one member and read its events.
+"""The link to one member during one term, and attempts at jobs over it.
 
 Tokens go into the job as they arrive, so that a lost connection loses none of them. Any failure of the node raises
 NodeFailed, and the job moves to another member; vLLM's errors about the request itself raise RequestRefused.
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from grpo_orch.orchestrator.gateway.job import Job, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
 from grpo_orch.orchestrator.gateway.nodes.connection import Connection, Pool
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.serving import recovery
@@ -30,6 +30,61 @@ ANSWER_SIZE_MAX = 64 * 1024 * 1024
 PEAK_DECAY = 0.99  # factor on the peak prompt speed, with each measurement
 SPEED_SHARE = 0.3  # weight of a new measurement in the mean speed
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
+# Parameters that the gateway sets, so a batch or session must not.
+RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text prompt has its token ids: a million are 8 MB
+REFUSAL_SIZE_MAX = 2000  # of an error's text
+# `list` encodes prompts of batches, which are arrays.
+_encode = msgspec.json.Encoder(enc_hook=list).encode
+_UNFINISHED = frozenset({"abort", "error"})
+# vLLM's messages for a prompt that is too long, and for too many tokens (`renderers/params.py`).
+_TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
+RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # so that no node's data causes an error later
+C = TypeVar("C")
+
+
+class _Error(msgspec.Struct, gc=False):
+    """vLLM's error event, for a failure after it has answered 200."""
+
+    message: str = ""
+    code: int = 500
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float | None] = []
+
+
+class _Choice(msgspec.Struct, gc=False):
+    """What training needs of an event. It costs least to decode."""
+
+    token_ids: list[Token] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _TextLogprobs(_Logprobs, gc=False):
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _TextChoice(_Choice, gc=False):
+    text: str = ""
+    logprobs: _TextLogprobs | None = None
+    prompt_token_ids: list[Token] | None = None
+
+
+class _Event(msgspec.Struct, Generic[C], gc=False):
+    """One event of `/v1/completions`."""
+
+    choices: list[C] = []
+    error: _Error | None = None
+
+
+_read = msgspec.json.Decoder(_Event[_Choice]).decode
+_read_text = msgspec.json.Decoder(_Event[_TextChoice]).decode
 
 
 class HandoverReason(StrEnum):
@@ -51,67 +106,6 @@ class NodeFailed(Exception):
     def __init__(self, reason: HandoverReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a completion ended."""
-
-    finish_reason: str
-    stop_reason: int | str | None
-
-
-class Attempt:
-    """One attempt. Times are on the event loop's clock.
-
-    Attributes:
-        job: gets the tokens as they arrive.
-        max_tokens: the job's limit.
-        sent_s: when the request was sent.
-        first_token_at_s: when the first token arrived; None before.
-        last_event_s: when the last event arrived; `sent_s` before the first.
-        last_queued_s: when it last may have been waiting in the engine's queue.
-    """
-
-    __slots__ = (
-        "_done",
-        "_tokens_before",
-        "first_token_at_s",
-        "job",
-        "last_event_s",
-        "last_queued_s",
-        "max_tokens",
-        "sent_s",
-    )
-
-    def __init__(self, job: Job) -> None:
-        loop = asyncio.get_running_loop()
-        self.job, self.max_tokens = job, job.max_tokens
-        self._tokens_before = len(job.token_ids)
-        self._done: asyncio.Future[End] = loop.create_future()
-        self.sent_s = self.last_event_s = loop.time()
-        self.first_token_at_s: float | None = None
-        self.last_queued_s = 0.0
-
-    @property
-    def is_continuation(self) -> bool:
-        """Whether it continues from tokens that another member made."""
-        return self._tokens_before > 0
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens this attempt has added to the job."""
-        return len(self.job.token_ids) - self._tokens_before
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether the job loses no tokens when it moves to another member."""
-        return not self.job.token_ids or self.job.can_continue()
-
-    def fail(self, error: Exception) -> None:
-        """End this attempt with an error, unless it has ended."""
-        if not self._done.done():
-            self._done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,84 +261,57 @@ class _ResponseReader:
             self.complete.set_exception(NodeFailed(HandoverReason.LOST, why))
 
 
-# Parameters that the gateway sets, so a batch or session must not.
-RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text prompt has its token ids: a million are 8 MB
-REFUSAL_SIZE_MAX = 2000  # of an error's text
-# `list` encodes prompts of batches, which are arrays.
-_encode = msgspec.json.Encoder(enc_hook=list).encode
-_UNFINISHED = frozenset({"abort", "error"})
-# vLLM's messages for a prompt that is too long, and for too many tokens (`renderers/params.py`).
-_TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be greater than \w+=)(\d+)")
-RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
-
-Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # so that no node's data causes an error later
-C = TypeVar("C")
-
-
-class _Error(msgspec.Struct, gc=False):
-    """vLLM's error event, for a failure after it has answered 200."""
-
-    message: str = ""
-    code: int = 500
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    token_logprobs: list[float | None] = []
-
-
-class _Choice(msgspec.Struct, gc=False):
-    """What training needs of an event. It costs least to decode."""
-
-    token_ids: list[Token] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _TextLogprobs(_Logprobs, gc=False):
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, float | None] | None] | None = None
-
-
-class _TextChoice(_Choice, gc=False):
-    text: str = ""
-    logprobs: _TextLogprobs | None = None
-    prompt_token_ids: list[Token] | None = None
-
-
-class _Event(msgspec.Struct, Generic[C], gc=False):
-    """One event of `/v1/completions`."""
-
-    choices: list[C] = []
-    error: _Error | None = None
-
-
-_read = msgspec.json.Decoder(_Event[_Choice]).decode
-_read_text = msgspec.json.Decoder(_Event[_TextChoice]).decode
-
-
-class VllmAttempt(Attempt):
-    """An attempt over a link.
+class Attempt:
+    """One attempt at a job over a link. Times are on the event loop's clock.
 
     Args:
         job: gets the tokens as they arrive.
         link: the member.
         on_first_token: called when the first token arrives.
+
+    Attributes:
+        max_tokens: the job's limit.
+        sent_s: when the request was sent.
+        first_token_at_s: when the first token arrived; None before.
+        last_event_s: when the last event arrived; `sent_s` before the first.
+        last_queued_s: when it last may have been waiting in the engine's queue.
     """
 
-    __slots__ = ("_connection", "_error_body", "_now", "_on_first_token", "_status", "_unparsed", "link")
-
     def __init__(self, job: Job, link: Link, on_first_token: Callable[[], None]) -> None:
-        super().__init__(job)
-        self.link, self._on_first_token = link, on_first_token
-        self._now = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self.job, self.link, self.max_tokens = job, link, job.max_tokens
+        self._on_first_token, self._now = on_first_token, loop.time
+        self._tokens_before = len(job.token_ids)
+        self._done: asyncio.Future[Finished] = loop.create_future()
+        self.sent_s = self.last_event_s = loop.time()
+        self.first_token_at_s: float | None = None
+        self.last_queued_s = 0.0
         self._connection: Connection | None = None
         self._unparsed = bytearray()
         self._error_body = b""
         self._status = 0
 
-    async def run(self) -> End:
+    @property
+    def is_continuation(self) -> bool:
+        """Whether it continues from tokens that another member made."""
+        return self._tokens_before > 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens this attempt has added to the job."""
+        return len(self.job.token_ids) - self._tokens_before
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether the job loses no tokens when it moves to another member."""
+        return not self.job.token_ids or self.job.can_continue()
+
+    def fail(self, error: Exception) -> None:
+        """End this attempt with an error, unless it has ended."""
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    async def run(self) -> Finished:
         """Return how the completion ended. Raises NodeFailed, RequestRefused.
 
         An error or a cancellation closes the connection, which makes vLLM abort the request.
@@ -508,7 +475,7 @@ class VllmAttempt(Attempt):
             return
         assert self._connection is not None
         self._connection.detach(self.last_event_s)
-        self._done.set_result(End(finish_reason, stop_reason))
+        self._done.set_result(Finished(self.job, finish_reason, stop_reason, self.link.node))
 
     def _refuse(self, status: int, answer: str) -> None:
         if 400 <= status < 500 and status not in RETRYABLE:

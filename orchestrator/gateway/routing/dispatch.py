@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes.upstream import End, HandoverReason, NodeFailed, VllmAttempt
+from grpo_orch.orchestrator.gateway.nodes.upstream import Attempt, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.routing.places import Place
 from grpo_orch.policies.serving.membership import Load
@@ -81,9 +81,9 @@ class Completer:
                 raise refused
             refused = None
             place = await self._acquire_place(job, avoid)
-            attempt = VllmAttempt(job, place.link, partial(self._members.places.note_first_token, place))
+            attempt = Attempt(job, place.link, partial(self._members.places.note_first_token, place))
             try:
-                end = await attempt.run()
+                finished = await attempt.run()
             except NodeFailed as error:
                 is_progress = attempt.tokens or error.reason is HandoverReason.REBALANCED
                 consecutive_failures = 0 if is_progress else consecutive_failures + 1
@@ -102,7 +102,7 @@ class Completer:
                     raise
                 refused = error
             else:
-                return self._finish(job, attempt, end, requested_s)
+                return self._finish(finished, attempt, requested_s)
             finally:
                 self._members.places.release(place)
             if consecutive_failures > 1:
@@ -128,7 +128,7 @@ class Completer:
         output_tokens = max(len(job.token_ids), min(job.max_tokens, int(expected)))
         return Load(job.group, job.prompt_tokens + output_tokens, replayed, job.is_turn)
 
-    def _record_handover(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
+    def _record_handover(self, job: Job, attempt: Attempt, error: NodeFailed) -> None:
         """Count a job that left a member unfinished, and mark the member if it is at fault."""
         node = attempt.link.node
         job.last_failure = f"{node}: {error}"
@@ -153,17 +153,12 @@ class Completer:
         self._ledger.saved -= job.saved
         job.saved = 0
 
-    def _finish(self, job: Job, attempt: VllmAttempt, end: End, requested_s: float) -> Finished:
+    def _finish(self, finished: Finished, attempt: Attempt, requested_s: float) -> Finished:
+        job = finished.job
         self._members.learn_length(len(job.token_ids))
         self._ledger.finished += 1
-        finished = Finished(
-            job,
-            end.finish_reason,
-            end.stop_reason,
-            attempt.link.node,
-            first_token_s=max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s),
-            took_s=attempt.last_event_s - requested_s,
-        )
+        first_token_s = max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s)
+        finished = replace(finished, first_token_s=first_token_s, took_s=attempt.last_event_s - requested_s)
         if self._observe is not None:
             self._observe(finished)
         return finished
