@@ -1,7 +1,8 @@
 """The gateway's table of members: which may serve which policy version, and which gets the next request.
 
 Every change describes itself and lists the terms that it ended; the caller moves the requests of those terms to
-other members. The table holds no connections and reads no clock: `now_s` is from any monotonic clock.
+other members. Methods return None where nothing has changed. The table holds no connections and reads no clock:
+`now_s` is from any monotonic clock.
 
 A boot is one lifetime of a node's server process. When a node announces a new boot, everything known of the old
 one is void, and a boot that was voided or has left never returns. A term is one uninterrupted membership of one
@@ -114,18 +115,16 @@ class Change:
         nodes: the affected members.
         description: a description for people.
         ended_terms: terms that ended.
-        is_new: whether anything changed.
     """
 
     nodes: tuple[str, ...]
     description: str
     ended_terms: tuple[int, ...] = ()
-    is_new: bool = True
 
     @property
     def reason(self) -> str:
         """The change in one line, as in a MembershipChange."""
-        return f"{', '.join(self.nodes)}: {self.description}" if self.nodes else self.description
+        return f"{', '.join(self.nodes)}: {self.description}"
 
 
 class Membership:
@@ -165,11 +164,11 @@ class Membership:
         """Whether that boot was replaced or has left, so that it can never be a member again."""
         return boot_id in self._void
 
-    def announce(self, node: str, announcement: Announce, now_s: float) -> Change:
+    def announce(self, node: str, announcement: Announce, now_s: float) -> Change | None:
         """Add a node, or update it from its announcement."""
         boot_id, policy = announcement.boot_id, announcement.policy
         if boot_id in self._void:
-            return Change((node,), f"rejected: boot {boot_id} is over", is_new=False)
+            return None
         is_leaving = announcement.draining and not self.is_draining(node)
         if is_leaving:
             self._draining.add(node)
@@ -185,9 +184,9 @@ class Membership:
                 return Change((node,), f"{holds}, {self._unfit_note(announcement.unfit)}")
             if before != policy:
                 return Change((node,), f"{holds}, before: {before or 'base weights'}")
-            return Change(
-                (node,), f"{holds}{', no longer suspected' if doubted else ''}", is_new=is_leaving or doubted
-            )
+            if not (is_leaving or doubted):
+                return None
+            return Change((node,), f"{holds}{', no longer suspected' if doubted else ''}")
         self._terms += 1
         self._rows[node] = Member(
             self._terms,
@@ -230,73 +229,65 @@ class Membership:
         are_all_unfit = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
         return f"unfit: {unfit}{ALL_UNFIT_NOTE if are_all_unfit else ''}"
 
-    def connection_lost(self, node: str, boot_id: str) -> Change:
+    def connection_lost(self, node: str, boot_id: str) -> Change | None:
         """Remove the boot whose announcing connection broke; it may announce itself again."""
-        return self._drop(node, boot_id, "lost its announcing connection")
+        return self._drop(self._in_boot(node, boot_id), "lost its announcing connection")
 
-    def leave(self, node: str, boot_id: str) -> Change:
+    def leave(self, node: str, boot_id: str) -> Change | None:
         """Remove a boot that has ended; it need not be a member."""
         self._void.add(boot_id)
-        return self._drop(node, boot_id, "left")
+        return self._drop(self._in_boot(node, boot_id), "left")
 
-    def remove(self, node: str) -> Change:
+    def remove(self, node: str) -> Change | None:
         """Remove a node, or all of a machine's, for good: these boots never return."""
         rows = self.on_machine(node)
-        if not rows:
-            return Change((node,), "not removed: it is no member", is_new=False)
-        for row in rows:
-            self._void.add(row.boot_id)
-            del self._rows[row.node]
-        return Change(tuple(row.node for row in rows), "removed", tuple(row.term for row in rows))
+        self._void |= {row.boot_id for row in rows}
+        return self._drop(rows, "removed")
 
-    def drain(self, node: str) -> Change:
+    def drain(self, node: str) -> Change | None:
         """Send no new requests to a node, or to a machine's nodes, in this boot or a later one."""
-        news = not self.is_draining(node)
+        if self.is_draining(node):
+            return None
         self._draining.add(node)
         rows = self.on_machine(node)
         names = tuple(row.node for row in rows) or (node,)
-        return Change(names, f"drains, {sum(row.running for row in rows)} requests running", is_new=news)
+        return Change(names, f"drains, {sum(row.running for row in rows)} requests running")
 
-    def suspect(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
+    def suspect(self, node: str, term: int, why: str, *, whole: bool = False) -> Change | None:
         """Suspect a member: a request failed there or, with `whole`, it makes no tokens any more.
 
         It gets no new request until it has announced itself again.
         """
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", is_new=False)
+            return None
         # Its other requests may be fine.
         row.allowed = RETRY_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
         row.is_stuck = row.is_stuck or whole
-        news, row.is_suspected = not row.is_suspected, True
-        return Change((node,), f"suspected: {why}", is_new=news)
+        before, row.is_suspected = row.is_suspected, True
+        return None if before else Change((node,), f"suspected: {why}")
 
-    def mark_unresponsive(self, node: str, term: int, why: str) -> Change:
+    def mark_unresponsive(self, node: str, term: int, why: str) -> Change | None:
         """Mark a member as unresponsive: it gets no requests until it answers, even if its agent announces it."""
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", is_new=False)
+            return None
         row.allowed = RETRY_REQUESTS
-        news, row.is_unresponsive = not row.is_unresponsive, True
-        return Change((node,), f"unresponsive: {why}", is_new=news)
+        before, row.is_unresponsive = row.is_unresponsive, True
+        return None if before else Change((node,), f"unresponsive: {why}")
 
-    def mark_responsive(self, node: str, term: int) -> Change:
+    def mark_responsive(self, node: str, term: int) -> Change | None:
         """Mark a member as responsive again."""
         row = self._in_term(node, term)
         if row is None or not row.is_unresponsive:
-            return Change((node,), "responsive", is_new=False)
+            return None
         row.is_unresponsive = False
         return Change((node,), "responsive again")
 
-    def expire(self, now_s: float) -> Change:
+    def expire(self, now_s: float) -> Change | None:
         """Remove every member without an announcement for more than SILENT_S. It may announce itself again."""
         silent = [row for row in self._rows.values() if now_s - row.announced_at_s > SILENT_S]
-        for row in silent:
-            del self._rows[row.node]
-        if not silent:
-            return Change((), "all members are announced", is_new=False)
-        nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
-        return Change(nodes, f"no announcement for {SILENT_S:g} s", terms)
+        return self._drop(silent, f"no announcement for {SILENT_S:g} s")
 
     def serving(self, policy: str) -> tuple[Member, ...]:
         """Return the members that may serve this policy, whether or not they have room for a request.
@@ -418,9 +409,11 @@ class Membership:
         row = self._rows.get(node)
         return row if row is not None and row.term == term else None
 
-    def _drop(self, node: str, boot_id: str, event: str) -> Change:
+    def _in_boot(self, node: str, boot_id: str) -> list[Member]:
         row = self._rows.get(node)
-        if row is None or row.boot_id != boot_id:
-            return Change((node,), f"boot {boot_id} {event}; it was no member", is_new=False)
-        del self._rows[node]
-        return Change((node,), event, (row.term,))
+        return [row] if row is not None and row.boot_id == boot_id else []
+
+    def _drop(self, rows: Sequence[Member], event: str) -> Change | None:
+        for row in rows:
+            del self._rows[row.node]
+        return Change(tuple(row.node for row in rows), event, tuple(row.term for row in rows)) if rows else None

@@ -299,14 +299,15 @@ class Members:
             self._places.end_term(term, "the gateway stops")
         await asyncio.sleep(0)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change | None) -> None:
         """Log and record a change of the table, and close the terms that it ended."""
-        if change.is_new:
-            log.info("membership_changed", change=change.reason)
-            seq = self._changes[-1].seq + 1 if self._changes else 1
-            at_s = time.monotonic() - self._started_at_s
-            self._changes.append(MembershipChange(seq, at_s, change.reason))
-            self._places.note_change()
+        if change is None:
+            return
+        log.info("membership_changed", change=change.reason)
+        seq = self._changes[-1].seq + 1 if self._changes else 1
+        at_s = time.monotonic() - self._started_at_s
+        self._changes.append(MembershipChange(seq, at_s, change.reason))
+        self._places.note_change()
         for term in change.ended_terms:
             self._places.end_term(term, NOT_A_MEMBER)
 

@@ -12,6 +12,7 @@ from grpo_orch.policies.serving.membership import (
     EASE_IN_REQUESTS,
     GROUP_LEAD_REQUESTS,
     REPLAY_TOKENS_MAX,
+    Change,
     Load,
     Member,
     Membership,
@@ -33,6 +34,11 @@ def table() -> Membership:
     return table
 
 
+def reason(change: Change | None) -> str:
+    assert change is not None
+    return change.reason
+
+
 def choose(
     table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
 ) -> Member | None:
@@ -44,6 +50,7 @@ def test_journalled_change_names_the_members_concerned(table: Membership) -> Non
     silent = table.expire(9.0)
     joined = table.announce("a", replace(say("z"), unfit="policy 0-1: disk\tfull"), 9.0)
     for change, nodes in ((silent, ["a", "b"]), (joined, ["a"])):
+        assert change is not None
         written = MembershipChange(1, 0.0, change.reason)
         assert written.nodes == nodes == list(change.nodes)
         assert written.description == " ".join(change.description.split())
@@ -51,39 +58,37 @@ def test_journalled_change_names_the_members_concerned(table: Membership) -> Non
 
 def test_news_are_changes_of_the_table(table: Membership) -> None:
     term = table.members[0].term
-    assert not table.announce("a", say("x"), 0.5).is_new
-    assert table.announce("a", say("x", "0-2"), 0.5).is_new
-    assert table.suspect("a", term, "reset").is_new
-    assert not table.suspect("a", term, "reset").is_new
-    assert table.announce("a", say("x", "0-2"), 0.6).reason == "a: holds 0-2, no longer suspected"
-    assert table.mark_unresponsive("a", term, "timed out").is_new
-    assert not table.mark_unresponsive("a", term, "timed out").is_new
-    assert not table.announce("a", say("x", "0-2"), 0.7).is_new
-    assert table.mark_responsive("a", term).is_new
-    assert not table.mark_responsive("a", term).is_new
-    assert table.drain("a").is_new
-    assert not table.drain("a").is_new
-    assert not table.expire(0.8).is_new
-    assert table.remove("a").is_new
-    assert not table.announce("a", say("x"), 0.9).is_new
+    assert table.announce("a", say("x"), 0.5) is None
+    assert table.announce("a", say("x", "0-2"), 0.5) is not None
+    assert table.suspect("a", term, "reset") is not None
+    assert table.suspect("a", term, "reset") is None
+    assert reason(table.announce("a", say("x", "0-2"), 0.6)) == "a: holds 0-2, no longer suspected"
+    assert table.mark_unresponsive("a", term, "timed out") is not None
+    assert table.mark_unresponsive("a", term, "timed out") is None
+    assert table.announce("a", say("x", "0-2"), 0.7) is None
+    assert table.mark_responsive("a", term) is not None
+    assert table.mark_responsive("a", term) is None
+    assert table.drain("a") is not None
+    assert table.drain("a") is None
+    assert table.expire(0.8) is None
+    assert table.remove("a") is not None
+    assert table.announce("a", say("x"), 0.9) is None
 
 
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
-    assert table.announce("b", say("y", None), 0.0).reason == "b: joined as boot y, holds base weights"
-    assert table.announce("b", say("y", "0-1"), 0.5).reason == "b: holds 0-1, before: base weights"
-    assert table.announce("b", say("z", None), 0.6).reason == "b: boot z replaces y, holds base weights"
-    assert table.announce("b", say("y", "0-1"), 0.7).reason == "b: rejected: boot y is over"
-    assert table.drain("a").reason == "a: drains, 0 requests running"
-    assert table.connection_lost("a", "x").reason == "a: lost its announcing connection"
-    assert table.leave("b", "z").reason == "b: left"
-    assert table.leave("b", "z").reason == "b: boot z left; it was no member"
-    assert table.expire(9.0).reason == "all members are announced"
-    assert table.remove("b").reason == "b: not removed: it is no member"
+    assert reason(table.announce("b", say("y", None), 0.0)) == "b: joined as boot y, holds base weights"
+    assert reason(table.announce("b", say("y", "0-1"), 0.5)) == "b: holds 0-1, before: base weights"
+    assert reason(table.announce("b", say("z", None), 0.6)) == "b: boot z replaces y, holds base weights"
+    assert table.announce("b", say("y", "0-1"), 0.7) is None
+    assert reason(table.drain("a")) == "a: drains, 0 requests running"
+    assert reason(table.connection_lost("a", "x")) == "a: lost its announcing connection"
+    assert reason(table.leave("b", "z")) == "b: left"
+    assert table.leave("b", "z") is table.expire(9.0) is table.remove("b") is None
 
 
 def test_silence_ends_the_term_just_after_the_limit(table: Membership) -> None:
-    assert table.expire(SILENT_S).ended_terms == ()
-    assert table.expire(SILENT_S + 0.01).ended_terms == (1,)
+    assert table.expire(SILENT_S) is None
+    assert table.expire(SILENT_S + 0.01) == Change(("a",), "no announcement for 2.5 s", (1,))
 
 
 def eased_in(table: Membership, node: str) -> None:
@@ -117,18 +122,18 @@ def test_node_reporting_unfit_is_no_longer_awaited(table: Membership) -> None:
     assert [row.node for row in table.loading(wanted)] == ["a"]
     why = "policy 0-2: no such tensor"
     change = table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.1)
-    assert (change.reason, change.is_new) == (f"a: holds base weights, unfit: {why}", True)
-    assert not table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2).is_new
+    assert reason(change) == f"a: holds base weights, unfit: {why}"
+    assert table.announce("a", Announce("x", "h:1", None, 4, unfit=why), 0.2) is None
     assert table.loading(wanted) == ()
     again = table.announce("a", say("x", "0-2"), 0.3)
-    assert again.reason == "a: holds 0-2, no longer unfit"
+    assert reason(again) == "a: holds 0-2, no longer unfit"
     assert [row.node for row in table.serving(wanted)] == ["a"]
 
 
 def test_policy_refused_by_all_members_is_named_as_broken(table: Membership) -> None:
     unfit = [Announce(boot, "h:1", None, 4, unfit="policy 0-2: no such tensor") for boot in ("x", "y")]
-    assert "all other" not in table.announce("a", unfit[0], 0.1).reason
-    assert table.announce("b", unfit[1], 0.2).reason == (
+    assert "all other" not in reason(table.announce("a", unfit[0], 0.1))
+    assert reason(table.announce("b", unfit[1], 0.2)) == (
         "b: joined as boot y, holds base weights, unfit: policy 0-2: no such tensor; "
         "all other members are unfit too, so the policy is broken and not the nodes"
     )
