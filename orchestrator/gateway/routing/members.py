@@ -52,16 +52,16 @@ class Members:
         self._token = token
         self._tls = tls
         self._make_limits = limits
-        self._time_slices = TimeSlices()
+        self.time_slices = TimeSlices()  # shared by all long work on this event loop
         self._table = Membership()
-        self._places = Places(self._table, self._connect, self._answer_if_drained)
+        self.places = Places(self._table, self._connect, self._answer_if_drained)
         self.announcements = Announcements()
         self._version_spreads = VersionSpreads()
         self.joining_nodes = JoiningNodes()
         self._last_replies: dict[str, AnnounceReply] = {}  # by boot
         self._demand = Demand()
-        self._recovery: Recovery = "continue"
-        self._expected_tokens = 0.0
+        self.recovery: Recovery = "continue"  # the run's, from the last batch or session
+        self.expected_tokens = 0.0  # mean number of tokens of finished completions; 0 before the first
         self._started_at_s = time.monotonic()
         self._changes: deque[MembershipChange] = deque(maxlen=CHANGES_MAX)
 
@@ -69,11 +69,6 @@ class Members:
     def wanted(self) -> PolicyRef | None:
         """The newest requested policy."""
         return self._demand.newest
-
-    @property
-    def recovery(self) -> Recovery:
-        """The run's recovery mode, from the last batch or session."""
-        return self._recovery
 
     @property
     def open_requests(self) -> dict[str, int]:
@@ -86,24 +81,14 @@ class Members:
         return self._table.session_nodes
 
     @property
-    def time_slices(self) -> TimeSlices:
-        """Shared by all long work on this event loop."""
-        return self._time_slices
-
-    @property
-    def places(self) -> Places:
-        """The members' places for jobs."""
-        return self._places
-
-    @property
     def waiting(self) -> Waiting:
         """The jobs without a place."""
-        return self._places.waiting
+        return self.places.waiting
 
     @property
     def links(self) -> Mapping[int, Link]:
         """The links to the members that have had jobs, by term."""
-        return self._places.links
+        return self.places.links
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -135,9 +120,9 @@ class Members:
         Waits while there are no members.
         """
         while not (rows := [row for row in self._table.members if not row.is_unresponsive]):
-            await self._places.wait_for_change()
+            await self.places.wait_for_change()
         rows = [row for row in rows if row.node not in failed]
-        return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
+        return self.places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
 
     def end_session(self, session: Hashable) -> None:
         """Free the session's place on its member."""
@@ -147,14 +132,9 @@ class Members:
         """Return whether the node is to leave after its running requests."""
         return self._table.is_draining(node)
 
-    @property
-    def expected_tokens(self) -> float:
-        """The mean number of tokens of finished completions; 0 before the first."""
-        return self._expected_tokens
-
     def learn_length(self, tokens: int) -> None:
         """Include a finished completion in the mean length."""
-        self._expected_tokens = moving_mean(self._expected_tokens, tokens, LENGTH_SHARE)
+        self.expected_tokens = moving_mean(self.expected_tokens, tokens, LENGTH_SHARE)
 
     @property
     def changes(self) -> list[MembershipChange]:
@@ -175,7 +155,7 @@ class Members:
 
     def want(self, policy: PolicyRef, requests: int = 0, recovery: Recovery = "continue") -> None:
         """Add open requests of a policy. `recovery` is the run's."""
-        self._recovery = recovery
+        self.recovery = recovery
         if not self._demand.is_wanted(policy.label):
             log.info("policy_requested", policy=policy.label)
             self._version_spreads.want(policy.label, self._table.members, time.monotonic())
@@ -190,7 +170,7 @@ class Members:
         change()
         newest = self._demand.newest
         if newest is not None and newest != before:
-            self._places.want(newest.label)
+            self.places.want(newest.label)
         if newest != before or self._demand.has_older != had_older:
             self.divide()
 
@@ -206,8 +186,8 @@ class Members:
         for node in changed:
             self.announcements.answer(node)
         if changed:
-            self._places.note_change()
-            self._places.assign()
+            self.places.note_change()
+            self.places.assign()
 
     @property
     def serves_several_policies(self) -> bool:
@@ -244,7 +224,7 @@ class Members:
             self.joining_nodes.forget(node)
         else:
             self.joining_nodes.update(node, announcement.stage, time.monotonic())
-        self._places.assign()
+        self.places.assign()
         if self._reply(node) == self._last_replies.get(announcement.boot_id):
             await self.announcements.hold(
                 node, lambda: self._apply(self._table.connection_lost(node, announcement.boot_id))
@@ -287,7 +267,7 @@ class Members:
     def mark_responsive(self, link: Link) -> None:
         """Send requests to the member again, because it has answered."""
         self._apply(self._table.mark_responsive(link.node, link.term))
-        self._places.assign()
+        self.places.assign()
 
     def expire(self) -> None:
         """Remove members that have not announced themselves for too long."""
@@ -296,7 +276,7 @@ class Members:
     async def close(self) -> None:
         """Close every connection."""
         for term in list(self.links):
-            self._places.end_term(term, "the gateway stops")
+            self.places.end_term(term, "the gateway stops")
         await asyncio.sleep(0)
 
     def _apply(self, change: Change | None) -> None:
@@ -307,9 +287,9 @@ class Members:
         seq = self._changes[-1].seq + 1 if self._changes else 1
         at_s = time.monotonic() - self._started_at_s
         self._changes.append(MembershipChange(seq, at_s, change.reason))
-        self._places.note_change()
+        self.places.note_change()
         for term in change.ended_terms:
-            self._places.end_term(term, NOT_A_MEMBER)
+            self.places.end_term(term, NOT_A_MEMBER)
 
     def _note_work(self, node: str) -> None:
         """Record that the node's engine has computed tokens since its last announcement."""
@@ -336,7 +316,7 @@ class Members:
     def _connect(self, row: Member) -> Link:
         pool = Pool(row.address, self._tls)
         return Link(
-            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._time_slices
+            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self.time_slices
         )
 
     def _status_of(self, row: Member, serving: bool, now_s: float) -> MemberStatus:

@@ -195,12 +195,11 @@ class Balancer:
         for row in rows:
             link = links[row.term]
             running = link.running if link else set[Attempt]()
-            mean_tokens_left = sum(map(self._tokens_left, running)) / max(1, len(running))
             yield MemberLoad(
                 row.node,
                 (link.speed_tokens_s if link else 0.0) or median(speeds),
                 len(running),
-                mean_tokens_left,
+                sum(map(self._tokens_left, running)),
                 min(row.allowed, row.max_requests) - row.running,
                 (link.peak_prompt_tokens_s if link else 0.0) or (median(prefills) if prefills else 0.0),
                 row.replaying,

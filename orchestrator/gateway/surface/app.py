@@ -77,8 +77,12 @@ class Gateway:
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
                 web.post(f"{JOINING}/{{node}}", self._update_stage),
-                *MemberHandlers(self.members).routes(),
-                *SessionHandlers(self.sessions).routes(),
+                web.get("/members", self._list),
+                web.delete("/members/{node}", self._remove),
+                web.post("/members/{node}/drain", self._drain),
+                web.put(f"{SESSIONS}/{{session}}", self._open),
+                web.get(f"{SESSIONS}/{{session}}", self._trace),
+                web.delete(f"{SESSIONS}/{{session}}", self._drop),
                 *OpenAI(
                     self.members,
                     self.completer,
@@ -184,6 +188,46 @@ class Gateway:
         await response.write_eof()
         return response
 
+    async def _open(self, request: web.Request) -> web.Response:
+        """Open a session with its policy, sampling parameters and limits."""
+        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
+        parameters = admission.decode(body, _open, "session")
+        admission.check_session(parameters)
+        self.sessions.open(_session_of(request), parameters)
+        return web.Response(status=204)
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        """Return a session's branches: tokens, mask, log-probabilities, turns and messages."""
+        return _json(self.sessions.trace(_session_of(request)))
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        """Close a session; its open requests get 404."""
+        self.sessions.drop(_session_of(request))
+        return web.Response(status=204)
+
+    async def _list(self, _: web.Request) -> web.Response:
+        """Return the wanted policy, and each member with its state and last change."""
+        members, policy = self.members, self.members.wanted
+        wanted = None if policy is None else policy.label
+        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""
+        self.members.drain(node_of(request))
+        return web.Response(status=204)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
+
+        With `?boot=ID`, as its agent sends it, only that boot leaves.
+        """
+        node, boot_id = node_of(request), request.query.get("boot")
+        if boot_id is not None:
+            self.members.leave(node, admission.name_of("boot", boot_id))
+        elif not self.members.remove(node):
+            raise ApiError(404, f"{node} is not a member")
+        return web.Response(status=204)
+
 
 def _refusal(request: web.Request, error: ApiError) -> web.Response:
     """Return an error in the format of the path: OpenAI's, or plain text."""
@@ -201,80 +245,8 @@ async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
 
 
-class SessionHandlers:
-    """Open, read and drop sessions, for the trainer whose agents use them."""
-
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the paths and their handlers."""
-        path = f"{SESSIONS}/{{session}}"
-        return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
-
-    async def _open(self, request: web.Request) -> web.Response:
-        """Open a session with its policy, sampling parameters and limits."""
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        parameters = admission.decode(body, _open, "session")
-        admission.check_session(parameters)
-        self._sessions.open(_session_of(request), parameters)
-        return web.Response(status=204)
-
-    async def _trace(self, request: web.Request) -> web.Response:
-        """Return a session's branches: tokens, mask, log-probabilities, turns and messages."""
-        return _json(self._sessions.trace(_session_of(request)))
-
-    async def _drop(self, request: web.Request) -> web.Response:
-        """Close a session; its open requests get 404."""
-        self._sessions.drop(_session_of(request))
-        return web.Response(status=204)
-
-
 def _session_of(request: web.Request) -> str:
     return admission.name_of("session", request.match_info["session"])
-
-
-class MemberHandlers:
-    """List, drain and remove members, and list membership changes, for operators."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the paths and their handlers."""
-        return [
-            web.get("/members", self._list),
-            web.get("/events", self._events),
-            web.delete("/members/{node}", self._remove),
-            web.post("/members/{node}/drain", self._drain),
-        ]
-
-    async def _list(self, _: web.Request) -> web.Response:
-        """Return the wanted policy, and each member with its state and last change."""
-        members, policy = self._members, self._members.wanted
-        wanted = None if policy is None else policy.label
-        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
-
-    async def _events(self, _: web.Request) -> web.Response:
-        """Return the last 64 membership changes with their reasons."""
-        return _json({"changes": self._members.changes})
-
-    async def _drain(self, request: web.Request) -> web.Response:
-        """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""
-        self._members.drain(node_of(request))
-        return web.Response(status=204)
-
-    async def _remove(self, request: web.Request) -> web.Response:
-        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
-
-        With `?boot=ID`, as its agent sends it, only that boot leaves.
-        """
-        node, boot_id = node_of(request), request.query.get("boot")
-        if boot_id is not None:
-            self._members.leave(node, admission.name_of("boot", boot_id))
-        elif not self._members.remove(node):
-            raise ApiError(404, f"{node} is not a member")
-        return web.Response(status=204)
 
 
 def node_of(request: web.Request) -> str:

@@ -108,8 +108,8 @@ class SessionLog:
         self._path, self._store, self._timeline = path, store, timeline
         self._file: int | None = None
         self._size = self._compact_size = 0
-        self._open: dict[str, list[bytes]] = {}  # encoded records of each open session, without parts
-        self._parts: dict[str, dict[TurnId, list[bytes]]] = {}  # of each session's unfinished turns
+        # Encoded records of each open session: those of a turn's tokens by turn, each other one by a number.
+        self._open: dict[str, dict[TurnId | int, list[bytes]]] = {}
         self._pending: list[tuple[str, bytes]] = []  # session and record, not in the store yet
         self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
@@ -118,7 +118,7 @@ class SessionLog:
     @property
     def session_names(self) -> frozenset[str]:
         """The sessions that have records."""
-        return frozenset(self._open) | frozenset(self._parts)
+        return frozenset(self._open)
 
     def load(self) -> list[Record]:
         """Return the records that earlier gateways made of open sessions, and continue with them."""
@@ -135,8 +135,9 @@ class SessionLog:
             self._note(record, encoded)
         needed = set(map(id, self._needed()))
         self._rewrite()
-        self._pending = [(name, record) for name, session in self._open.items() for record in session]
-        return [record for record, encoded in records if id(encoded) in needed]
+        records = [(record, encoded) for record, encoded in records if id(encoded) in needed]
+        self._pending = [(one.session, encoded) for one, encoded in records if not isinstance(one, TurnPart)]
+        return [record for record, _ in records]
 
     def append(self, record: Record) -> None:
         """Write a record to the file, and to the store later."""
@@ -194,29 +195,24 @@ class SessionLog:
         """Add a record to those that are needed, and drop those that it makes obsolete."""
         name = record.session
         if isinstance(record, SessionOpened):
-            self._open.setdefault(name, []).append(data)
+            self._open.setdefault(name, {})
         elif isinstance(record, SessionClosed):
             self._open.pop(name, None)
-            self._parts.pop(name, None)
             for sessions in self._objects.values():
                 sessions.discard(name)
-        elif name not in self._open:
+        if (session := self._open.get(name)) is None:
             return
-        elif isinstance(record, TurnPart):
-            parts = self._parts.setdefault(name, {}).setdefault(record.turn, [])
-            if record.start == 0:
-                parts.clear()
-            parts.append(data)
+        if isinstance(record, TurnPart) and record.start:
+            session.setdefault(record.turn, []).append(data)
+        elif isinstance(record, TurnPart | TurnGenerated):
+            session[record.turn] = [data]
         else:
-            self._open[name].append(data)
-            if isinstance(record, TurnGenerated):
-                self._parts.get(name, {}).pop(record.turn, None)
+            session[len(session)] = [data]
 
     def _needed(self) -> Iterator[bytes]:
-        for name, records in self._open.items():
-            yield from records
-            for parts in self._parts.get(name, {}).values():
-                yield from parts
+        for session in self._open.values():
+            for records in session.values():
+                yield from records
 
     def _stored(self, *, is_needed: bool) -> list[tuple[Record, bytes]]:
         """Return the records in the store, if they are needed. Their objects are deleted after the next upload."""

@@ -34,7 +34,7 @@ def sharer(
 ) -> MemberLoad:
     """A member whose requests, numbered from `first`, may all move."""
     requests = [Movable(first + n, left, replay) for n in range(running)]
-    return MemberLoad(node, speed, running, left, free, 10_000.0, replaying, requests)
+    return MemberLoad(node, speed, running, left * running, free, 10_000.0, replaying, requests)
 
 
 def divided(sharers: Sequence[MemberLoad], *, begun: bool = False) -> Counter[str]:
@@ -104,7 +104,8 @@ def test_speed_is_distinguished_from_load() -> None:
 
 
 def ends_s(one: MemberLoad, running: int) -> float:
-    return one.tokens_left * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
+    each = one.tokens_left / max(1, one.running)
+    return each * (1 + running / DOUBLING_REQUESTS) / one.speed_tokens_s if running else 0.0
 
 
 @st.composite

@@ -31,7 +31,6 @@ ENDPOINTS = (
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("GET", "/members"),
-    ("GET", "/events"),
     ("GET", "/v1/models"),
     ("POST", COMPLETIONS),
     ("POST", CHAT),
