@@ -141,10 +141,11 @@ async def test_samples_stored_before_batch_end_are_not_reported_lost(world: Worl
     await world.until(lambda: world.gateway.orphans.batches)
     node.change(stalls=FOREVER)
     left = world.gateway.orphans.batches[0]
-    assert len(left.open) >= 16
+    unfinished = [one for one in left.requests.values() if not one.task.done()]
+    assert len(unfinished) >= 16
     stored = [one for one in left.requests.values() if one.delivered]
     assert stored
-    await world.until(lambda: not left.open)
+    await world.until(lambda: all(one.task.done() for one in unfinished))
     lost = sum(len(one.job.token_ids) for one in left.requests.values()) - 16 * len(stored)
     node.loads = True
     heard = [await world.complete(newer), await world.complete(newer)]
@@ -278,26 +279,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
     rig.stop()
-
-
-def test_one_of_two_nodes_is_killed_with_requests_in_flight(rig: Rig) -> None:
-    rig.gateway()
-    victim, other = rig.node("rollout-0", stalls=1), rig.node("rollout-1")
-    rig.until_members("rollout-0", "rollout-1")
-    rig.complete(make_batch("0-0", requests=1, max_tokens=1))
-    until("both serving", lambda: all(one.serving for one in rig.status().members))
-    batch = make_batch("0-0")
-    other.send_signal(signal.SIGSTOP)  # so that the first tokens are the victim's
-    lines = rig.ask(batch)
-    read = [next(line for line in lines if line.progress is not None and line.progress.tokens > 0)]
-    kill(victim)
-    other.send_signal(signal.SIGCONT)
-    heard = hear(iter([*read, *lines]))
-    check_complete(batch, heard)
-    assert {one.node for one in heard.completions} == {"rollout-1"}
-    assert heard.end is not None
-    told = until("every handover", lambda: (status := rig.status()).handovers >= 8 and status)
-    assert (heard.end.discarded, told.tokens_discarded, told.tokens_saved > 0) == (0, 0, True)
 
 
 def test_killed_gateway_returns_on_its_port_with_its_members(rig: Rig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from grpo_orch.policies.serving.gateway_status import MembershipChange
 from grpo_orch.policies.serving.membership import (
     EASE_IN_REQUESTS,
-    GROUP_LEAD_REQUESTS,
     REPLAY_TOKENS_MAX,
     Change,
     Load,
@@ -56,25 +54,6 @@ def test_journalled_change_names_the_members_concerned(table: Membership) -> Non
         assert written.description == " ".join(change.description.split())
 
 
-def test_news_are_changes_of_the_table(table: Membership) -> None:
-    term = table.members[0].term
-    assert table.announce("a", say("x"), 0.5) is None
-    assert table.announce("a", say("x", "0-2"), 0.5) is not None
-    assert table.suspect("a", term, "reset") is not None
-    assert table.suspect("a", term, "reset") is None
-    assert reason(table.announce("a", say("x", "0-2"), 0.6)) == "a: holds 0-2, no longer suspected"
-    assert table.mark_unresponsive("a", term, "timed out") is not None
-    assert table.mark_unresponsive("a", term, "timed out") is None
-    assert table.announce("a", say("x", "0-2"), 0.7) is None
-    assert table.mark_responsive("a", term) is not None
-    assert table.mark_responsive("a", term) is None
-    assert table.drain("a") is not None
-    assert table.drain("a") is None
-    assert table.expire(0.8) is None
-    assert table.remove("a") is not None
-    assert table.announce("a", say("x"), 0.9) is None
-
-
 def test_each_occurrence_gives_its_reason(table: Membership) -> None:
     assert reason(table.announce("b", say("y", None), 0.0)) == "b: joined as boot y, holds base weights"
     assert reason(table.announce("b", say("y", "0-1"), 0.5)) == "b: holds 0-1, before: base weights"
@@ -97,24 +76,6 @@ def eased_in(table: Membership, node: str) -> None:
     for _ in range(1000):
         table.first_token(node, term, Load(None))
     assert table.members[-1].allowed == 1000
-
-
-def test_groups_stay_together_until_loads_differ_much() -> None:
-    table = Membership()
-    for node in ("a", "b"):
-        eased_in(table, node)
-    for group in range(4):
-        for _ in range(8):
-            row = choose(table, load=Load(group, 100))
-            assert row is not None
-            table.request_started(row.node, Load(group, 100))
-    assert Counter({row.node: row.running for row in table.members}) == {"a": 16, "b": 16}
-    for _ in range(100):  # one prompt with a very large group
-        row = choose(table, load=Load("large", 100))
-        assert row is not None
-        table.request_started(row.node, Load("large", 100))
-        low, high = sorted(one.running for one in table.members)
-        assert high - low <= GROUP_LEAD_REQUESTS
 
 
 def test_node_reporting_unfit_is_no_longer_awaited(table: Membership) -> None:
@@ -161,49 +122,6 @@ def test_full_engine_gets_no_more_than_it_runs(word: EngineStats | None, allowed
     assert table.members[0].allowed == min(allowed + 1, 1000)
 
 
-def test_failed_request_costs_one_place_and_failed_member_all() -> None:
-    table = Membership()
-    eased_in(table, "a")
-    term = table.members[0].term
-    for _ in range(100):
-        table.request_started("a", ONE)
-    table.suspect("a", term, "reset")
-    assert table.members[0].allowed == 99
-    for _ in range(100):
-        table.request_finished("a", term, ONE, got_token=True)
-        table.suspect("a", term, "reset")
-    assert table.members[0].allowed == EASE_IN_REQUESTS
-    table.suspect("a", term, "stands still", whole=True)
-    assert table.members[0].allowed == 1
-
-
-def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
-    table = Membership()
-    for node in ("a", "b"):
-        eased_in(table, node)
-    stuck, well = table.members
-
-    def chosen() -> str | None:
-        row = choose(table)
-        return None if row is None else row.node
-
-    def a_hangs() -> None:
-        table.suspect("a", stuck.term, "no token", whole=True)
-        table.announce("a", say("boot-a", max_requests=1000), 0.1)
-
-    a_hangs()
-    table.request_started("b", Load("p", 9))
-    assert chosen() == "b"
-    while well.free_slots:
-        table.request_started("b", ONE)
-    assert chosen() == "a"
-    table.first_token("a", stuck.term, ONE)
-    assert not stuck.is_stuck
-    a_hangs()
-    table.announce("a", say("boot-a", "0-2"), 0.2)
-    assert not stuck.is_stuck
-
-
 def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     table = Membership()
     eased_in(table, "a")
@@ -220,33 +138,3 @@ def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     table.request_finished("a", term, moved, got_token=True)
     table.request_finished("a", term, moved, got_token=False)
     assert table.members[0].replaying == 0
-
-
-def test_next_request_goes_where_fewest_tokens_remain() -> None:
-    table = Membership()
-    for node in ("a", "b"):
-        eased_in(table, node)
-    table.request_started("a", Load("long", 1000))
-    for n in range(9):
-        row = choose(table, load=Load(n, 100))
-        assert row is not None
-        assert row.node == "b"
-        table.request_started("b", Load(n, 100))
-    table.request_finished("a", table.members[0].term, Load("long", 1000), got_token=True)
-    row = choose(table, load=Load("next", 100))
-    assert row is not None
-    assert row.node == "a"
-    assert [(one.running, one.outstanding) for one in table.members] == [(0, 0), (9, 900)]
-
-
-def test_new_member_gets_one_more_for_each_first_token() -> None:
-    table = Membership()
-    table.announce("a", say("x", max_requests=20), 0.0)
-    for running in range(EASE_IN_REQUESTS):
-        assert choose(table) is not None, running
-        table.request_started("a", ONE)
-    for _ in range(2):
-        assert choose(table) is None
-        table.first_token("a", table.members[0].term, ONE)
-        assert choose(table) is not None
-        table.request_started("a", ONE)

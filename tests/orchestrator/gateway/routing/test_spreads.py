@@ -33,13 +33,6 @@ def test_each_stage_is_the_longest_of_any_member() -> None:
     assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
 
 
-def test_node_without_stages_counts_with_its_total_time() -> None:
-    spreads = VersionSpreads()
-    spreads.want("0-1", [row("a", None)], 1.0)
-    spreads.record("a", says("0-1"), 3.5)
-    assert spreads.last == [VersionSpread("0-1", 1, 1, 2.5, 2.5)]
-
-
 def test_few_versions_are_kept_and_late_members_count() -> None:
     spreads = VersionSpreads()
     for step in range(VERSIONS_KEPT + 2):

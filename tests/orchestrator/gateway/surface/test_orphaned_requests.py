@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
@@ -44,31 +43,6 @@ def asked(kept: OrphanedRequests, batch: Batch = BATCH) -> BatchRequest:
     job = job_of(batch, prompt, group_of(prompt), 0, 4)
     key = key_of(batch, msgspec.json.encode(batch.sampling), group_of(prompt), 0)
     return kept.begin(batch, key, job)
-
-
-@pytest.mark.parametrize("taken", [True, False])
-async def test_request_ending_while_taken_or_dropped_is_not_open(taken: bool) -> None:
-    """Its task is done, and whoever waits for that has not heard of it yet."""
-    members, completer = Members("secret"), Completes()
-    kept = OrphanedRequests(members, completer, Ledger())
-    one = asked(kept)
-    await asyncio.sleep(0)  # it waits
-    kept.keep(BATCH, [one])
-
-    async def comes() -> None:
-        await completer.may.wait()
-        assert one.task.done()
-        if taken:
-            assert kept.take(one.key) is one
-        else:
-            kept.end(kept.batches[0])
-
-    coming = asyncio.ensure_future(comes())
-    await asyncio.sleep(0)
-    completer.may.set()
-    await coming
-    await asyncio.wait([one.task])
-    assert members.open_requests == {}
 
 
 async def test_twice_saved_requests_keep_sampling_and_newest_policy(
