@@ -45,8 +45,8 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # so that no node's da
 C = TypeVar("C")
 
 
-class _Error(msgspec.Struct, gc=False):
-    """vLLM's error event, for a failure after it has answered 200."""
+class EngineError(msgspec.Struct, gc=False):
+    """vLLM's error, also as an event for a failure after it has answered 200."""
 
     message: str = ""
     code: int = 500
@@ -80,7 +80,7 @@ class _Event(msgspec.Struct, Generic[C], gc=False):
     """One event of `/v1/completions`."""
 
     choices: list[C] = []
-    error: _Error | None = None
+    error: EngineError | None = None
 
 
 _read = msgspec.json.Decoder(_Event[_Choice]).decode

@@ -59,9 +59,7 @@ class Completer:
         observe: called with each completion.
     """
 
-    def __init__(
-        self, members: Members, ledger: Ledger, observe: Callable[[Finished], None] | None = None
-    ) -> None:
+    def __init__(self, members: Members, ledger: Ledger, observe: Callable[[Finished], None]) -> None:
         self._members = members
         self._ledger = ledger
         self._observe = observe
@@ -159,6 +157,5 @@ class Completer:
         self._ledger.finished += 1
         first_token_s = max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s)
         finished = replace(finished, first_token_s=first_token_s, took_s=attempt.last_event_s - requested_s)
-        if self._observe is not None:
-            self._observe(finished)
+        self._observe(finished)
         return finished

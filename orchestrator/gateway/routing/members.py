@@ -189,11 +189,6 @@ class Members:
             self.places.note_change()
             self.places.assign()
 
-    @property
-    def serves_several_policies(self) -> bool:
-        """Whether more than one policy is requested."""
-        return self._demand.has_older
-
     def is_busy_with_other_policy(self, policy: str) -> bool:
         """Return whether a member still runs requests of another policy, which finish first."""
         return any(row.running and row.policy != policy and not row.unfit for row in self._table.members)

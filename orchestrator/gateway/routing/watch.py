@@ -71,8 +71,7 @@ class Watch:
             if row is not None and row.is_unresponsive:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
-        if self._members.serves_several_policies:
-            self._members.divide()
+        self._members.divide()
         self.balancer.rebalance(now_s)
         if now_s - self._housekeeping_at_s >= self.housekeeping_s:
             self._housekeeping_at_s = now_s

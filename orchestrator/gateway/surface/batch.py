@@ -178,7 +178,7 @@ class BatchRun:
         samples = (sample for prompt in self._prompts for sample in prompt.samples)
         started = zip(samples, self._requests, strict=False)
         return [
-            BatchLine(cut=_partial(sample.index, request.job))
+            BatchLine(cut=_completion(sample.index, request.job, CUT))
             for sample, request in started
             if request.job.token_ids and not request.task.done()
         ]
@@ -247,30 +247,13 @@ def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
     match task.exception():
         case None:
             got = task.result()
-            completion = Completion(
-                index=index,
-                token_ids=got.token_ids,
-                logprobs=got.logprobs,
-                finish_reason=got.finish_reason,
-                policy=job.policy,
-                node=got.node,
-                handed_over=job.handed_over,
-            )
-            return BatchLine(completion=completion)
+            return BatchLine(completion=_completion(index, job, got.finish_reason, got.node))
         case WeightsRefused() as error:
             return BatchLine(error=f"request {index}: {error}")
         case RequestRefused() as error:
-            refused = Completion(
-                index=index,
-                token_ids=[],
-                logprobs=[],
-                finish_reason=REFUSED,
-                policy=job.policy,
-                node=", ".join(sorted(job.refused_by)),
-                refused=str(error),
-                limit_tokens=error.limit_tokens,
-            )
-            return BatchLine(completion=refused)
+            nodes = ", ".join(sorted(job.refused_by))
+            limit = error.limit_tokens
+            return BatchLine(completion=Completion(index, [], [], REFUSED, job.policy, nodes, str(error), limit))
         case error:
             return _failed(error)
 
@@ -280,8 +263,9 @@ def _failed(error: BaseException) -> BatchLine:
     return BatchLine(error=f"internal error of the gateway: {error!r}")
 
 
-def _partial(index: int, job: Job) -> Completion:
-    return Completion(index, job.token_ids, job.logprobs, CUT, job.policy, "", handed_over=job.handed_over)
+def _completion(index: int, job: Job, finish_reason: str, node: str = "") -> Completion:
+    handed_over = job.handed_over
+    return Completion(index, job.token_ids, job.logprobs, finish_reason, job.policy, node, handed_over=handed_over)
 
 
 def _holds(row: Member) -> str:
