@@ -66,7 +66,7 @@ class Node(FakeVllm):
 
     @property
     def row(self) -> Member:
-        found = self.world.members.member(self.name)
+        found = self.world.members.table.member(self.name)
         assert found is not None
         return found
 
@@ -144,7 +144,9 @@ class World:
         node = Node(self, name, policy, {"max_requests": max_requests, **attributes})
         self.nodes.append(node)
         await node.start(port)
-        await self.until(lambda: (row := self.members.member(name)) is not None and row.boot_id == node.boot_id)
+        await self.until(
+            lambda: (row := self.members.table.member(name)) is not None and row.boot_id == node.boot_id
+        )
         return node
 
     def ask(self, job: Job) -> asyncio.Task[Finished]:

@@ -102,7 +102,7 @@ class Gateway:
             boot_id=self.boot_id,
             policy=None if wanted is None else wanted.label,
             members=members,
-            requests_waiting=self.members.waiting.count,
+            requests_waiting=self.members.places.waiting.count,
             tokens_delivered=self.ledger.delivered,
             tokens_discarded=self.ledger.discarded,
             handovers=self.ledger.handovers,
@@ -174,7 +174,7 @@ class Gateway:
         With `patience_s` the batch ends after that time without nodes, with the tokens of unfinished requests.
         """
         try:
-            self.members.waiting.check_capacity()
+            self.members.places.waiting.check_capacity()
         except QueueFull as error:
             raise ApiError(503, str(error)) from error
         batch, prompts = await admission.read_batch(request, self.members.time_slices)

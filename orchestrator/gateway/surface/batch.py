@@ -188,7 +188,7 @@ class BatchRun:
         self._news.set()
 
     def _serving(self) -> int:
-        return len(self._members.serving(self._policy))
+        return len(self._members.table.serving(self._policy))
 
     def _tokens(self) -> int:
         return sum(len(request.job.token_ids) for request in self._requests)
@@ -208,7 +208,7 @@ class BatchRun:
         failures = (request.job.last_failure for request in self._requests)
         failure = next((f"; last failure: {failure}" for failure in failures if failure), "")
         if not self._serving():
-            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.members)
+            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.table.members)
             return f"no node served policy {policy} {within}; {members or 'the fleet is empty'}{failure}"
         return f"no token of policy {policy} arrived {within}{failure}"
 

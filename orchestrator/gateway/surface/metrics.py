@@ -63,8 +63,8 @@ class Metrics(Collector):
         yield self._by_state(statuses)
         running = sum(member.requests_running for member in statuses)
         yield _gauge("requests_running", "Requests running on members, one per completion", running)
-        yield _gauge("requests_waiting", "Requests waiting for a member", members.waiting.count)
-        yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.waiting.size_bytes)
+        yield _gauge("requests_waiting", "Requests waiting for a member", members.places.waiting.count)
+        yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.places.waiting.size_bytes)
         requests = CounterMetricFamily(
             "grpo_gateway_requests", "Completed requests: finished, or refused by vLLM", labels=["outcome"]
         )

@@ -426,7 +426,7 @@ class Sessions:
     def _forget_task(self, task: asyncio.Task[None]) -> None:
         name, _ = self._turn_tasks.pop(task)
         if name not in self._sessions:  # the turn may have got its place while its session ended
-            self._members.end_session(name)
+            self._members.table.end_session(name)
 
     async def _answer(self, turn: _Turn, chat: Chat, finished: Finished) -> Answer:
         """Return the message of a turn, with tool call ids that follow from the turn."""
@@ -509,7 +509,7 @@ class Sessions:
         for turn in session.turns.values():
             if not turn.finished.done():
                 turn.finished.cancel()
-        self._members.end_session(session.name)
+        self._members.table.end_session(session.name)
         self._unwant(session)
         self._log.append(SessionClosed(session.name))
 

@@ -75,5 +75,5 @@ async def test_every_job_completes_as_undisturbed_without_waste(world: World, se
     assert ledger.discarded == 0
     assert ledger.handovers > 0
     assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
-    assert world.members.waiting.count == 0
-    assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.members)
+    assert world.members.places.waiting.count == 0
+    assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.table.members)

@@ -29,10 +29,10 @@ def check_empty(world: World) -> None:
     gateway = world.gateway
     assert len(gateway.sessions) == 0
     assert not gateway.sessions.turn_tasks
-    assert world.members.open_requests == {}
-    assert world.members.session_nodes == {}
-    assert world.members.waiting.count == 0
-    assert all(row.running == 0 for row in world.members.members)
+    assert world.members.demand.open_requests == {}
+    assert world.members.table.session_nodes == {}
+    assert world.members.places.waiting.count == 0
+    assert all(row.running == 0 for row in world.members.table.members)
     assert world.session_log.session_names == set()
 
 
@@ -170,10 +170,10 @@ async def test_session_of_earlier_gateway_holds_no_policy_until_used(tmp_path: P
     async with World(folder=tmp_path) as world:
         await world.node("a")
         assert len(world.gateway.sessions) == 1
-        assert world.members.open_requests == {}
+        assert world.members.demand.open_requests == {}
         agent.world = world
         await agent.turn()
-        assert world.members.open_requests["0-0"] == 1
+        assert world.members.demand.open_requests["0-0"] == 1
         await world.http.delete(f"{SESSIONS}/{agent.name}")
         check_empty(world)
 
@@ -277,13 +277,13 @@ async def test_turn_placed_as_its_session_ends_leaves_no_pin(world: World) -> No
     node = await world.node("a", max_requests=1, stalls=3)
     first, second = await Agent(world, sampling={}).open(), await Agent(world, "second", sampling={}).open()
     asking = [asyncio.ensure_future(agent.ask(max_tokens=20)) for agent in (first, second)]
-    await world.until(lambda: node.stalled and world.members.waiting.count == 1)
-    waiting = next(name for name in ("second", first.name) if name not in world.members.session_nodes)
+    await world.until(lambda: node.stalled and world.members.places.waiting.count == 1)
+    waiting = next(name for name in ("second", first.name) if name not in world.members.table.session_nodes)
     world.gateway.sessions.drop(waiting)
     node.row.max_requests = node.row.allowed = 2
     world.members.places.assign()
     await world.until(lambda: len(world.gateway.sessions.turn_tasks) == 1)
-    assert waiting not in world.members.session_nodes
+    assert waiting not in world.members.table.session_nodes
     for name in {first.name, "second"} - {waiting}:
         world.gateway.sessions.drop(name)
     await asyncio.gather(*asking)

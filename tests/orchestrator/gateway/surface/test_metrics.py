@@ -49,11 +49,11 @@ async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) 
 
 async def test_waiting_and_refused_requests_are_counted(world: World) -> None:
     asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
-    await world.until(lambda: world.members.waiting.count == 1)
+    await world.until(lambda: world.members.places.waiting.count == 1)
     found = await world.numbers()
     assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
     asking.cancel()
-    await world.until(lambda: world.members.waiting.count == 0)
+    await world.until(lambda: world.members.places.waiting.count == 0)
     assert (await world.http.post("/v1/completions", json={})).status_code == 400
     assert (await world.http.get("/nowhere")).status_code == 404
     assert (await world.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401

@@ -141,7 +141,7 @@ def test_with_no_wanted_policy_there_is_one_clear_error() -> None:
 
 async def test_a_request_waits_for_its_first_node(world: World) -> None:
     asking = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
-    await world.until(lambda: world.members.waiting.count == 1)
+    await world.until(lambda: world.members.places.waiting.count == 1)
     await world.node("late")
     assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
 
@@ -152,16 +152,16 @@ async def test_silent_request_is_abandoned_with_an_error(world: World, monkeypat
         response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
         assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
         assert "no token of policy 0-0 arrived within 0.1 s" in response.json()["error"]["message"]
-    assert world.members.waiting.count == 0
+    assert world.members.places.waiting.count == 0
     node = await world.node("a", stalls=9)
     assert (await post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40)).status_code == 504
     await world.until(lambda: node.aborted == 1)
 
 
 async def test_request_beyond_the_queue_limit_is_told_to_retry(world: World) -> None:
-    world.members.waiting.jobs_max = 1
+    world.members.places.waiting.jobs_max = 1
     first = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT))
-    await world.until(lambda: world.members.waiting.count == 1)
+    await world.until(lambda: world.members.places.waiting.count == 1)
     assert (await post(world, COMPLETIONS, prompt=PROMPT)).status_code == 503
     await world.node("a")
     assert (await first).status_code == 200
