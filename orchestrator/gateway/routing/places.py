@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from grpo_orch.orchestrator.gateway.job import Job, QueueFull
 from grpo_orch.orchestrator.gateway.nodes.upstream import Link
@@ -69,29 +68,20 @@ class Waiting:
     """Counts the waiting jobs and enforces the queue's limits.
 
     Attributes:
+        count: number of jobs without a place.
+        size_bytes: total size of their prompts.
         jobs_max: the largest number of them.
     """
 
     def __init__(self) -> None:
         self.jobs_max = WAITING_MAX
-        self._count = 0
-        self._size_bytes = 0
-
-    @property
-    def count(self) -> int:
-        """Number of jobs without a place."""
-        return self._count
-
-    @property
-    def size_bytes(self) -> int:
-        """Total size of their prompts."""
-        return self._size_bytes
+        self.count = self.size_bytes = 0
 
     def check_capacity(self, size_bytes: int = 0) -> None:
         """Raise QueueFull if a job with a prompt of `size_bytes` cannot wait."""
-        if self._count >= self.jobs_max or self._size_bytes + size_bytes > WAITING_SIZE_MAX:
+        if self.count >= self.jobs_max or self.size_bytes + size_bytes > WAITING_SIZE_MAX:
             raise QueueFull(
-                f"the queue is full: {self._count} requests ({self._size_bytes >> 20} MiB) wait for a node; "
+                f"the queue is full: {self.count} requests ({self.size_bytes >> 20} MiB) wait for a node; "
                 "retry later"
             )
 
@@ -101,14 +91,14 @@ class Waiting:
         size_bytes = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
         if not job.is_admitted:
             self.check_capacity(size_bytes)
-        self._count += 1
-        self._size_bytes += size_bytes
+        self.count += 1
+        self.size_bytes += size_bytes
         job.is_waiting = True
         try:
             yield
         finally:
-            self._count -= 1
-            self._size_bytes -= size_bytes
+            self.count -= 1
+            self.size_bytes -= size_bytes
             job.is_waiting = False
 
 
@@ -128,17 +118,12 @@ class Places:
         self._table = table
         self._connect = connect
         self._on_release = on_release
-        self._links: dict[int, Link] = {}
+        self.links: dict[int, Link] = {}  # to the members that have had jobs, by term
         self._queues: dict[str, Queue] = {}  # by policy label
         self._wanted = ""  # the newest policy's label
         self._changed = asyncio.Event()  # set once, by the next change
         self._share_limit_until_s: float | None = 0.0  # None: no member serves the wanted policy yet
         self.waiting = Waiting()
-
-    @property
-    def links(self) -> Mapping[int, Link]:
-        """The links to the members that have had jobs, by term."""
-        return MappingProxyType(self._links)
 
     def want(self, policy: str) -> None:
         """Set the policy that members are to hold from now on."""
@@ -149,9 +134,9 @@ class Places:
 
     def link(self, row: Member) -> Link:
         """Return the link to a member for its current term, made on the first call."""
-        link = self._links.get(row.term)
+        link = self.links.get(row.term)
         if link is None:
-            link = self._links[row.term] = self._connect(row)
+            link = self.links[row.term] = self._connect(row)
         return link
 
     async def wait_for_change(self) -> None:
@@ -165,7 +150,7 @@ class Places:
 
     def end_term(self, term: int, why: str) -> None:
         """Close the link of a term that has ended; its jobs move to other members."""
-        link = self._links.pop(term, None)
+        link = self.links.pop(term, None)
         if link is not None:
             link.close(why)
 

@@ -14,7 +14,6 @@ from grpo_orch.policies.serving.sharing import (
     MemberLoad,
     Movable,
     balance_requests,
-    single_request_rate,
     tokens_left,
 )
 
@@ -97,10 +96,6 @@ def test_recomputed_requests_move_a_few_at_a_time() -> None:
 
 def test_computing_it_again_may_cost_more_than_it_saves() -> None:
     assert not balance_requests([sharer("a", 128, left=60.0, replay=60_000), sharer("b", 0)])
-
-
-def test_speed_is_distinguished_from_load() -> None:
-    assert single_request_rate(20.0, DOUBLING_REQUESTS) == 40.0
 
 
 def ends_s(one: MemberLoad, running: int) -> float:

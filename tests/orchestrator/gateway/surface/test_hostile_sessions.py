@@ -235,14 +235,6 @@ async def test_session_sampling_of_tokens_does_not_lift_the_limits(world: World)
     assert sum((await agent.trace()).branches[0].mask) == 30
 
 
-async def test_other_effort_begins_a_branch(world: World) -> None:
-    await world.node("a")
-    agent = await Agent(world).open()
-    await agent.turn(reasoning_effort="low")
-    await agent.turn(reasoning_effort="high")
-    assert len((await agent.trace()).branches) == 2
-
-
 @pytest.mark.parametrize(
     ("function", "broken"),
     [

@@ -141,15 +141,26 @@ async def test_two_branches_with_a_common_turn_train_on_it_once(world: World) ->
     assert sum(second.mask) == second.turns[1].end - second.turns[1].start
 
 
-async def test_other_tools_begin_a_branch(world: World) -> None:
-    """The template prints the tools before all messages: what was recorded does not begin with these."""
+OTHER_TOOL = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "branches"),
+    [
+        ({"tools": [TOOL]}, {"tools": [TOOL]}, 1),
+        ({"tools": [TOOL]}, {"tools": [OTHER_TOOL]}, 2),  # the template prints them before all messages
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}, 1),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}, 2),
+    ],
+)
+async def test_what_the_template_prints_otherwise_begins_a_branch(
+    world: World, first: dict[str, Any], second: dict[str, Any], branches: int
+) -> None:
     await world.node("a")
     agent = await Agent(world).open()
-    agent.more = {"tools": [TOOL]}
-    await agent.turn()
-    renamed = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
-    await agent.turn(tools=[renamed])
-    assert len((await agent.trace()).branches) == 2
+    await agent.turn(**first)
+    await agent.turn(**second)
+    assert len((await agent.trace()).branches) == branches
 
 
 async def test_reencoded_arguments_are_the_same_call(world: World) -> None:
@@ -169,14 +180,11 @@ async def test_reencoded_arguments_are_the_same_call(world: World) -> None:
 
 async def test_missing_reasoning_begins_a_branch(world: World) -> None:
     await world.node("a")
-    for sent_back, branches in ((True, 1), (False, 2)):
-        agent = await Agent(world, f"reasons-{sent_back}").open()
-        message = await agent.turn(reasoning_effort="high")
-        assert message["reasoning"]
-        if not sent_back:
-            del agent.messages[1]["reasoning"]
-        await agent.turn(reasoning_effort="high")
-        assert len((await agent.trace()).branches) == branches
+    agent = await Agent(world).open()
+    assert (await agent.turn(reasoning_effort="high"))["reasoning"]
+    del agent.messages[1]["reasoning"]
+    await agent.turn(reasoning_effort="high")
+    assert len((await agent.trace()).branches) == 2
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9])
