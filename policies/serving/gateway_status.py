@@ -91,8 +91,6 @@ class GatewayStatus:
     handovers: int = 0
     seq: int = 0
     up_s: float = 0.0
-    tokens_saved: int = 0  # kept when their request was handed over
-    tokens_replayed: int = 0  # computed again as a prompt, for requests that were handed over
     changes: list[MembershipChange] = field(default_factory=list)
     versions: list[VersionSpread] = field(default_factory=list)  # the newest, oldest first
     joining: list[JoiningNode] = field(default_factory=list)

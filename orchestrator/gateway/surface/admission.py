@@ -69,6 +69,11 @@ async def read(request: web.Request, size_max: int) -> bytearray:
     return body
 
 
+async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T], name: str) -> T:
+    """Read and decode a small body. `name` is what the sender should have sent, for the error. Raises ApiError."""
+    return decode(await read(request, ANNOUNCE_SIZE_MAX), decoder, name)
+
+
 async def _pieces(request: web.Request, size_max: int) -> AsyncIterator[bytes]:
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise ApiError(415, "compressed bodies are not supported")

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from grpo_orch.checkpoint.security import identity
-from grpo_orch.orchestrator.gateway.job import QueueFull
+from grpo_orch.orchestrator.gateway.job import QueueFull, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface import admission
@@ -106,8 +106,6 @@ class Gateway:
             tokens_delivered=self.ledger.delivered,
             tokens_discarded=self.ledger.discarded,
             handovers=self.ledger.handovers,
-            tokens_saved=self.ledger.saved,
-            tokens_replayed=self.ledger.replayed,
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
@@ -135,6 +133,10 @@ class Gateway:
             return await handler(request)
         except ApiError as error:
             return _refusal(request, error)
+        except RequestRefused as error:
+            return _refusal(request, ApiError(error.status, str(error)))
+        except QueueFull as error:
+            return _refusal(request, ApiError(503, str(error)))
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             response = _refusal(request, ApiError(405, f"method not allowed; use {allowed}"))
@@ -154,16 +156,14 @@ class Gateway:
     async def _announce(self, request: web.Request) -> web.Response:
         """Announce a node, from its agent; the answer is the policy to hold."""
         node = node_of(request)
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        announcement = admission.decode(body, _announce, "announcement")
+        announcement = await admission.read_json(request, _announce, "announcement")
         admission.check_announce(announcement)
         return _json(await self.members.announce(node, announcement))
 
     async def _update_stage(self, request: web.Request) -> web.Response:
         """Report a joining node's stage and progress, from its agent; the answer is the policy to fetch."""
         node = node_of(request)
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        stage = admission.decode(body, _stage, "stage")
+        stage = await admission.read_json(request, _stage, "stage")
         admission.check_stage(stage)
         self.members.joining_nodes.update(node, stage, time.monotonic())
         return _json(AnnounceReply(policy=self.members.wanted))
@@ -173,10 +173,7 @@ class Gateway:
 
         With `patience_s` the batch ends after that time without nodes, with the tokens of unfinished requests.
         """
-        try:
-            self.members.places.waiting.check_capacity()
-        except QueueFull as error:
-            raise ApiError(503, str(error)) from error
+        self.members.places.waiting.check_capacity()
         batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
@@ -190,8 +187,7 @@ class Gateway:
 
     async def _open(self, request: web.Request) -> web.Response:
         """Open a session with its policy, sampling parameters and limits."""
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        parameters = admission.decode(body, _open, "session")
+        parameters = await admission.read_json(request, _open, "session")
         admission.check_session(parameters)
         self.sessions.open(_session_of(request), parameters)
         return web.Response(status=204)

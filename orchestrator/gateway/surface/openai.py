@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from grpo_orch.orchestrator.gateway.job import Finished, Job, QueueFull, RequestRefused
+from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface import admission, openai_request
@@ -123,7 +123,10 @@ class OpenAI:
         return _response(client_request, finished, answers)
 
     async def _complete(self, jobs: list[Job], policy: str) -> list[Finished]:
-        """Return all completions. Raises ApiError if one fails, or if none makes progress for too long."""
+        """Return all completions.
+
+        Raises RequestRefused, QueueFull, and ApiError if none makes progress for too long.
+        """
         for job in jobs:
             job.recovery = self._members.recovery
         tasks = [asyncio.ensure_future(self._completer.complete(job)) for job in jobs]
@@ -143,10 +146,6 @@ class OpenAI:
                     message = f"no token of policy {policy} arrived within {SILENCE_TIMEOUT_S:g} s{failure}"
                     raise ApiError(504, message)
             return [task.result() for task in tasks]
-        except RequestRefused as error:
-            raise ApiError(error.status, str(error)) from error
-        except QueueFull as error:
-            raise ApiError(503, str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
+from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
@@ -249,7 +249,7 @@ class Sessions:
         return Trace(name, session.opened.policy.label, branches, discarded, session.limit)
 
     async def request(self, name: str, chat: Chat, request_name: str = "") -> tuple[Finished, Answer]:
-        """Return the turn for a chat, made now or recorded before. Raises ApiError.
+        """Return the turn for a chat, made now or recorded before. Raises ApiError, RequestRefused.
 
         The turn continues if its agent disconnects. Then the next request for the same turn gets it, or the next
         request with the same `request_name`.
@@ -262,8 +262,6 @@ class Sessions:
         try:
             turn = await self._turn(session, chat, request_name)
             return await self._deliver(session, turn, chat, request_name)
-        except RequestRefused as error:
-            raise ApiError(error.status, str(error)) from error
         except asyncio.CancelledError:
             self._check_open(session)
             raise
