@@ -148,9 +148,9 @@ async def test_removed_member_leaves_at_once_and_its_request_moves(world: World)
 async def test_agents_leave_names_its_boot(world: World) -> None:
     await world.node("a")
     assert (await world.http.delete("/members/a", params={"boot": "another"})).status_code == 204
-    assert world.members.member("a") is not None
+    assert world.members.table.member("a") is not None
     assert (await world.http.delete("/members/a", params={"boot": "boot-of-a"})).status_code == 204
-    assert world.members.member("a") is None
+    assert world.members.table.member("a") is None
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,7 @@ async def test_member_new_to_others_keeps_its_sessions(world: World) -> None:
 async def test_a_stream_is_the_answer_at_once(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
-    options = {"tools": [TOOL], "stream_options": {"include_usage": True}, "logprobs": True}
+    options: dict[str, Any] = {"tools": [TOOL], "stream_options": {"include_usage": True}, "logprobs": True}
     event, last = events_of(await agent.ask(stream=True, return_token_ids=True, **options))
     again = await Agent(world).open()
     again.more = {"tools": [TOOL]}
